@@ -1,0 +1,128 @@
+"""`kvq`: finds the command, loads only its file, and turns what went wrong into an exit code.
+
+Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 reader went away.
+"""
+
+import os
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from importlib import import_module
+from typing import NoReturn
+
+from kvq import __version__
+from kvq.errors import KvqError, UsageError
+from kvq.settings import environment
+from kvq_apps import options, output
+
+COMMANDS = {
+    "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
+    "run": ("kvq_apps.commands.run", "continue a prompt"),
+    "eval": ("kvq_apps.commands.eval", "measure quality at a KV setting"),
+    "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
+    "inspect": ("kvq_apps.commands.inspect", "show what a bundle holds"),
+    "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
+}
+
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+class Parser(ArgumentParser):
+    """An argument parser whose complaints are `UsageError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    _lenient_streams()
+    try:
+        arguments = _parse(argv)
+        _set_up_logging(debug=arguments.debug)
+        return arguments.run(arguments)
+    except KvqError as error:
+        _debug_traceback(argv)
+        return _report(error, argv, error.exit_code)
+    except KeyboardInterrupt:
+        output.print_note("")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
+        _debug_traceback(argv)
+        return _report(error, argv, 1)
+
+
+def build_parser(chosen: str | None = None) -> ArgumentParser:
+    """The parser of `kvq`; only command `chosen` has its flags, and only its file is imported."""
+    parser = Parser(
+        prog="kvq",
+        description="Language models on a quantised KV cache in a hard byte budget.",
+        epilog="`kvq COMMAND --help` lists a command's flags; each has the KVQ_* twin shown there.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvq {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for name, (module_name, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False
+        )
+        if name == chosen:
+            module = import_module(module_name)
+            module.add_arguments(command)
+            options.add_flags(command, *options.OUTPUT_FLAGS)
+            command.set_defaults(run=module.run)
+        else:
+            command.set_defaults(run=SUPPRESS)
+    return parser
+
+
+def _parse(argv: list[str]) -> Namespace:
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    arguments = build_parser(chosen).parse_args(argv)
+    options.fill_from_environment(arguments)
+    return arguments
+
+
+def _report(error: BaseException, argv: list[str], code: int) -> int:
+    try:
+        output.print_error(error, as_json=_asked("json", argv))
+    except BrokenPipeError:
+        return PIPE_CLOSED
+    return code
+
+
+def _asked(switch: str, argv: list[str]) -> bool:
+    """Whether a switch was given, also when the arguments could not be parsed."""
+    return f"--{switch}" in argv or environment(switch) in ("1", "true", "yes")
+
+
+def _debug_traceback(argv: list[str]) -> None:
+    if _asked("debug", argv):
+        import traceback
+
+        traceback.print_exc()
+
+
+def _set_up_logging(*, debug: bool) -> None:
+    """Warnings and above on stderr as `kvq: ...`; with `--debug` everything."""
+    import logging
+
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format="kvq: %(message)s", force=True
+    )
+
+
+def _lenient_streams() -> None:
+    """Text a stream's encoding lacks is escaped instead of ending the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

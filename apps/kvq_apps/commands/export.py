@@ -1,0 +1,107 @@
+"""`kvq export`: turn a Hugging Face checkpoint into a bundle."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import UsageError
+from kvq_apps import options, output
+
+if TYPE_CHECKING:
+    from kvq_runtime.bundle import Bundle
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `kvq export`."""
+    parser.add_argument(
+        "source",
+        nargs="?",
+        metavar="MODEL",
+        help="folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+    )
+    options.add_flags(
+        parser,
+        "out", "format", "wbits", "group", "embedding-bits", "kbits", "vbits", "kv",
+        "no-quality", "force", "threads",
+        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 (default: 4)",
+        vbits="bits of cached values the bundle asks for: 8, 4 or 2 (default: 2)",
+    )  # fmt: skip
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    if not arguments.source:
+        raise UsageError("MODEL is missing; give a checkpoint folder or a hub id")
+    destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
+
+    from kvq.config import KvPlan
+    from kvq_export.config import ExportOptions, WeightFormat
+    from kvq_export.export import export_model
+    from kvq_runtime.device import default_threads
+
+    weights = WeightFormat(
+        **options.given(arguments, bits="wbits", block="group", embedding_bits="embedding-bits")
+    )
+    export_options = ExportOptions(
+        weights=weights,
+        kv=KvPlan(**options.kv_bits(arguments)),
+        force=arguments.force,
+        quality=not arguments.no_quality,
+        threads=default_threads() if arguments.threads is None else arguments.threads,
+    )
+    since = perf_counter()
+    progress = output.Progress(quiet=arguments.json and not sys.stderr.isatty())
+    try:
+        bundle = export_model(arguments.source, destination, export_options, progress)
+    finally:
+        progress.clear()
+    report = _report(bundle, perf_counter() - since)
+    if arguments.json:
+        output.print_json(report)
+    else:
+        _print(bundle, report)
+    return 0
+
+
+def _name(source: str) -> str:
+    """Last part of a folder's path or a hub id."""
+    return Path(source).resolve().name if Path(source).is_dir() else source.rsplit("/", 1)[-1]
+
+
+def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
+    manifest = bundle.manifest.to_json()
+    files = manifest["files"]
+    return {
+        "path": str(bundle.path),
+        "seconds": seconds,
+        "bytes": sum(file["bytes"] for file in files.values()),
+        **{
+            key: manifest[key]
+            for key in ("name", "model_type", "weights", "kv", "quality", "files")
+        },
+    }
+
+
+def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
+    weights, kv = report["weights"], report["kv"]
+    shape = bundle.config.cache_shape
+    rows = [
+        ("bundle", report["path"]),
+        ("model", f"{report['name']} ({report['model_type']})"),
+        (
+            "weights",
+            f"{output.size_text(weights['bytes'])}: {weights['bits']} bits, block "
+            f"{weights['block']}, embedding {weights['embedding_bits']} bits",
+        ),
+        (
+            "KV plan",
+            f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens "
+            f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
+        ),
+        *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
+        ("total", f"{output.size_text(report['bytes'])} in {report['seconds']:.1f} s"),
+    ]
+    output.print_table(rows)
+    output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")

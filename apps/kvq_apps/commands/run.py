@@ -1,0 +1,165 @@
+"""`kvq run`: continue a prompt and stream the answer to stdout."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import UsageError
+from kvq_apps import options, output, text_input
+from kvq_apps.interrupt import interruptible
+
+if TYPE_CHECKING:
+    from kvq_runtime.engine import Engine
+    from kvq_runtime.session import Session
+
+DEFAULT_PREDICT = 256
+INTERRUPTED = 130
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `kvq run`."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] PROMPT",
+        help="one word or quoted text is the prompt; `-` reads it from stdin, and piped text "
+        "goes before it",
+    )
+    options.add_flags(parser, *options.ENGINE_FLAGS)
+    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "usage")
+    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
+    options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    model, prompt = _model_and_prompt(arguments)
+    if arguments.predict is not None and arguments.predict < 1:
+        raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
+    sampling = options.sampling(arguments)
+    session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
+
+    from kvq_apps.model_path import resolve_model
+    from kvq_runtime.engine import Engine
+
+    path = resolve_model(model)
+    engine_options = options.given(arguments, threads="threads", backend="backend")
+    with (
+        Engine.open(path, **engine_options) as engine,
+        engine.session(**session_options) as session,
+        interruptible() as cancel,
+    ):
+        ids = _prompt_ids(engine, arguments, prompt)
+        answer = _answer(session, ids, arguments, sampling, cancel)
+        report = _report(engine, session, answer)
+    if arguments.json:
+        output.print_json(report)
+    if arguments.usage:
+        _print_usage(report)
+    return INTERRUPTED if answer.finish_reason == "cancelled" else 0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Answer:
+    text: str = ""
+    finish_reason: str = "cancelled"
+
+
+def _model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
+    """Which of the words is the model, and the prompt with piped text before it."""
+    *models, prompt = arguments.words or [""]
+    if models and options.written(arguments, "model"):
+        raise UsageError(
+            f"{len(arguments.words)} words were given besides -m; quote the prompt as one word"
+        )
+    if len(models) > 1:
+        raise UsageError("give [MODEL] PROMPT: at most two words; quote the prompt")
+    model = models[0] if models else arguments.model
+    if prompt == "-":
+        return model, text_input.read_standard_input()
+    piped = text_input.piped_input()
+    prompt = text_input.check_argument(prompt)
+    text = f"{piped.rstrip()}\n\n{prompt}" if piped.strip() and prompt else piped + prompt
+    if not text:
+        raise UsageError("the prompt is empty; write `kvq run [MODEL] PROMPT` or pipe text in")
+    return model, text
+
+
+def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> list[int]:
+    """Token ids of the prompt, in the chat template when one was asked for."""
+    if arguments.system is None and not arguments.chat:
+        return engine.tokenizer.encode(prompt, start=True)
+    messages = [{"role": "user", "content": prompt}]
+    if arguments.system is not None:
+        system = text_input.check_argument(arguments.system)
+        messages.insert(0, {"role": "system", "content": system})
+    return engine.tokenizer.chat(messages, add_generation_prompt=True)
+
+
+def _answer(
+    session: "Session",
+    ids: list[int],
+    arguments: Namespace,
+    sampling: Any,
+    cancel: Callable[[], bool],
+) -> _Answer:
+    """Generates to the end, streaming unless `--json` wants the whole."""
+    answer = _Answer()
+    progress = output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048)
+    try:
+        complete = session.prefill(ids, progress=progress, cancel=cancel)
+    finally:
+        progress.clear()
+    if not complete:
+        output.print_note("")
+        return answer
+    steps = session.generate(
+        arguments.predict if arguments.predict is not None else DEFAULT_PREDICT,
+        sampling=sampling,
+        stop_strings=arguments.stop or (),
+        cancel=cancel,
+    )
+    for step in steps:
+        answer.text += step.text
+        if step.text and not arguments.json:
+            output.print_data(step.text, end="")
+        answer.finish_reason = step.finish_reason or answer.finish_reason
+    if not arguments.json and not answer.text.endswith("\n"):
+        output.print_data("")
+    return answer
+
+
+def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, Any]:
+    stats = session.stats()
+    plan = session.config.plan
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "model": engine.bundle.manifest.name,
+        "backend": engine.backend.name,
+        "threads": engine.threads,
+        "kv": output.kv_text(plan.k_bits, plan.v_bits),
+        "kv_policy": session.config.policy,
+        "context": session.config.context_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "ttft_ms": stats.ttft_ms,
+        "prefill_tok_s": stats.prefill_tok_s,
+        "decode_tok_s": stats.decode_tok_s,
+        "kv_bytes_peak": stats.kv_bytes_peak,
+        "kv_budget": stats.kv_budget,
+        "bytes_per_token": stats.bytes_per_token,
+        "bandwidth_gb_s": stats.bandwidth_gb_s,
+    }
+
+
+def _print_usage(report: dict[str, Any]) -> None:
+    output.print_note(
+        f"{report['prompt_tokens']} prompt tokens, first token after {report['ttft_ms']:.0f} ms "
+        f"({report['prefill_tok_s']:.0f} tok/s); {report['new_tokens']} new tokens at "
+        f"{report['decode_tok_s']:.1f} tok/s, {report['bandwidth_gb_s']:.1f} GB/s; KV "
+        f"{report['kv']}: {output.size_text(report['kv_bytes_peak'])} of "
+        f"{output.size_text(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token"
+    )

@@ -1,0 +1,24 @@
+"""Ctrl-C as a question a loop can ask, so that it ends between two steps."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C was pressed; pressed again, it ends at once."""
+    pressed = False
+
+    def press(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,92 @@
+"""From what a user calls a model to a bundle folder. Exports a checkpoint once, when it must."""
+
+import hashlib
+import importlib.util
+import re
+from pathlib import Path
+
+from kvq.errors import BundleError, ModelError, UnsupportedModelError
+from kvq.settings import cache_folder
+from kvq_apps import output
+
+DEFAULT = "default"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_model(name: str | None) -> Path:
+    """The bundle folder of `name`: a bundle, a checkpoint folder, a hub id, `default` or None.
+
+    A checkpoint is exported into the user's cache folder the first time, with progress on
+    stderr. Raises `ModelError` naming what is possible.
+    """
+    if name is None or name == DEFAULT:
+        return _exported(_default_checkpoint(), DEFAULT)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "config.json").exists() and not (path / "kvq.json").exists():
+            return _exported(str(path.resolve()), path.resolve().name)
+        return path
+    if path.suffix == ".gguf":
+        raise UnsupportedModelError(
+            f"{name} is a GGUF file, which this version does not run; export the Hugging Face "
+            "checkpoint it was made from with `kvq export`"
+        )
+    if path.exists():
+        raise ModelError(
+            f"{name} is a file; a model is a bundle or a checkpoint folder, or a hub id"
+        )
+    if _HUB_ID.fullmatch(name):
+        return _exported(name, name.replace("/", "--"))
+    raise ModelError(
+        f"there is no model at {name}; give a bundle made by `kvq export`, a Hugging Face "
+        "checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
+    )
+
+
+def _default_checkpoint() -> str:
+    spec = importlib.util.find_spec("kvq_models")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    for folder in folders:
+        if (Path(folder) / DEFAULT / "config.json").exists():
+            return str(Path(folder) / DEFAULT)
+    raise ModelError(
+        "no MODEL was given and this installation has no embedded one; make a bundle with "
+        "`kvq export CHECKPOINT_FOLDER -o NAME` and pass it with `-m NAME`"
+    )
+
+
+def _exported(source: str, name: str) -> Path:
+    """The bundle of `source` in the cache folder, made now if it is not there yet."""
+    destination = cache_folder() / "bundles" / f"{name}-{_fingerprint(source)}"
+    if (destination / "kvq.json").exists():
+        return destination
+    from kvq_export.config import ExportOptions
+    from kvq_export.export import export_model
+
+    output.print_note(f"exporting {source} once into {destination}")
+    progress = output.Progress()
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        options = ExportOptions(name=name, quality=False)
+        return export_model(source, destination, options, progress).path
+    except BundleError:
+        # Another process may have finished the same export meanwhile.
+        if (destination / "kvq.json").exists():
+            return destination
+        raise
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written: {error.strerror}") from error
+    finally:
+        progress.clear()
+
+
+def _fingerprint(source: str) -> str:
+    """Changes with the bundle format and with a folder's files (names, sizes, times)."""
+    from kvq_runtime.bundle import VERSION
+
+    digest = hashlib.sha256(f"{VERSION} {source}".encode())
+    folder = Path(source)
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        status = file.stat()
+        digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,134 @@
+"""What reaches the terminal: data on stdout, everything else on stderr. Knows no model.
+
+Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic
+from typing import Any, TextIO
+
+from kvq.errors import KvqError
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(value, ensure_ascii=False, indent=2), flush=True)
+
+
+def print_data(text: str, end: str = "\n") -> None:
+    """Data for the user or the next program, on stdout at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def print_note(text: str) -> None:
+    """A remark for the person at the terminal, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> None:
+    """Left-aligned columns on stdout, as wide as their longest cell."""
+    cells = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(padded).rstrip())
+    sys.stdout.flush()
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in the largest unit that keeps the number readable: 1536 -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Rows of a nested mapping: `{"a": {"b": 1}}` -> `("a.b", 1)`; sizes in bytes made readable."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        elif key.endswith("_bytes") and isinstance(value, int):
+            yield prefix + key.removesuffix("_bytes"), size_text(value)
+        elif isinstance(value, float):
+            yield prefix + key, f"{value:.6g}"
+        else:
+            yield prefix + key, value
+
+
+def kv_text(k_bits: int, v_bits: int) -> str:
+    """Widths as `--kv` writes them: `4:2`, or `fp`."""
+    return "fp" if k_bits == v_bits == 16 else f"{k_bits}:{v_bits}"
+
+
+def error_code(error: BaseException) -> str:
+    """Short lasting name of an error's class: `BudgetError` -> `budget`."""
+    return type(error).__name__.removesuffix("Error").lower()
+
+
+def print_error(error: BaseException, *, as_json: bool) -> None:
+    """`error: ...` in one line on stderr, and the same as an object on stdout for `--json`."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, KvqError):
+        message = f"internal error: {type(error).__name__}: {message} (--debug shows where)"
+    print_note(f"error: {message}")
+    if as_json:
+        code = error_code(error) if isinstance(error, KvqError) else "internal"
+        print_json({"error": {"code": code, "message": message}})
+
+
+class Progress:
+    """Shows how far a long task is: a bar on a terminal, otherwise a line every tenth.
+
+    Call it with (done, total, label); the amounts may be anything that grows.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._drawn = not quiet and _is_terminal(self._stream)
+        self._quiet = quiet
+        self._label = ""
+        self._tenth = -1
+        self._last = 0.0
+
+    def __call__(self, done: float, total: float, label: str = "") -> None:
+        share = min(1.0, done / total) if total > 0 else 1.0
+        if self._drawn:
+            self._draw(share, label)
+        elif not self._quiet:
+            self._log(share, label)
+
+    def clear(self) -> None:
+        """Takes the bar off the terminal."""
+        if self._drawn and self._label:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._label = ""
+
+    def _draw(self, share: float, label: str) -> None:
+        now = monotonic()
+        if share < 1 and label == self._label and now - self._last < 0.05:
+            return
+        self._last = now
+        self._label = label or " "
+        filled = round(share * 24)
+        bar = "#" * filled + "-" * (24 - filled)
+        self._stream.write(f"\r\x1b[K[{bar}] {share:4.0%} {label}")
+        self._stream.flush()
+
+    def _log(self, share: float, label: str) -> None:
+        tenth = int(share * 10)
+        if tenth > self._tenth:
+            self._tenth = tenth
+            print(f"{tenth * 10:3d} % {label}".rstrip(), file=self._stream, flush=True)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    from os import environ
+
+    plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain

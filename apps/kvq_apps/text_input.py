@@ -1,0 +1,53 @@
+"""Text a user hands in: arguments, files, standard input.
+
+All of it becomes Unicode text, or a `DataError` that says where it is not UTF-8.
+"""
+
+import sys
+from pathlib import Path
+
+from kvq.errors import DataError
+
+
+def read_text(path: str) -> str:
+    """The whole file as text; `-` is standard input."""
+    if path == "-":
+        return read_standard_input()
+    try:
+        return decode(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_standard_input() -> str:
+    """All of standard input as text."""
+    return decode(sys.stdin.buffer.read(), "standard input")
+
+
+def piped_input() -> str:
+    """What was piped or redirected into this command, or nothing at a terminal."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    return read_standard_input()
+
+
+def check_argument(text: str) -> str:
+    """`text` unchanged if it is valid Unicode; the shell can pass bytes that are not."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the prompt is not valid UTF-8 at character {error.start}; pass it in UTF-8"
+        ) from None
+    return text
+
+
+def decode(content: bytes, origin: str) -> str:
+    """UTF-8 text of `content`; a leading byte order mark is dropped."""
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{origin} is not valid UTF-8 at byte {error.start} (0x{content[error.start]:02x}); "
+            "convert it to UTF-8"
+        ) from None

@@ -1,0 +1,180 @@
+"""The export itself: checkpoint in, bundle out, in the order things must happen.
+
+Owns no format: reading, quantising, the graph, the manifest and the comparison with the original
+each have their own module.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq_export import quality
+from kvq_export.checkpoint import Checkpoint
+from kvq_export.config import ExportOptions
+from kvq_export.hub import Located, locate
+from kvq_export.layout import plan_layout
+from kvq_export.quality import Original
+from kvq_export.staging import require_space, staged
+from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
+from kvq_models.registry import read_checkpoint
+from kvq_models.tokenizer import ControlTokens, Tokenizer
+from kvq_runtime.bundle import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Bundle,
+    FileInfo,
+    Manifest,
+    file_sha256,
+)
+
+# Room for the graph and the manifest beside the weights.
+_SLACK_BYTES = 4 << 20
+
+
+def unseen(done: int, total: int, label: str) -> None:
+    """The progress nobody watches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Model:
+    """Everything known about the checkpoint before its weights are read."""
+
+    located: Located
+    original: Original
+    tokenizer: Tokenizer | None
+
+
+def export_model(
+    source: str | Path,
+    destination: str | Path,
+    options: ExportOptions | None = None,
+    progress: Progress = unseen,
+) -> Bundle:
+    """Exports the checkpoint `source` (a folder or a hub id) to the folder `destination`.
+
+    `progress` is called with bytes done, bytes in total and what is being done. Raises
+    `ModelError` for the checkpoint and `BundleError` for the destination; then, and when it is
+    interrupted, nothing is left behind.
+    """
+    options = options or ExportOptions()
+    folder = Path(destination).expanduser()
+    model = _open_model(locate(source), options)
+    config, sources = model.original.config, model.original.sources
+    layout = plan_layout(config, sources, options.weights)
+    with staged(folder, force=options.force) as partial:
+        require_space(partial, layout.num_bytes + _SLACK_BYTES)
+        files = _write_texts(partial, model)
+        reader = CheckpointWeights(model.original.checkpoint, sources, options.threads)
+        files |= write_model(partial, config, layout, reader, progress)
+        control = _control(model)
+        manifest = Manifest(
+            name=options.name or folder.name,
+            config=config,
+            weights=weight_info(layout),
+            kv=options.kv,
+            files=files,
+            eos_token_ids=control.eos,
+            tokens=control.to_json(),
+            source=_describe(model.located),
+        )
+        write_manifest(partial, manifest)
+        if options.quality and model.tokenizer is not None:
+            total = layout.num_bytes
+            report = _measure(
+                model,
+                model.tokenizer,
+                partial,
+                options,
+                lambda label: progress(total, total, label),
+            )
+            write_manifest(partial, replace(manifest, quality=report))
+    return Bundle.open(folder)
+
+
+def _open_model(located: Located, options: ExportOptions) -> _Model:
+    """Refuses what cannot be exported before the first byte is written."""
+    family, config, _ = read_checkpoint(located.folder)
+    # Evaluated for its refusals: the cache must be able to hold this model.
+    _ = config.cache_shape
+    checkpoint = Checkpoint.open(located.folder)
+    sources = family.weights(config)
+    checkpoint.check(sources)
+    tokenizer = None
+    if options.tokenizer:
+        tokenizer = Tokenizer.from_checkpoint(located.folder, family, config)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise CheckpointError(
+                f"tokenizer.json names {tokenizer.vocab_size} tokens, config.json gives the model "
+                f"{config.vocab_size}; they do not belong together"
+            )
+    return _Model(
+        located=located,
+        original=Original(config=config, sources=sources, checkpoint=checkpoint),
+        tokenizer=tokenizer,
+    )
+
+
+def _control(model: _Model) -> ControlTokens:
+    if model.tokenizer is not None:
+        return model.tokenizer.control
+    config = model.original.config
+    return ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
+
+
+def _write_texts(folder: Path, model: _Model) -> dict[str, FileInfo]:
+    """The tokenizer's files, with size and hash."""
+    if model.tokenizer is None:
+        return {}
+    shutil.copyfile(model.located.folder / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    names = [TOKENIZER_FILE]
+    if model.tokenizer.chat_template is not None:
+        (folder / TEMPLATE_FILE).write_text(model.tokenizer.chat_template, encoding="utf-8")
+        names.append(TEMPLATE_FILE)
+    return {
+        name: FileInfo(num_bytes=(folder / name).stat().st_size, sha256=file_sha256(folder / name))
+        for name in names
+    }
+
+
+def _measure(
+    model: _Model,
+    tokenizer: Tokenizer,
+    folder: Path,
+    options: ExportOptions,
+    step: Callable[[str], None],
+) -> Mapping[str, Any]:
+    bundle = Bundle.open(folder, verify="size")
+    ids = tokenizer.encode(quality.quality_text(), start=True)
+    ids = ids[: quality.token_limit(bundle.config.vocab_size)]
+    with quality.engine_run(bundle, options.threads) as run:
+        return quality.measure(model.original, options.kv, run, np.array(ids), step)
+
+
+def _describe(located: Located) -> dict[str, Any]:
+    return {
+        "model": located.name,
+        "revision": located.revision,
+        "config_sha256": file_sha256(located.folder / "config.json"),
+        "license": _licence(located.folder),
+    }
+
+
+def _licence(folder: Path) -> str:
+    """What the model card's header says, else the first line of a licence file, else `unknown`."""
+    card = folder / "README.md"
+    if card.is_file():
+        header = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
+        for key in ("license_name", "license"):
+            found = re.search(rf"^{key}:\s*[\"']?([^\s\"'#]+)", header, re.MULTILINE)
+            if found and header.startswith("---"):
+                return found[1]
+    for file in sorted(folder.glob("LICENSE*")):
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in lines if line.strip()), "unknown")
+    return "unknown"

@@ -1,0 +1,296 @@
+"""Builds the ONNX graph of a model with onnx-ir, from its config and the layout of its weights.
+
+Owns the nodes and their names; knows no weight values. One sequence, everything 2-D:
+hidden states are float32 [T, hidden].
+
+Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of the embedding is
+sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [1] (handle of the native cache),
+`logit_rows` int64 [R], and for a model with two sets of rotary frequencies `rope_long` int64 [1].
+Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
+computed: no later token needs the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from kvq_export.layout import Layout
+from kvq_models.config import ModelConfig
+from kvq_runtime.bundle import DATA_FILE
+
+OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
+IR_VERSION = 10
+# The levels above 0 quantise activations; 4 (int8) is the only fast one.
+ACCURACY_LEVEL = 4
+FLOAT_ATTRIBUTES = ("scale", "softcap", "rope_factor", "norm_eps")
+
+_DTYPES = {"uint8": ir.DataType.UINT8, "float32": ir.DataType.FLOAT}
+
+
+def build_graph(config: ModelConfig, layout: Layout) -> ir.Model:
+    """The model, with initializers that refer into `model.onnx.data`."""
+    builder = _Builder(config=config, layout=layout)
+    logits = builder.logits(builder.layers(builder.embedding()))
+    logits.name = "logits"
+    logits.dtype = ir.DataType.FLOAT
+    logits.shape = ir.Shape(["R", config.vocab_size])
+    graph = ir.Graph(
+        builder.inputs,
+        [logits],
+        nodes=builder.nodes,
+        initializers=list(builder.initializers.values()),
+        opset_imports=OPSETS,
+        name=config.model_type,
+    )
+    return ir.Model(graph, ir_version=IR_VERSION, producer_name="kvq")
+
+
+@dataclass(kw_only=True)
+class _Builder:
+    """Collects nodes in topological order; each method adds one piece and returns its output."""
+
+    config: ModelConfig
+    layout: Layout
+    nodes: list[ir.Node] = field(default_factory=list[ir.Node])
+    inputs: list[ir.Value] = field(default_factory=list[ir.Value])
+    initializers: dict[str, ir.Value] = field(default_factory=dict[str, ir.Value])
+    ropes: dict[int, ir.Value] = field(default_factory=dict[int, ir.Value])
+
+    def __post_init__(self) -> None:
+        integer, real = ir.DataType.INT64, ir.DataType.FLOAT
+        self.ids = self._input("input_ids", integer, ["T", "K"])
+        self.mix = self._input("input_weights", real, ["T", "K"])
+        self.positions = self._input("position_ids", integer, ["T"])
+        self.cache = self._input("cache", integer, [1])
+        self.logit_rows = self._input("logit_rows", integer, ["R"])
+        if self.config.has_long_rope:
+            self.rope_long = self._input("rope_long", integer, [1])
+
+    def embedding(self) -> ir.Value:
+        """Ids and their weights -> hidden states [T, hidden]."""
+        matrix = self.layout.matrices["embed"]
+        rows = self._node(
+            "/model/embed/GatherBlockQuantized",
+            [self._stored("embed.codes"), self.ids, self._stored("embed.scales")],
+            domain="com.microsoft",
+            bits=matrix.bits,
+            block_size=matrix.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if matrix.columns % matrix.block:
+            start, stop, axis = self._integers(0), self._integers(matrix.columns), self._integers(2)
+            rows = self._node("/model/embed/Slice", [rows, start, stop, axis])
+        mix = self.mix
+        if self.config.embedding_scale != 1.0:
+            scale = self._scalar(self.config.embedding_scale)
+            mix = self._node("/model/embed/Mul", [mix, scale])
+        return self._node("/model/embed/Einsum", [mix, rows], equation="tk,tkh->th")
+
+    def layers(self, hidden: ir.Value) -> ir.Value:
+        """All layers and the final norm: [T, hidden] -> [R, hidden].
+
+        `hidden` is the residual stream before the pending `branch` is added: adding is left to
+        the next norm, which does both at once.
+        """
+        branch: ir.Value | None = None
+        for layer in range(self.config.num_layers):
+            path = f"/model/layers.{layer}"
+            normed, hidden = self._norm(
+                f"{path}/attn_norm", hidden, branch, f"layers.{layer}.attn_norm"
+            )
+            branch = self._attention(layer, normed)
+            if layer == self.config.num_layers - 1:
+                branch = self._node(f"{path}/attn/rows/Gather", [branch, self.logit_rows], axis=0)
+                hidden = self._node(f"{path}/rows/Gather", [hidden, self.logit_rows], axis=0)
+            branch = self._linear(f"{path}/attn/o", branch, f"layers.{layer}.o")
+            branch = self._sandwich(f"{path}/post_attn_norm", branch)
+            normed, hidden = self._norm(
+                f"{path}/mlp_norm", hidden, branch, f"layers.{layer}.mlp_norm"
+            )
+            branch = self._sandwich(f"{path}/post_mlp_norm", self._mlp(layer, normed))
+        normed, _ = self._norm("/model/final_norm", hidden, branch, "final_norm", last=True)
+        return normed
+
+    def logits(self, normed: ir.Value) -> ir.Value:
+        """The output head, with its soft cap where the model has one."""
+        logits = self._linear("/model/head", normed, "head")
+        if self.config.final_softcap > 0:
+            cap = self._scalar(self.config.final_softcap)
+            logits = self._node("/model/head/softcap/Div", [logits, cap])
+            logits = self._node("/model/head/softcap/Tanh", [logits])
+            logits = self._node("/model/head/softcap/Mul", [logits, cap])
+        return logits
+
+    def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
+        path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
+        qkv = self._linear(f"{path}/qkv", normed, f"{weights}.qkv")
+        inputs = [qkv, self.positions, self.cache, self._inv_freq(self.config.layers[layer].rope)]
+        if self.config.qk_norm:
+            inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
+        attributes = asdict(self.config.attention(layer))
+        # An integral value read from JSON must not turn a float attribute into an integer.
+        attributes |= {name: float(attributes[name]) for name in FLOAT_ATTRIBUTES}
+        out = self._node(f"{path}/Attention", inputs, domain="kvq", **attributes)
+        # No shape inference knows this op, so its output is declared.
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape(["T", self.config.num_heads * self.config.head_dim])
+        return out
+
+    def _mlp(self, layer: int, normed: ir.Value) -> ir.Value:
+        path, weights = f"/model/layers.{layer}/mlp", f"layers.{layer}"
+        both = self._linear(f"{path}/gate_up", normed, f"{weights}.gate_up")
+        gate, up = self._nodes(f"{path}/Split", [both], 2, axis=-1, num_outputs=2)
+        if self.config.activation == "silu":
+            gate = self._node(f"{path}/QuickGelu", [gate], domain="com.microsoft", alpha=1.0)
+        else:
+            gate = self._node(f"{path}/Gelu", [gate], approximate="tanh")
+        return self._linear(
+            f"{path}/down", self._node(f"{path}/Mul", [gate, up]), f"{weights}.down"
+        )
+
+    def _linear(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+        """Multiplies x by the transposed weight and adds the bias where one is stored."""
+        matrix = self.layout.matrices["embed" if self._tied(weight) else weight]
+        inputs: list[ir.Value | None] = [
+            x,
+            self._stored(f"{weight}.codes"),
+            self._stored(f"{weight}.scales"),
+        ]
+        if f"{weight}_bias" in self.layout.tensors:
+            inputs += [None, None, self._stored(f"{weight}_bias")]
+        return self._node(
+            f"{path}/MatMulNBits",
+            inputs,
+            domain="com.microsoft",
+            K=matrix.columns,
+            N=matrix.rows,
+            bits=matrix.bits,
+            block_size=matrix.block,
+            accuracy_level=ACCURACY_LEVEL,
+        )
+
+    def _norm(
+        self,
+        path: str,
+        hidden: ir.Value,
+        branch: ir.Value | None,
+        weight: str,
+        *,
+        last: bool = False,
+    ) -> tuple[ir.Value, ir.Value]:
+        """(RMS norm of hidden + branch, hidden + branch); the sum is left out when `last`."""
+        gamma, epsilon = self._stored(weight), float(self.config.norm_eps)
+        if branch is None:
+            return self._rms(path, hidden, weight), hidden
+        outputs = self._nodes(
+            f"{path}/SkipSimplifiedLayerNormalization",
+            [branch, hidden, gamma],
+            1 if last else 4,
+            domain="com.microsoft",
+            epsilon=epsilon,
+        )
+        if last:
+            return outputs[0], hidden
+        # The optional mean and inverse deviation have no name: they are not computed.
+        outputs[1].name = outputs[2].name = ""
+        return outputs[0], outputs[3]
+
+    def _sandwich(self, path: str, branch: ir.Value) -> ir.Value:
+        """The norm after a branch, in a model that has one there."""
+        if not self.config.sandwich_norms:
+            return branch
+        return self._rms(path, branch, path.removeprefix("/model/").replace("/", "."))
+
+    def _rms(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+        return self._node(
+            f"{path}/SimplifiedLayerNormalization",
+            [x, self._stored(weight)],
+            axis=-1,
+            epsilon=float(self.config.norm_eps),
+            stash_type=1,
+        )
+
+    def _inv_freq(self, index: int) -> ir.Value:
+        """Rotary frequencies of rope `index`; with two sets, the one `rope_long` picks."""
+        stored = self._stored(f"rope.{index}.inv_freq")
+        if self.config.ropes[index].long_inv_freq is None:
+            return stored
+        if index not in self.ropes:
+            path = f"/model/rope.{index}"
+            row = self._node(f"{path}/Gather", [stored, self.rope_long], axis=0)
+            self.ropes[index] = self._node(f"{path}/Squeeze", [row, self._integers(0)])
+        return self.ropes[index]
+
+    def _tied(self, weight: str) -> bool:
+        return weight == "head" and self.config.tied_head
+
+    def _input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self.inputs.append(value)
+        return value
+
+    def _stored(self, name: str) -> ir.Value:
+        """The initializer `name`, which refers into the data file."""
+        if name not in self.initializers:
+            tensor = self.layout.tensors[name]
+            self.initializers[name] = _initializer(
+                name,
+                ir.ExternalTensor(
+                    DATA_FILE,
+                    tensor.offset,
+                    tensor.num_bytes,
+                    _DTYPES[tensor.dtype],
+                    shape=ir.Shape(tensor.shape),
+                    name=name,
+                ),
+            )
+        return self.initializers[name]
+
+    def _integers(self, *values: int) -> ir.Value:
+        name = f"integers.{'.'.join(map(str, values))}"
+        return self._constant(name, np.array(values, np.int64))
+
+    def _scalar(self, value: float) -> ir.Value:
+        name = f"scalar.{value:.9g}"
+        return self._constant(name, np.array(value, np.float32))
+
+    def _constant(self, name: str, value: np.ndarray) -> ir.Value:
+        if name not in self.initializers:
+            self.initializers[name] = _initializer(name, ir.Tensor(value, name=name))
+        return self.initializers[name]
+
+    def _node(self, name: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
+        return self._nodes(name, inputs, 1, **attributes)[0]
+
+    def _nodes(
+        self,
+        name: str,
+        inputs: Sequence[ir.Value | None],
+        count: int,
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Sequence[ir.Value]:
+        """A node named after its path, whose last part is the operator."""
+        node = ir.node(
+            name.rsplit("/", 1)[1],
+            inputs,
+            attributes,
+            domain=domain,
+            num_outputs=count,
+            name=name,
+        )
+        for index, value in enumerate(node.outputs):
+            value.name = f"{name}_output_{index}"
+        self.nodes.append(node)
+        return node.outputs
+
+
+def _initializer(name: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
+    return ir.Value(
+        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )

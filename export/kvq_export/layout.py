@@ -1,0 +1,140 @@
+"""Where each tensor lies in `model.onnx.data`: names, dtypes, shapes and offsets, nothing else.
+
+Everything follows from the canonical shapes and the weight format, so the size of a bundle is
+known before the first weight is read. Knows no weight values and no graph.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvq_export.config import WeightFormat
+from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.family import WeightSource
+
+ALIGNMENT = 64
+
+Dtype = Literal["uint8", "float32"]
+ITEM_BYTES: Mapping[Dtype, int] = {"uint8": 1, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One initializer of the graph and its place in the data file."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes, without the padding after it."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredMatrix:
+    """A quantised weight [rows, columns]: its `.codes` and `.scales`."""
+
+    name: str
+    rows: int
+    columns: int
+    bits: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per row, the padded last one included."""
+        return -(-self.columns // self.block)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of one block."""
+        return self.block * self.bits // 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The data file: what lies where.
+
+    `tensors` are keyed by initializer name. `names` are the canonical ones in file order: those
+    of `matrices` are quantised, the others plain float32.
+
+    A tied head is a second tensor over the bytes of the embedding.
+    """
+
+    format: WeightFormat
+    tensors: Mapping[str, StoredTensor]
+    matrices: Mapping[str, StoredMatrix]
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Cursor:
+    tensors: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
+    end: int = 0
+
+    def place(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
+        offset = -(-self.end // ALIGNMENT) * ALIGNMENT
+        tensor = StoredTensor(name=name, dtype=dtype, shape=shape, offset=offset)
+        self.tensors[name] = tensor
+        self.end = offset + tensor.num_bytes
+
+
+def plan_layout(
+    config: ModelConfig, sources: Mapping[str, WeightSource], weights: WeightFormat
+) -> Layout:
+    """Places every canonical weight of `sources`, in their order, then the rotary tables."""
+    cursor = _Cursor()
+    matrices: dict[str, StoredMatrix] = {}
+    for name, source in sources.items():
+        if len(source.shape) == 1:
+            cursor.place(name, "float32", source.shape)
+            continue
+        bits = weights.embedding_bits if name in ("embed", "head") else weights.bits
+        rows, columns = source.shape
+        matrix = StoredMatrix(name=name, rows=rows, columns=columns, bits=bits, block=weights.block)
+        matrices[name] = matrix
+        cursor.place(f"{name}.codes", "uint8", _codes_shape(matrix))
+        cursor.place(f"{name}.scales", "float32", (rows, matrix.blocks))
+    for index, rope in enumerate(config.ropes):
+        cursor.place(f"rope.{index}.inv_freq", "float32", _rope_shape(rope))
+    tensors = dict(cursor.tensors)
+    if config.tied_head:
+        tensors |= _tied_head(tensors, matrices["embed"])
+    return Layout(
+        format=weights,
+        tensors=tensors,
+        matrices=matrices,
+        names=tuple(sources),
+        num_bytes=cursor.end,
+    )
+
+
+def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:
+    """A gather reads flat rows, MatMulNBits rows of blocks; the bytes are the same."""
+    if matrix.name == "embed":
+        return matrix.rows, matrix.blocks * matrix.block_bytes
+    return matrix.rows, matrix.blocks, matrix.block_bytes
+
+
+def _tied_head(tensors: Mapping[str, StoredTensor], embed: StoredMatrix) -> dict[str, StoredTensor]:
+    codes, scales = tensors["embed.codes"], tensors["embed.scales"]
+    shape = (embed.rows, embed.blocks, embed.block_bytes)
+    return {
+        "head.codes": StoredTensor(
+            name="head.codes", dtype="uint8", shape=shape, offset=codes.offset
+        ),
+        "head.scales": StoredTensor(
+            name="head.scales", dtype="float32", shape=scales.shape, offset=scales.offset
+        ),
+    }
+
+
+def _rope_shape(rope: RopeConfig) -> tuple[int, ...]:
+    """Two rows, short then long, for a model with two sets of frequencies."""
+    half = len(rope.inv_freq)
+    return (half,) if rope.long_inv_freq is None else (2, half)

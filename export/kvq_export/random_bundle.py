@@ -1,0 +1,49 @@
+"""A bundle with random weights in a real model's shape, to measure speed and memory with.
+
+The bytes are laid out like an exported bundle's; only their values mean nothing.
+"""
+
+from pathlib import Path
+
+from kvq_export.config import ExportOptions
+from kvq_export.export import unseen
+from kvq_export.layout import plan_layout
+from kvq_export.staging import require_space, staged
+from kvq_export.writer import Progress, RandomWeights, weight_info, write_manifest, write_model
+from kvq_models.config import ModelConfig
+from kvq_models.registry import family_for
+from kvq_models.tokenizer import ControlTokens
+from kvq_runtime.bundle import Bundle, Manifest
+
+
+def random_bundle(
+    config: ModelConfig,
+    destination: str | Path,
+    seed: int = 0,
+    options: ExportOptions | None = None,
+    progress: Progress = unseen,
+) -> Bundle:
+    """Writes a bundle of `config`'s shape without a tokenizer; the same seed gives the same bytes.
+
+    Raises `BundleError` for the destination.
+    """
+    options = options or ExportOptions()
+    folder = Path(destination).expanduser()
+    sources = family_for({"model_type": config.model_type}).weights(config)
+    layout = plan_layout(config, sources, options.weights)
+    control = ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
+    with staged(folder, force=options.force) as partial:
+        require_space(partial, layout.num_bytes)
+        files = write_model(partial, config, layout, RandomWeights(sources, seed), progress)
+        manifest = Manifest(
+            name=options.name or folder.name,
+            config=config,
+            weights=weight_info(layout),
+            kv=options.kv,
+            files=files,
+            eos_token_ids=control.eos,
+            tokens=control.to_json(),
+            source={"model": "random", "seed": seed, "license": "none"},
+        )
+        write_manifest(partial, manifest)
+    return Bundle.open(folder)

@@ -1,0 +1,77 @@
+"""A folder that appears whole or not at all. Knows nothing of what is in it."""
+
+import secrets
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvq.errors import BundleError
+from kvq_runtime.bundle import MANIFEST_FILE
+
+
+@contextmanager
+def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
+    """A new folder beside `destination`, renamed to it at the end and removed on any failure.
+
+    An existing bundle is replaced with `force` only, anything else never. Raises `BundleError`,
+    also in place of an `OSError` of the body.
+    """
+    _check_destination(destination, force=force)
+    mark = secrets.token_hex(4)
+    folder = destination.with_name(f".{destination.name}.{mark}.partial")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+        _move(folder, destination, destination.with_name(f".{destination.name}.{mark}.old"))
+    except OSError as error:
+        raise BundleError(
+            f"{destination} cannot be written: {error.strerror or error}; "
+            "choose another folder with -o, or make room there"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raises `BundleError` when the disk of `folder` has fewer than `num_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise BundleError(
+            f"the bundle takes {num_bytes / 2**20:.0f} MiB, the disk of {folder.parent} has "
+            f"{free / 2**20:.0f} MiB free; make room or choose another folder with -o"
+        )
+
+
+def _check_destination(destination: Path, *, force: bool) -> None:
+    if not destination.name:
+        raise BundleError(f"{destination} cannot be a bundle; give a folder name with -o")
+    if not destination.exists():
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if not (destination / MANIFEST_FILE).is_file():
+        raise BundleError(
+            f"{destination} exists and is not a bundle, so it is not replaced; "
+            "choose another folder with -o"
+        )
+    if not force:
+        raise BundleError(
+            f"{destination} already holds a bundle; replace it with --force, "
+            "or choose another folder with -o"
+        )
+
+
+def _move(folder: Path, destination: Path, old: Path) -> None:
+    """Renames; what was at `destination` is put back if the second rename fails."""
+    if not destination.exists():
+        folder.rename(destination)
+        return
+    destination.rename(old)
+    try:
+        folder.rename(destination)
+    except BaseException:
+        old.rename(destination)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

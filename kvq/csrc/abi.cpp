@@ -1,0 +1,150 @@
+// The C ABI of kvq.h: handles to caches, arguments to calls.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "cache.h"
+#include "kernels/kernels.h"
+
+namespace kvq {
+namespace {
+
+struct Registry {
+    std::mutex mutex;
+    std::unordered_map<int64_t, std::unique_ptr<Cache>> caches;
+    int64_t next = 1;  // a handle is never used twice, so a stale one finds nothing
+};
+
+Registry& registry() {
+    static Registry instance;
+    return instance;
+}
+
+}  // namespace
+
+Cache* find_cache(int64_t handle) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto found = registry().caches.find(handle);
+    return found == registry().caches.end() ? nullptr : found->second.get();
+}
+
+}  // namespace kvq
+
+using kvq::Cache;
+using kvq::find_cache;
+
+extern "C" {
+
+int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* layout) {
+    kvq::Layout full{};
+    const int status = kvq::lay_out(*config, budget_bytes, full);
+    *layout = full.sizes;
+    return status;
+}
+
+int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* handle) {
+    kvq::Layout layout{};
+    if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
+    std::unique_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
+    if (!cache) return KVQ_NO_MEMORY;
+    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
+    *handle = kvq::registry().next++;
+    kvq::registry().caches.emplace(*handle, std::move(cache));
+    return KVQ_OK;
+}
+
+int kvq_cache_close(int64_t handle) {
+    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
+    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_BAD_ARGUMENT;
+}
+
+#define KVQ_WITH_CACHE(call)                    \
+    Cache* cache = find_cache(handle);          \
+    if (!cache) return KVQ_BAD_ARGUMENT;        \
+    return call
+
+int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
+    KVQ_WITH_CACHE((cache->stats(*stats), KVQ_OK));
+}
+int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
+    KVQ_WITH_CACHE(cache->missing(tokens, *bytes, *columns));
+}
+int kvq_cache_begin(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->begin(tokens)); }
+int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
+                     const float* qkv, const int64_t* positions, const float* inv_freq,
+                     const float* q_norm, const float* k_norm, float* out) {
+    KVQ_WITH_CACHE(cache->attend(*attention, tokens, qkv, positions, inv_freq, q_norm, k_norm, out,
+                                 kvq::kSerial));
+}
+int kvq_cache_commit(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->commit(tokens)); }
+int kvq_cache_abort(int64_t handle) { KVQ_WITH_CACHE(cache->abort()); }
+int kvq_cache_trim(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->trim(tokens)); }
+int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count) {
+    KVQ_WITH_CACHE(cache->demote(actions, count));
+}
+int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
+    KVQ_WITH_CACHE(cache->shift(column, delta));
+}
+int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
+    KVQ_WITH_CACHE(cache->mask(column, mask));
+}
+int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
+    KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
+}
+int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
+    Cache* cache = find_cache(handle);
+    return cache ? cache->page(layer, head, column, bytes) : -1;
+}
+int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, uint16_t* k, uint16_t* v,
+                   int32_t* positions) {
+    KVQ_WITH_CACHE(cache->tail(layer, head, k, v, positions));
+}
+int64_t kvq_cache_state_bytes(int64_t handle) {
+    Cache* cache = find_cache(handle);
+    return cache ? cache->state_bytes() : -1;
+}
+int kvq_cache_save(int64_t handle, uint8_t* bytes) {
+    KVQ_WITH_CACHE((cache->save(bytes), KVQ_OK));
+}
+int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count) {
+    KVQ_WITH_CACHE(cache->load(bytes, count));
+}
+
+int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, uint8_t* planes,
+             uint16_t* constants) {
+    if (tokens < 1 || tokens > kvq::kPageTokens || head_dim < 16 || head_dim > kvq::kMaxHeadDim ||
+        head_dim % 16)
+        return KVQ_BAD_ARGUMENT;
+    for (int i = 0; i < tokens * head_dim; i++)
+        if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
+    const kvq::Kernels& kernel = kvq::kernels();
+    const bool packed = values ? kernel.pack_v(x, tokens, head_dim, planes, constants)
+                               : kernel.pack_k(x, tokens, head_dim, planes, constants);
+    return packed ? KVQ_OK : KVQ_NOT_FINITE;
+}
+
+int kvq_repack(uint8_t* plane, int32_t head_dim) {
+    // Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel
+    // octets of one token group, for values two token octets of one channel group.
+    for (int m = 0; m < head_dim / 2; m++) {
+        uint8_t merged[32];
+        for (int i = 0; i < 32; i++) {
+            const uint8_t a = plane[64 * m + i], b = plane[64 * m + 32 + i];
+            merged[i] = static_cast<uint8_t>((a >> 2 & 3) | (a >> 6 & 3) << 2 | (b >> 2 & 3) << 4 |
+                                             (b >> 6 & 3) << 6);
+        }
+        std::memcpy(plane + 32 * m, merged, 32);
+    }
+    return KVQ_OK;
+}
+
+const char* kvq_isa(void) { return kvq::kernels().name; }
+const char* kvq_isa_available(void) { return kvq::available_kernels(); }
+int kvq_isa_select(const char* name) {
+    return kvq::select_kernels(name) ? KVQ_OK : KVQ_BAD_ARGUMENT;
+}
+const char* kvq_version(void) { return "1"; }
+
+}  // extern "C"

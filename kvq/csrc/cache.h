@@ -1,0 +1,126 @@
+// One sequence's cache: page table, floating-point tail and pool, all inside one arena of exactly
+// the budget's bytes. Decides nothing: which page loses bits is told from outside.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "format.h"
+#include "kvq.h"
+#include "pool.h"
+
+namespace kvq {
+
+// Tokens one forward may bring without counting as a chunk: drafts being verified.
+constexpr int kDraftTokens = 8;
+
+// Everything a snapshot must hold besides tables, tail and pages; lies at the arena's start.
+struct State {
+    kvq_config config;
+    int64_t budget;
+    int32_t columns;
+    int32_t tail_used;   // committed floating-point rows, sinks first
+    int32_t tokens;      // committed tokens, evicted ones included
+    int32_t pending;     // tokens between begin and commit
+    int32_t closing;     // pages those tokens will close
+    int32_t attended;    // layers that have seen the pending tokens
+    int32_t staged;      // pending tokens lie in the staging rows, not in the tail
+    int32_t broken;      // a chunk failed half-way: layers disagree
+    int64_t peak;
+    PoolState pool;
+};
+static_assert(sizeof(State) == 120, "kvq/formats.py counts these bytes too");
+
+// How parallel work is run: `run` calls work(user, i) for every i below count.
+struct Parallel {
+    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
+    void* context;
+};
+extern const Parallel kSerial;
+
+struct Layout {
+    int64_t columns, entries, constant_owner, granule_owner, tail_positions, tail;  // offsets
+    int64_t scratch, staging_positions, staging, rope, partials, pool;
+    kvq_layout sizes;
+};
+int lay_out(const kvq_config& config, int64_t budget, Layout& layout);
+
+class Cache {
+public:
+    // Null: no memory.
+    static std::unique_ptr<Cache> open(const kvq_config& config, const Layout& layout,
+                                       int64_t budget);
+    ~Cache();
+
+    int missing(int tokens, int64_t& bytes, int32_t& columns) const;
+    int begin(int tokens);
+    int attend(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
+               const float* inv_freq, const float* q_norm, const float* k_norm, float* out,
+               const Parallel& parallel);
+    int commit(int tokens);
+    int abort();
+    int trim(int tokens);
+    int demote(const kvq_action* actions, int count);
+    int shift(int column, int32_t delta);
+    int mask(int column, uint64_t mask);
+
+    void stats(kvq_stats& out) const;
+    void columns(int64_t* facts, uint8_t* widths) const;
+    int64_t page(int layer, int head, int column, uint8_t* bytes) const;
+    int tail(int layer, int head, uint16_t* k, uint16_t* v, int32_t* positions) const;
+    int64_t state_bytes() const;
+    void save(uint8_t* bytes) const;
+    int load(const uint8_t* bytes, int64_t count);
+
+private:
+    friend struct AttendJob;
+    Cache() = default;
+    void place(uint8_t* arena);
+
+    const kvq_config& config() const { return state_->config; }
+    int streams() const { return config().layers * config().kv_heads; }
+    int closing_pages(int tokens) const;
+    Entry& entry(int stream, int column) const {
+        return entries_[int64_t{stream} * layout_.sizes.max_columns + column];
+    }
+    uint16_t* tail_rows(int stream, int side) const {  // side 0: K, 1: V
+        return tail_ + (int64_t{stream} * 2 + side) * config().tail_rows * config().head_dim;
+    }
+    uint16_t* staging_rows(int head, int side) const {
+        return staging_ + (int64_t{head} * 2 + side) * config().chunk_tokens * config().head_dim;
+    }
+    int32_t row_position(int row) const {  // of tail rows followed by pending staged rows
+        return row < state_->tail_used ? tail_positions_[row]
+                                       : staging_positions_[row - state_->tail_used];
+    }
+    bool closing_rows_consecutive(int rows, int pages) const;
+    int store_keys_values(const kvq_attention& a, int tokens, const float* qkv,
+                          const int64_t* positions, const float* k_norm);
+    int close_layer(int layer, int pages, int staged);
+    int close_page(int stream, int column, const uint16_t* const* k, const uint16_t* const* v);
+    void close_columns(int pages, int rows);
+    void write_side(Entry& e, int side, int bits, const uint8_t* planes);
+    void lower_side(Entry& e, int side, int from, int to);
+    void take(Entry& e, int k_bits, int v_bits);
+    void release(Entry& e);
+    void drop_column(int column);
+    void note_peak();
+    void move_item(int kind, uint32_t to, uint32_t owner);
+
+    Layout layout_{};
+    uint8_t* arena_ = nullptr;
+    State* state_ = nullptr;
+    Column* columns_ = nullptr;
+    Entry* entries_ = nullptr;
+    int32_t* tail_positions_ = nullptr;
+    uint16_t* tail_ = nullptr;
+    int32_t* staging_positions_ = nullptr;
+    uint16_t* staging_ = nullptr;
+    float* rope_ = nullptr;
+    float* partials_ = nullptr;
+    Pool pool_;
+};
+
+// The cache a handle names, or null.
+Cache* find_cache(int64_t handle);
+
+}  // namespace kvq

@@ -1,0 +1,63 @@
+// Layout of a page: the only definition of its bytes. kvq/reference.py restates it in numpy and the
+// tests compare the two byte for byte.
+//
+// A page holds 64 tokens of one (layer, KV head). A code is an unsigned 8-bit number kept as two
+// nibble planes, hi4 and lo4; a read at b bits means
+//     x = mid + step * (code_b - (2^b - 1) / 2),   mid = min + 127.5 * scale,  step = scale * 2^(8-b)
+// where code_8 = 16*hi + lo, code_4 = hi, code_2 = hi >> 2. Scale and min are float16.
+//
+//   K nibble plane  [8 token groups][D/8][32 bytes]   byte 4*t + c of vector j in group g:
+//                   token 8g + t; low nibble channel 8j + c, high nibble channel 8j + 4 + c
+//   K 2-bit plane   [8 token groups][D/16][32 bytes]  bits 2i of byte 4*t + c: channel 16j + 4i + c
+//   V nibble plane  [D/8 channel groups][8][32 bytes] byte 4*c + t of vector j in group g:
+//                   channel 8g + c; low nibble token 8j + t, high nibble token 8j + 4 + t
+//   V 2-bit plane   [D/8 channel groups][4][32 bytes] bits 2i of byte 4*c + t: token 16j + 4i + t
+//   K constants     float16 scale[D], min[D]          (per channel over the page's tokens)
+//   V constants     float16 scale[64], min[64]        (per token over the head's channels)
+//
+// The unit of storage is a granule of 16*D bytes: half a nibble plane, or a whole 2-bit plane. All
+// granules are alike, so demotion never leaves a hole that another plane cannot use.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace kvq {
+
+constexpr int kPageTokens = 64;
+constexpr int kMaxHeadDim = 256;
+constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3
+
+constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }
+constexpr int granules(int bits) { return bits / 2; }
+constexpr size_t k_constant_bytes(int head_dim) { return size_t{4} * head_dim; }
+constexpr size_t v_constant_bytes() { return size_t{4} * kPageTokens; }
+constexpr size_t constant_bytes(int head_dim) {
+    return (k_constant_bytes(head_dim) + v_constant_bytes() + 63) / 64 * 64;
+}
+
+static_assert(granules(8) * granule_bytes(128) == kPageTokens * 128, "8 bits are one byte a code");
+static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits are half a byte");
+static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
+static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
+
+// One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
+struct Column {
+    int32_t pos0;
+    int32_t delta;
+    int32_t first_token;  // index in the sequence of the page's first token
+    int32_t reserved;
+    uint64_t mask;  // bit i: token i is visible
+};
+static_assert(sizeof(Column) == 24);
+
+// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted.
+struct Entry {
+    uint32_t granule[2 * kGranulesPerSide];  // K then V
+    uint32_t constants;
+    uint8_t k_bits;
+    uint8_t v_bits;
+    uint16_t reserved;
+};
+static_assert(sizeof(Entry) == 40);
+
+}  // namespace kvq

@@ -1,0 +1,19 @@
+// Kernels for AVX2 + FMA + F16C.
+#include <type_traits>
+
+#include "kernels.h"
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "simd_avx2.h"
+#include "kernels.inl"
+
+namespace kvq {
+const Kernels* avx2_kernels() {
+    static const Kernels table{"avx2", pack_k, pack_v, attend_page, attend_tile, to_half, from_half};
+    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+    return runs ? &table : nullptr;
+}
+}  // namespace kvq
+#else
+const kvq::Kernels* kvq::avx2_kernels() { return nullptr; }
+#endif

@@ -1,0 +1,22 @@
+// Kernels for processors with AVX-512 VNNI on 256-bit vectors: the same code as AVX2, byte products
+// summed by vpdpbusd and twice as many rows held in registers.
+#include <type_traits>
+
+#include "kernels.h"
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define KVQ_VNNI
+#include "simd_avx2.h"
+#include "kernels.inl"
+
+namespace kvq {
+const Kernels* avx512vnni_kernels() {
+    static const Kernels table{"avx512vnni", pack_k, pack_v, attend_page, attend_tile, to_half,
+                               from_half};
+    const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("f16c");
+    return runs ? &table : nullptr;
+}
+}  // namespace kvq
+#else
+const kvq::Kernels* kvq::avx512vnni_kernels() { return nullptr; }
+#endif

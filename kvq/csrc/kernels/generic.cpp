@@ -1,0 +1,13 @@
+// Kernels in plain C++: run anywhere, and check the others.
+#include <type_traits>
+
+#include "kernels.h"
+#include "simd_generic.h"
+#include "kernels.inl"
+
+namespace kvq {
+const Kernels* generic_kernels() {
+    static const Kernels table{"generic", pack_k, pack_v, attend_page, attend_tile, to_half, from_half};
+    return &table;
+}
+}  // namespace kvq

@@ -1,0 +1,61 @@
+// What a set of kernels offers. Includes the C++ standard library and the page layout, nothing else:
+// no cache, no framework. Each instruction set compiles kernels.inl once over its own simd header.
+#pragma once
+#include <cstdint>
+
+#include "../format.h"
+
+namespace kvq {
+
+constexpr int kBlockRows = 16;  // query rows that share one pass over the pages
+constexpr int kMaxGroups = kMaxHeadDim / 32;
+constexpr float kNothingSeen = -1e30f;  // running maximum before the first visible key
+
+// One page as a kernel sees it.
+struct PageView {
+    const uint8_t* k[kGranulesPerSide];
+    const uint8_t* v[kGranulesPerSide];
+    const uint16_t* k_constants;
+    const uint16_t* v_constants;
+    int k_bits, v_bits;
+    int64_t position;  // of token 0
+    uint64_t mask;
+};
+
+// Up to kBlockRows query rows of one KV head and their running softmax (base 2).
+// Invariant: acc / sum is the attention output over all keys seen so far, relative to maximum.
+struct Block {
+    int rows, head_dim;
+    float softcap_log2;  // softcap * log2(e), or 0
+    int window;          // 0: none
+    int64_t position[kBlockRows];
+    float maximum[kBlockRows];
+    float sum[kBlockRows];
+    alignas(64) float q[kBlockRows * kMaxHeadDim];  // rotated and scaled
+    alignas(64) float acc[kBlockRows * kMaxHeadDim];
+};
+
+struct Kernels {
+    const char* name;
+    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not finite
+    // in float16.
+    bool (*pack_k)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
+    bool (*pack_v)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
+    // Attends the block to one page. q is block.q counter-rotated by the page's shift.
+    void (*page)(Block& block, const float* q, const PageView& page);
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]. key_positions ascend.
+    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* key_positions,
+                 int n);
+    // False if any value is not finite in float16.
+    bool (*to_half)(const float* x, uint16_t* out, int n);
+    void (*from_half)(const uint16_t* x, float* out, int n);
+};
+
+const Kernels* generic_kernels();
+const Kernels* avx2_kernels();        // null where not compiled or not supported
+const Kernels* avx512vnni_kernels();  // likewise
+const Kernels& kernels();
+bool select_kernels(const char* name);
+const char* available_kernels();
+
+}  // namespace kvq

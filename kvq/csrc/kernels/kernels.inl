@@ -1,0 +1,556 @@
+// The kernels, written once over eight lanes. A .cpp file includes a simd header, then this.
+// Names of helpers are the ones of simd_generic.h, which says what each means.
+
+namespace {
+
+using kvq::Block;
+using kvq::kBlockRows;
+using kvq::kMaxGroups;
+using kvq::kMaxHeadDim;
+using kvq::kNothingSeen;
+using kvq::kPageTokens;
+using kvq::PageView;
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2, 1/2].
+inline F exp2_lanes(F x) {
+    x = max(x, set1(-200.0f));
+    const F n = round(x);
+    const F f = x - n;
+    F p = set1(1.33952875e-3f);
+    p = fma(p, f, set1(9.66974590e-3f));
+    p = fma(p, f, set1(5.55030331e-2f));
+    p = fma(p, f, set1(2.40220666e-1f));
+    p = fma(p, f, set1(6.93147182e-1f));
+    p = fma(p, f, set1(1.0f));
+    return scale_by_power(p, n);
+}
+
+inline float exp2_one(float x) {
+    alignas(32) float r[8];
+    store(r, exp2_lanes(set1(x)));
+    return r[0];
+}
+
+// tanh through 2^-2|x|, sign restored.
+inline F tanh_lanes(F x) {
+    const F magnitude = min(abs(x), set1(20.0f));
+    const F e = exp2_lanes(magnitude * set1(-2.0f * kLog2E));
+    const F t = (set1(1.0f) - e) / (set1(1.0f) + e);
+    const F negative = set1(0.0f) - t;
+    alignas(32) float sign[8];
+    store(sign, x);
+    unsigned bits = 0;
+    for (int i = 0; i < 8; i++) bits |= static_cast<unsigned>(sign[i] >= 0.0f) << i;
+    return select_bits(bits, t, negative);
+}
+
+// Steps of a page's constants, widened once per page and shared by all rows.
+struct Constants {
+    alignas(64) float step[kMaxHeadDim];  // scale * 2^(8 - bits)
+    alignas(64) float mid[kMaxHeadDim];   // min + 127.5 * scale
+};
+
+inline void widen_constants(const uint16_t* constants, int n, int bits, Constants& out) {
+    const F factor = set1(static_cast<float>(1 << (8 - bits)));
+    for (int i = 0; i < n; i += 8) {
+        const F scale = load_half(constants + i);
+        store(out.step + i, scale * factor);
+        store(out.mid + i, fma(scale, set1(127.5f), load_half(constants + n + i)));
+    }
+}
+
+// A query row folded into a page's key scales and rounded to int8 in groups of 32 channels, so that
+// one loud channel costs its own group only.
+struct FoldedQuery {
+    alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
+    float scale[kMaxGroups];
+    float constant;  // what the codes' midpoint and the page minima add to every logit
+};
+
+// Folds 8 * Lanes <= 32 channels; returns scale * (sum of codes).
+template <int Lanes>
+inline float fold_group(const float* q, const float* step, const float* mid, F& mid_sum,
+                        int8_t* code, float* scale) {
+    F scaled[Lanes];
+    F largest = set1(0.0f);
+    for (int i = 0; i < Lanes; i++) {
+        const F x = load(q + 8 * i);
+        scaled[i] = x * load(step + 8 * i);
+        mid_sum = fma(x, load(mid + 8 * i), mid_sum);
+        largest = max(largest, abs(scaled[i]));
+    }
+    const float top = reduce_max(largest);
+    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
+    I codes[4] = {};
+    I total = {};
+    for (int i = 0; i < Lanes; i++) {
+        codes[i] = to_int(scaled[i] * inverse);
+        total = total + codes[i];
+    }
+    store_codes(code, codes);
+    *scale = top * (1.0f / 127.0f);
+    return *scale * static_cast<float>(reduce_add(total));
+}
+
+inline void fold_query(const float* q, const Constants& k, int head_dim, float half_range,
+                       FoldedQuery& out) {
+    F mid_sum = set1(0.0f);
+    float centre = 0.0f;
+    for (int g = 0, base = 0; base < head_dim; g++, base += 32) {
+        const auto fold = head_dim - base < 32 ? fold_group<2> : fold_group<4>;
+        centre += fold(q + base, k.step + base, k.mid + base, mid_sum, out.code + base,
+                       out.scale + g);
+    }
+    out.constant = reduce_add(mid_sum) - half_range * centre;
+}
+
+// scores [N][64]: the page's logits for N folded rows.
+template <int Bits, int N>
+void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float* scores) {
+    constexpr int kChannels = Bits == 2 ? 16 : 8;  // per 32-byte vector
+    const int vectors = head_dim / kChannels;
+    for (int group = 0; group < 8; group++) {
+        const uint8_t* hi;
+        const uint8_t* lo = nullptr;
+        if constexpr (Bits == 2) {
+            hi = page.k[0] + group * 2 * head_dim;
+        } else {
+            const int offset = (group & 3) * 4 * head_dim;
+            hi = page.k[group >> 2] + offset;
+            if constexpr (Bits == 8) lo = page.k[2 + (group >> 2)] + offset;
+        }
+        F logit[N];
+        for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
+        for (int g = 0, j = 0; j < vectors; g++) {
+            Dot high[N], low[Bits == 8 ? N : 1];
+            const int end = j + 32 / kChannels < vectors ? j + 32 / kChannels : vectors;
+            for (; j < end; j++) {
+                const Bytes v = load_bytes(hi + 32 * j);
+                if constexpr (Bits == 2) {
+                    const Bytes a = field<0, 3>(v), b = field<2, 3>(v);
+                    const Bytes c = field<4, 3>(v), d = field<6, 3>(v);
+                    for (int r = 0; r < N; r++) {
+                        const int8_t* quad = q[r].code + 16 * j;
+                        high[r].add(a, quad);
+                        high[r].add(b, quad + 4);
+                        high[r].add(c, quad + 8);
+                        high[r].add(d, quad + 12);
+                    }
+                } else {
+                    const Bytes a = field<0, 15>(v), b = field<4, 15>(v);
+                    for (int r = 0; r < N; r++) {
+                        high[r].add(a, q[r].code + 8 * j);
+                        high[r].add(b, q[r].code + 8 * j + 4);
+                    }
+                    if constexpr (Bits == 8) {
+                        const Bytes w = load_bytes(lo + 32 * j);
+                        const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
+                        for (int r = 0; r < N; r++) {
+                            low[r].add(c, q[r].code + 8 * j);
+                            low[r].add(d, q[r].code + 8 * j + 4);
+                        }
+                    }
+                }
+            }
+            for (int r = 0; r < N; r++) {
+                I total = high[r].sum();
+                if constexpr (Bits == 8) total = times16(total) + low[r].sum();
+                logit[r] = fma(to_float(total), set1(q[r].scale[g]), logit[r]);
+            }
+        }
+        for (int r = 0; r < N; r++) store(scores + r * kPageTokens + 8 * group, logit[r]);
+    }
+}
+
+// Attention weights of one row folded into a page's value scales and rounded to 7 bits.
+struct FoldedWeights {
+    alignas(64) int8_t code[kPageTokens];
+    float scale;
+    float constant;  // same for every channel
+};
+
+inline void fold_weights(const F* p, const Constants& v, float half_range, FoldedWeights& out) {
+    constexpr int kLanes = kPageTokens / 8;
+    F scaled[kLanes];
+    F mid_sum = set1(0.0f), largest = set1(0.0f);
+    for (int i = 0; i < kLanes; i++) {
+        scaled[i] = p[i] * load(v.step + 8 * i);
+        mid_sum = fma(p[i], load(v.mid + 8 * i), mid_sum);
+        largest = max(largest, scaled[i]);
+    }
+    const float top = reduce_max(largest);
+    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
+    I codes[kLanes];
+    I total = {};
+    for (int i = 0; i < kLanes; i++) {
+        codes[i] = to_int(scaled[i] * inverse);
+        total = total + codes[i];
+    }
+    store_codes(out.code, codes);
+    store_codes(out.code + 32, codes + 4);
+    out.scale = top * (1.0f / 127.0f);
+    out.constant =
+        reduce_add(mid_sum) - half_range * out.scale * static_cast<float>(reduce_add(total));
+}
+
+// acc [N][head_dim] += weights . V.
+template <int Bits, int N>
+void page_values(const PageView& page, int head_dim, const FoldedWeights* p, float* acc) {
+    constexpr int kTokens = Bits == 2 ? 16 : 8;  // per 32-byte vector
+    constexpr int kVectors = kPageTokens / kTokens;
+    const int half = head_dim / 16;  // channel groups per granule of a nibble plane
+    for (int group = 0; group < head_dim / 8; group++) {
+        const uint8_t* hi;
+        const uint8_t* lo = nullptr;
+        if constexpr (Bits == 2) {
+            hi = page.v[0] + group * 128;
+        } else {
+            const int which = group >= half, offset = (group - which * half) * 256;
+            hi = page.v[which] + offset;
+            if constexpr (Bits == 8) lo = page.v[2 + which] + offset;
+        }
+        I total[N] = {};
+        // Two halves of eight adds each: the most an int16 sum of nibble products can hold.
+        for (int part = 0; part < 2; part++) {
+            Dot high[N], low[Bits == 8 ? N : 1];
+            for (int j = part * kVectors / 2; j < (part + 1) * kVectors / 2; j++) {
+                const Bytes x = load_bytes(hi + 32 * j);
+                if constexpr (Bits == 2) {
+                    const Bytes a = field<0, 3>(x), b = field<2, 3>(x);
+                    const Bytes c = field<4, 3>(x), d = field<6, 3>(x);
+                    for (int r = 0; r < N; r++) {
+                        const int8_t* quad = p[r].code + 16 * j;
+                        high[r].add(a, quad);
+                        high[r].add(b, quad + 4);
+                        high[r].add(c, quad + 8);
+                        high[r].add(d, quad + 12);
+                    }
+                } else {
+                    const Bytes a = field<0, 15>(x), b = field<4, 15>(x);
+                    for (int r = 0; r < N; r++) {
+                        high[r].add(a, p[r].code + 8 * j);
+                        high[r].add(b, p[r].code + 8 * j + 4);
+                    }
+                    if constexpr (Bits == 8) {
+                        const Bytes w = load_bytes(lo + 32 * j);
+                        const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
+                        for (int r = 0; r < N; r++) {
+                            low[r].add(c, p[r].code + 8 * j);
+                            low[r].add(d, p[r].code + 8 * j + 4);
+                        }
+                    }
+                }
+            }
+            for (int r = 0; r < N; r++) {
+                I sum = high[r].sum();
+                if constexpr (Bits == 8) sum = times16(sum) + low[r].sum();
+                total[r] = total[r] + sum;
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            float* out = acc + r * head_dim + 8 * group;
+            const F value = fma(to_float(total[r]), set1(p[r].scale), set1(p[r].constant));
+            store(out, load(out) + value);
+        }
+    }
+}
+
+// Calls Body<1..kRegisterRows>(first row) until all rows are served.
+template <int N, class Call> inline void rows_of(int rows, Call&& call) {
+    int r = 0;
+    for (; r + N <= rows; r += N) call(std::integral_constant<int, N>{}, r);
+    if constexpr (N > 1) {
+        if (r < rows) {
+            rows_of<N / 2>(rows - r, [&](auto n, int inner) { call(n, r + inner); });
+        }
+    }
+}
+
+// Bits of tokens first + 0..63 that a query at `position` may see: causal, then the window.
+inline uint64_t visible(int64_t position, int64_t first, int window) {
+    const int64_t end = position - first + 1;  // exclusive
+    if (end <= 0) return 0;
+    uint64_t bits = end >= 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+    if (window > 0) {
+        const int64_t begin = position - window + 1 - first;
+        if (begin >= 64) return 0;
+        if (begin > 0) bits &= ~uint64_t{0} << begin;
+    }
+    return bits;
+}
+
+// Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
+// before is rescaled to it.
+inline void softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
+    constexpr int kLanes = kPageTokens / 8;
+    for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
+    if (block.softcap_log2 > 0.0f)
+        for (int i = 0; i < kLanes; i++) p[i] = tanh_lanes(p[i]) * set1(block.softcap_log2);
+    if (bits != ~uint64_t{0})
+        for (int i = 0; i < kLanes; i++)
+            p[i] = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), p[i], set1(-3e38f));
+    F largest = max(max(max(p[0], p[1]), max(p[2], p[3])), max(max(p[4], p[5]), max(p[6], p[7])));
+    const float top = reduce_max(largest);
+    if (top > block.maximum[r]) {
+        const F shrink = set1(exp2_one(block.maximum[r] - top));
+        float* acc = block.acc + r * block.head_dim;
+        for (int i = 0; i < block.head_dim; i += 8) store(acc + i, load(acc + i) * shrink);
+        block.sum[r] *= exp2_one(block.maximum[r] - top);
+        block.maximum[r] = top;
+    }
+    const F maximum = set1(block.maximum[r]);
+    for (int i = 0; i < kLanes; i++) p[i] = exp2_lanes(p[i] - maximum);
+    const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
+    block.sum[r] += reduce_add(total);
+}
+
+template <int KBits> void all_logits(const PageView& page, const Block& block, const FoldedQuery* q,
+                                     float* scores) {
+    rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
+        page_logits<KBits, n()>(page, block.head_dim, q + r, scores + r * kPageTokens);
+    });
+}
+
+template <int VBits> void all_values(const PageView& page, Block& block, const FoldedWeights* p) {
+    rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
+        page_values<VBits, n()>(page, block.head_dim, p + r, block.acc + r * block.head_dim);
+    });
+}
+
+void attend_page(Block& block, const float* q, const PageView& page) {
+    uint64_t bits[kBlockRows];
+    uint64_t any = 0;
+    for (int r = 0; r < block.rows; r++) {
+        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
+        any |= bits[r];
+    }
+    if (!any) return;
+    alignas(64) float scores[kBlockRows * kPageTokens];
+    Constants constants;
+    {
+        FoldedQuery folded[kBlockRows];
+        widen_constants(page.k_constants, block.head_dim, page.k_bits, constants);
+        const float half_range = static_cast<float>((1 << page.k_bits) - 1) * 0.5f;
+        for (int r = 0; r < block.rows; r++)
+            fold_query(q + r * block.head_dim, constants, block.head_dim, half_range, folded[r]);
+        if (page.k_bits == 8) all_logits<8>(page, block, folded, scores);
+        else if (page.k_bits == 4) all_logits<4>(page, block, folded, scores);
+        else all_logits<2>(page, block, folded, scores);
+    }
+    FoldedWeights folded[kBlockRows];
+    widen_constants(page.v_constants, kPageTokens, page.v_bits, constants);
+    const float half_range = static_cast<float>((1 << page.v_bits) - 1) * 0.5f;
+    for (int r = 0; r < block.rows; r++) {
+        F p[kPageTokens / 8];
+        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
+        fold_weights(p, constants, half_range, folded[r]);
+    }
+    if (page.v_bits == 8) all_values<8>(page, block, folded);
+    else if (page.v_bits == 4) all_values<4>(page, block, folded);
+    else all_values<2>(page, block, folded);
+}
+
+// ---- floating-point keys -------------------------------------------------------------------
+
+template <int N>
+void tile_logits(const float* q, int head_dim, const float* keys, float* scores) {
+    for (int t = 0; t < kPageTokens; t += 16) {
+        F a[N], b[N];
+        for (int r = 0; r < N; r++) a[r] = b[r] = set1(0.0f);
+        for (int c = 0; c < head_dim; c++) {
+            const F x = load(keys + c * kPageTokens + t), y = load(keys + c * kPageTokens + t + 8);
+            for (int r = 0; r < N; r++) {
+                const F w = set1(q[r * head_dim + c]);
+                a[r] = fma(w, x, a[r]);
+                b[r] = fma(w, y, b[r]);
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            store(scores + r * kPageTokens + t, a[r]);
+            store(scores + r * kPageTokens + t + 8, b[r]);
+        }
+    }
+}
+
+template <int N>
+void tile_values(const float* p, int n, const uint16_t* values, int head_dim, float* acc) {
+    for (int c = 0; c < head_dim; c += 16) {
+        F a[N], b[N];
+        for (int r = 0; r < N; r++) {
+            a[r] = load(acc + r * head_dim + c);
+            b[r] = load(acc + r * head_dim + c + 8);
+        }
+        for (int t = 0; t < n; t++) {
+            const F x = load_half(values + t * head_dim + c);
+            const F y = load_half(values + t * head_dim + c + 8);
+            for (int r = 0; r < N; r++) {
+                const F w = set1(p[r * kPageTokens + t]);
+                a[r] = fma(w, x, a[r]);
+                b[r] = fma(w, y, b[r]);
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            store(acc + r * head_dim + c, a[r]);
+            store(acc + r * head_dim + c + 8, b[r]);
+        }
+    }
+}
+
+void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* positions,
+                 int n) {
+    const int head_dim = block.head_dim;
+    uint64_t bits[kBlockRows];
+    uint64_t any = 0;
+    int32_t first = positions[0], last = positions[0];
+    for (int t = 1; t < n; t++) {
+        first = positions[t] < first ? positions[t] : first;
+        last = positions[t] > last ? positions[t] : last;
+    }
+    for (int r = 0; r < block.rows; r++) {
+        const int64_t end = block.position[r];
+        const int64_t begin = block.window ? end - block.window + 1 : INT64_MIN;
+        bits[r] = 0;
+        if (first >= begin && last <= end) {
+            bits[r] = n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+        } else if (first <= end && last >= begin) {
+            for (int t = 0; t < n; t++)
+                bits[r] |= static_cast<uint64_t>(positions[t] >= begin && positions[t] <= end) << t;
+        }
+        any |= bits[r];
+    }
+    if (!any) return;
+    alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
+    alignas(64) float scores[kBlockRows * kPageTokens];
+    F rows[8];
+    for (int t = 0; t < kPageTokens; t += 8)
+        for (int c = 0; c < head_dim; c += 8) {
+            for (int i = 0; i < 8; i++)
+                rows[i] = t + i < n ? load_half(k + (t + i) * head_dim + c) : set1(0.0f);
+            transpose(rows, keys + c * kPageTokens + t, kPageTokens);
+        }
+    rows_of<4>(block.rows, [&](auto count, int r) {
+        tile_logits<count()>(block.q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
+    });
+    for (int r = 0; r < block.rows; r++) {
+        F p[kPageTokens / 8];
+        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
+        for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
+    }
+    rows_of<4>(block.rows, [&](auto count, int r) {
+        tile_values<count()>(scores + r * kPageTokens, n, v, head_dim, block.acc + r * head_dim);
+    });
+}
+
+// ---- encoding ------------------------------------------------------------------------------
+
+inline uint16_t half_down(float x) {
+    uint16_t h = float_to_half(x);
+    if (half_to_float(h) > x) h = h == 0 ? 0x8001 : h & 0x8000 ? h + 1 : h - 1;
+    return h;
+}
+inline uint16_t half_up(float x) {  // x >= 0
+    uint16_t h = float_to_half(x);
+    return half_to_float(h) < x ? h + 1 : h;
+}
+inline bool finite_half(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+
+// Stores scale and min so that no value of [low, high] leaves codes 0..255.
+inline bool encode_constants(float low, float high, uint16_t* scale, uint16_t* minimum) {
+    *minimum = half_down(low);
+    *scale = half_up((high - half_to_float(*minimum)) / 255.0f);
+    return low == low && high == high && finite_half(*minimum) && finite_half(*scale);
+}
+
+inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, int high, uint8_t code) {
+    const int shift = high ? 4 : 0;
+    planes[at] |= static_cast<uint8_t>((code >> 4) << shift);
+    planes[plane_bytes + at] |= static_cast<uint8_t>((code & 15) << shift);
+}
+
+// codes [n] = round((x - min) / scale) clipped to 0..255, elementwise constants.
+inline void encode_codes(const float* x, const float* scale, const float* minimum, int n,
+                         uint8_t* codes) {
+    for (int i = 0; i < n; i += 8) {
+        const F s = load(scale + i);
+        F code = (load(x + i) - load(minimum + i)) / max(s, set1(1e-30f));
+        code = min(max(code, set1(0.0f)), set1(255.0f));
+        store_bytes(codes + i, to_int(code));
+    }
+}
+
+bool pack_k(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants) {
+    const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
+    std::memset(planes, 0, 2 * plane_bytes);
+    alignas(64) float scale[kMaxHeadDim], minimum[kMaxHeadDim];
+    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim];
+    for (int c = 0; c < head_dim; c += 8) {
+        F a = load(x + c), b = a;
+        for (int t = 1; t < tokens; t++) {
+            a = min(a, load(x + t * head_dim + c));
+            b = max(b, load(x + t * head_dim + c));
+        }
+        store(low + c, a);
+        store(high + c, b);
+    }
+    for (int c = 0; c < head_dim; c++) {
+        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c)) return false;
+        scale[c] = half_to_float(constants[c]);
+        minimum[c] = half_to_float(constants[head_dim + c]);
+    }
+    alignas(64) uint8_t codes[kMaxHeadDim];
+    for (int t = 0; t < tokens; t++) {
+        encode_codes(x + t * head_dim, scale, minimum, head_dim, codes);
+        const size_t base = static_cast<size_t>(t / 8) * 4 * head_dim + 4 * (t % 8);
+        for (int c = 0; c < head_dim; c++)
+            put_nibble(planes, plane_bytes, base + c / 8 * 32 + c % 4, c % 8 >= 4, codes[c]);
+    }
+    return true;
+}
+
+bool pack_v(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants) {
+    const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
+    std::memset(planes, 0, 2 * plane_bytes);
+    std::memset(constants, 0, kvq::v_constant_bytes());
+    alignas(64) float scale[kMaxHeadDim], minimum[kMaxHeadDim];
+    alignas(64) uint8_t codes[kMaxHeadDim];
+    for (int t = 0; t < tokens; t++) {
+        const float* row = x + t * head_dim;
+        F a = load(row), b = a;
+        for (int c = 8; c < head_dim; c += 8) {
+            a = min(a, load(row + c));
+            b = max(b, load(row + c));
+        }
+        const float lowest = -reduce_max(set1(0.0f) - a);
+        if (!encode_constants(lowest, reduce_max(b), constants + t, constants + kPageTokens + t))
+            return false;
+        const F s = set1(half_to_float(constants[t]));
+        const F m = set1(half_to_float(constants[kPageTokens + t]));
+        for (int c = 0; c < head_dim; c += 8) {
+            store(scale + c, s);
+            store(minimum + c, m);
+        }
+        encode_codes(row, scale, minimum, head_dim, codes);
+        const size_t base = static_cast<size_t>(t / 8) * 32 + t % 4;
+        for (int c = 0; c < head_dim; c++)
+            put_nibble(planes, plane_bytes, base + static_cast<size_t>(c / 8) * 256 + 4 * (c % 8),
+                       t % 8 >= 4, codes[c]);
+    }
+    return true;
+}
+
+bool to_half(const float* x, uint16_t* out, int n) {
+    bool finite = true;
+    for (int i = 0; i < n; i += 8) {
+        store_half(out + i, load(x + i));
+        for (int j = 0; j < 8; j++) finite &= finite_half(out[i + j]);
+    }
+    return finite;
+}
+
+void from_half(const uint16_t* x, float* out, int n) {
+    for (int i = 0; i < n; i += 8) store(out + i, load_half(x + i));
+}
+
+}  // namespace

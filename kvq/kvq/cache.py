@@ -1,0 +1,246 @@
+"""The cache as the runtime uses it: one sequence, one budget, one policy.
+
+Space is made before compute, so the arena is never exceeded; the policy decides what is given up.
+Knows no model: rotary frequencies and scales arrive with every call.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq import native as native_library
+from kvq.config import PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
+from kvq.errors import BudgetError, UsageError
+from kvq.formats import Arena, arena_for, bytes_per_token, format_bytes
+from kvq.native import NativeCache
+from kvq.policies import Evidence, policy_named
+from kvq.reference import ReferenceCache
+
+DEFAULT_CHUNK_TOKENS = 256
+
+
+class Cache:
+    """A quantised KV cache in exactly `budget_bytes`.
+
+    A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)` with
+    m <= n. Raises `BudgetError` when the budget cannot hold the sinks, the tail and one page, or the
+    tokens asked for.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        plan: KvPlan,
+        budget_bytes: int,
+        context_tokens: int,
+        *,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        policy: str = "oldest",
+        threads: int = 1,
+        windows: Sequence[int] = (),
+        native: bool = True,
+    ) -> None:
+        self.shape = shape
+        self.plan = plan
+        self.budget_bytes = budget_bytes
+        self.context_tokens = context_tokens
+        self.policy = policy_named(policy)
+        self.windows = np.array(windows or [0] * shape.num_layers, np.int64)
+        self.arena = _arena_that_fits(shape, plan, budget_bytes, context_tokens, chunk_tokens, threads)
+        use_native = native and native_library.available()
+        self._engine = (NativeCache if use_native else ReferenceCache)(self.arena, budget_bytes)
+
+    @property
+    def handle(self) -> int:
+        """What a `kvq::Attention` node is given. Raises `BackendError` on the numpy path."""
+        if isinstance(self._engine, ReferenceCache):
+            native_library.library()
+            raise UsageError("this cache was opened with native=False and has no handle")
+        return self._engine.handle
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens one forward pass may bring."""
+        return self.arena.chunk_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Committed tokens, evicted ones included."""
+        return self._engine.tokens
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use now: tables, tail, scratch and pages."""
+        return self._engine.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever in use; never above `budget_bytes`."""
+        return self._engine.peak_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes one more token costs at the plan's widths, all layers."""
+        return bytes_per_token(self.shape, self.plan)
+
+    def begin(self, tokens: int) -> None:
+        """Makes room for `tokens` new tokens, demoting and evicting pages by the policy."""
+        if self.tokens + tokens > self.context_tokens:
+            raise BudgetError(
+                f"{self.tokens} + {tokens} tokens exceed this session's context of "
+                f"{self.context_tokens}; open it with a larger --ctx-size"
+            )
+        short, columns = self._engine.missing(tokens)
+        if short or columns:
+            facts, widths = self._engine.columns()
+            evidence = Evidence(
+                facts=facts,
+                widths=widths,
+                windows=self.windows,
+                tokens=self.tokens,
+                head_dim=self.shape.head_dim,
+            )
+            self._engine.demote(self.policy.relieve(evidence, short, columns))
+            short, columns = self._engine.missing(tokens)
+        if short or columns:
+            raise BudgetError(
+                f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at once; "
+                f"{format_bytes(self.budget_bytes + short)} can"
+            )
+        self._engine.begin(tokens)
+        assert self._engine.used_bytes <= self.budget_bytes
+
+    def attend(
+        self,
+        params: AttentionParams,
+        qkv: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None = None,
+        k_norm: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """One layer's attention over the cache and the new tokens; stores their keys and values.
+
+        qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
+        float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D].
+        """
+        return self._engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+
+    def commit(self, tokens: int) -> None:
+        """Keeps the first `tokens` of the pending tokens and closes full pages."""
+        self._engine.commit(tokens)
+        assert self._engine.used_bytes <= self.budget_bytes
+
+    def abort(self) -> None:
+        """Gives up the pending tokens after an error."""
+        self._engine.abort()
+
+    def trim(self, tokens: int) -> None:
+        """Rolls back to the first `tokens` tokens."""
+        self._engine.trim(tokens)
+
+    def demote(self, actions: NDArray[np.int32]) -> None:
+        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
+        self._engine.demote(actions)
+
+    def shift(self, column: int, delta: int) -> None:
+        """Moves a page by `delta` positions; the query turns back, the keys stay."""
+        self._engine.shift(column, delta)
+
+    def mask(self, column: int, mask: int) -> None:
+        """Sets which of a page's 64 tokens are visible."""
+        self._engine.mask(column, mask)
+
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2]."""
+        return self._engine.columns()
+
+    def page(self, layer: int, head: int, column: int) -> bytes:
+        """Stored bytes of one page: constants, then planes."""
+        return self._engine.page(layer, head, column)
+
+    def tail(
+        self, layer: int, head: int
+    ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
+        """Floating-point rows (k, v) float16 [n, D] and their positions int32 [n]."""
+        return self._engine.tail(layer, head)
+
+    def state(self) -> bytes:
+        """A snapshot of everything held; `load_state` of an equal cache restores it."""
+        return self._engine.state()
+
+    def load_state(self, state: bytes) -> None:
+        """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
+        self._engine.load_state(state)
+
+    def close(self) -> None:
+        """Gives the arena back; the cache cannot be used afterwards."""
+        self._engine.close()
+
+
+def _arena_that_fits(
+    shape: CacheShape,
+    plan: KvPlan,
+    budget_bytes: int,
+    context_tokens: int,
+    chunk_tokens: int,
+    threads: int,
+) -> Arena:
+    """The arena with the largest chunk, halved down to one page, whose pages fit the pool."""
+    while True:
+        arena = arena_for(
+            shape,
+            plan,
+            context_tokens=context_tokens,
+            chunk_tokens=chunk_tokens,
+            threads=threads,
+        )
+        pages = min(-(-chunk_tokens // PAGE_TOKENS), arena.wanted_columns)
+        if chunk_tokens <= PAGE_TOKENS or budget_bytes >= arena.bytes_for_columns(pages):
+            return arena
+        chunk_tokens = max(PAGE_TOKENS, chunk_tokens // 2)
+
+
+def minimum_budget(
+    shape: CacheShape, plan: KvPlan, context_tokens: int, *, threads: int = 1
+) -> int:
+    """Smallest budget in bytes that opens a session of this context."""
+    return arena_for(
+        shape, plan, context_tokens=context_tokens, chunk_tokens=PAGE_TOKENS, threads=threads
+    ).minimum_bytes
+
+
+def budget_for_tokens(
+    shape: CacheShape,
+    plan: KvPlan,
+    tokens: int,
+    *,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    threads: int = 1,
+) -> int:
+    """Smallest budget in bytes that holds `tokens` tokens without losing a bit."""
+    arena = arena_for(
+        shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads
+    )
+    return arena.bytes_for_columns(arena.wanted_columns)
+
+
+def budget_bytes(
+    budget: Budget,
+    shape: CacheShape,
+    plan: KvPlan,
+    context_tokens: int,
+    *,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    threads: int = 1,
+) -> int:
+    """Bytes a budget means for a session: tokens at the plan's widths, or a share of fp16."""
+    if budget.num_bytes is not None:
+        return budget.num_bytes
+    if budget.tokens is not None:
+        return budget_for_tokens(
+            shape, plan, budget.tokens, chunk_tokens=chunk_tokens, threads=threads
+        )
+    assert budget.fraction is not None
+    return int(budget.fraction * shape.float_bytes_per_token * context_tokens)

@@ -1,0 +1,137 @@
+"""What a cache is asked to be: its shape, its plan of widths, its budget. Knows no model and no file."""
+
+import re
+from dataclasses import dataclass
+
+from kvq.errors import UsageError
+
+PAGE_TOKENS = 64
+PAGE_WIDTHS = (8, 4, 2)
+FLOAT_WIDTH = 16
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheShape:
+    """Sizes every layer shares: layers, query heads, KV heads and channels per head."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            raise UsageError(
+                f"head_dim {self.head_dim} is not possible: it must be a multiple of 16 up to 256 "
+                f"(tested: {', '.join(map(str, HEAD_DIMS))})"
+            )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads: "
+                "the first must be a multiple of the second"
+            )
+
+    @property
+    def float_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token at 16 bits, all layers."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvPlan:
+    """Widths a page is closed at, and how many first tokens stay in floating point.
+
+    `k_bits` and `v_bits` are each 8, 4 or 2, or both 16: nothing is quantised then and every
+    token stays in the floating-point tail.
+    """
+
+    k_bits: int = 4
+    v_bits: int = 2
+    sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        check_widths(self.k_bits, self.v_bits)
+        if not 0 <= self.sink_tokens <= PAGE_TOKENS:
+            raise UsageError(f"{self.sink_tokens} sink tokens: 0 to {PAGE_TOKENS} are possible")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether pages are closed at all."""
+        return self.k_bits != FLOAT_WIDTH
+
+
+def check_widths(k_bits: int, v_bits: int) -> None:
+    """Raises `UsageError` unless the pair is one a page can have, or 16 and 16."""
+    if k_bits == v_bits == FLOAT_WIDTH:
+        return
+    for name, bits in (("kbits", k_bits), ("vbits", v_bits)):
+        if bits not in PAGE_WIDTHS:
+            hint = "; 16 is possible for both together (`--kv fp`)" if bits == FLOAT_WIDTH else ""
+            raise UsageError(f"--{name} {bits} is not possible: choose 8, 4 or 2{hint}")
+
+
+def parse_kv(text: str) -> tuple[int, int]:
+    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16). Raises `UsageError`."""
+    if text.strip().lower() in ("fp", "f16", "fp16"):
+        return FLOAT_WIDTH, FLOAT_WIDTH
+    match = re.fullmatch(r"(\d+)(?:[:,](\d+))?", text.strip())
+    if match is None:
+        raise UsageError(f"--kv {text!r} is not possible: write K:V widths such as 4:2, or fp")
+    k_bits = int(match[1])
+    v_bits = int(match[2] or match[1])
+    check_widths(k_bits, v_bits)
+    return k_bits, v_bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """A KV budget as the user gave it; exactly one field is set."""
+
+    num_bytes: int | None = None
+    tokens: int | None = None
+    fraction: float | None = None
+
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_UNITS |= {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_budget(text: str | int) -> Budget:
+    """`"64MiB"`, `"4096tok"`, `"25%"` (of the fp16 bytes of the context) or a number of bytes.
+
+    Raises `UsageError` for anything else, zero and negative values included.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z%]*)", str(text).strip())
+    unit = match[2].lower() if match else "?"
+    value = float(match[1]) if match else 0.0
+    if value > 0:
+        if unit == "%":
+            return Budget(fraction=value / 100)
+        if unit in ("tok", "token", "tokens"):
+            return Budget(tokens=int(value))
+        if unit in _UNITS:
+            return Budget(num_bytes=int(value * _UNITS[unit]))
+    raise UsageError(
+        f"--kv-budget {text!r} is not possible: give bytes (64MiB, 1.5GiB, 67108864), "
+        "tokens (4096tok) or a share of the fp16 cache (25%)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionParams:
+    """What one attention layer computes; the attributes of a `kvq::Attention` node.
+
+    `scale` multiplies q.k; `softcap` c > 0 gives c*tanh(s/c); `window_tokens` w > 0 lets a query
+    at position p see keys at positions > p - w; `rope_factor` multiplies cos and sin.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float = 0.0
+    window_tokens: int = 0
+    rope_factor: float = 1.0
+    norm_eps: float = 1e-6

@@ -1,0 +1,425 @@
+"""Finds and loads the native library and wraps its C ABI; says why when there is none.
+
+Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call made here.
+"""
+
+import ctypes
+import logging
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.config import AttentionParams
+from kvq.errors import BackendError, CacheError, SnapshotError
+from kvq.formats import Arena
+from kvq.settings import environment
+
+LIBRARY = "libkvq_native.so"
+_STATUS = {
+    1: "the pool has no room",
+    2: "an argument does not fit the cache",
+    3: "a key or value is not finite in float16, so it cannot be cached",
+    4: "begin, attend and commit were called out of order, or an earlier chunk failed",
+    5: "the system has no memory for the arena",
+    6: "the budget is too small",
+}
+
+log = logging.getLogger("kvq")
+
+
+class _Config(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in (
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "k_bits",
+            "v_bits",
+            "sink_tokens",
+            "tail_rows",
+            "chunk_tokens",
+            "context_tokens",
+            "splits",
+        )
+    )
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        ("fixed_bytes", c_int64),
+        ("pool_bytes", c_int64),
+        ("granule_bytes", c_int64),
+        ("constant_bytes", c_int64),
+        ("minimum_bytes", c_int64),
+        ("max_columns", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = (
+        ("columns", c_int32),
+        ("tokens", c_int32),
+        ("tail_rows", c_int32),
+        ("pending", c_int32),
+        ("used_bytes", c_int64),
+        ("peak_bytes", c_int64),
+        ("used_granules", c_int64),
+        ("used_constants", c_int64),
+        ("broken", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("layer", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("rope_factor", c_float),
+        ("norm_eps", c_float),
+        ("window_tokens", c_int32),
+        ("rotary_pairs", c_int32),
+    )
+
+
+_FLOATS, _INTS = POINTER(c_float), POINTER(c_int64)
+_BYTES, _HALVES = POINTER(c_uint8), POINTER(c_uint16)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "kvq_layout_of": (c_int32, (POINTER(_Config), c_int64, POINTER(_Layout))),
+    "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, POINTER(c_int64))),
+    "kvq_cache_close": (c_int32, (c_int64,)),
+    "kvq_cache_stats": (c_int32, (c_int64, POINTER(_Stats))),
+    "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), POINTER(c_int32))),
+    "kvq_cache_begin": (c_int32, (c_int64, c_int32)),
+    "kvq_cache_attend": (
+        c_int32,
+        (c_int64, POINTER(_Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    ),
+    "kvq_cache_commit": (c_int32, (c_int64, c_int32)),
+    "kvq_cache_abort": (c_int32, (c_int64,)),
+    "kvq_cache_trim": (c_int32, (c_int64, c_int32)),
+    "kvq_cache_demote": (c_int32, (c_int64, POINTER(c_int32), c_int32)),
+    "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
+    "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
+    "kvq_cache_columns": (c_int32, (c_int64, _INTS, _BYTES)),
+    "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
+    "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES, POINTER(c_int32))),
+    "kvq_cache_state_bytes": (c_int64, (c_int64,)),
+    "kvq_cache_save": (c_int32, (c_int64, _BYTES)),
+    "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64)),
+    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, _BYTES, _HALVES)),
+    "kvq_repack": (c_int32, (_BYTES, c_int32)),
+    "kvq_isa": (c_char_p, ()),
+    "kvq_isa_available": (c_char_p, ()),
+    "kvq_isa_select": (c_int32, (c_char_p,)),
+}
+
+
+@cache
+def library_path() -> Path | None:
+    """The native library beside the package or, in an editable install, in site-packages."""
+    import kvq
+
+    for folder in kvq.__path__:
+        path = Path(folder) / LIBRARY
+        if path.is_file():
+            return path
+    for path in _site_packages():
+        if path.is_file():
+            return path
+    return None
+
+
+def _site_packages() -> list[Path]:
+    import sysconfig
+
+    return [Path(sysconfig.get_path("platlib")) / "kvq" / LIBRARY]
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    path = library_path()
+    if environment("native") == "0":
+        return None, "KVQ_NATIVE=0 asks for the numpy path"
+    if path is None:
+        return None, f"{LIBRARY} was not built: install g++ and reinstall kvq-runtime"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"{path} does not load: {error}"
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    wanted = environment("isa")
+    if wanted and library.kvq_isa_select(wanted.encode()):
+        available = library.kvq_isa_available().decode()
+        raise BackendError(f"KVQ_ISA={wanted} is not possible here; this machine runs {available}")
+    return library, ""
+
+
+def available() -> bool:
+    """Whether the native library is used; the first refusal is logged with its reason."""
+    return _load()[0] is not None or _warn_once()
+
+
+@cache
+def _warn_once() -> bool:
+    log.warning("native cache not in use (%s); numpy takes over, many times slower", why_not())
+    return False
+
+
+def why_not() -> str:
+    """Why the native library is not used; empty if it is."""
+    return _load()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises `BackendError` with the reason if there is none."""
+    loaded, reason = _load()
+    if loaded is None:
+        raise BackendError(f"the native cache is not available: {reason}")
+    return loaded
+
+
+def isa() -> str:
+    """Name of the kernels in use: `generic`, `avx2` or `avx512vnni`."""
+    return library().kvq_isa().decode()
+
+
+def isas() -> list[str]:
+    """Names of the kernels this machine can run, best first."""
+    return library().kvq_isa_available().decode().split(",")
+
+
+def select_isa(name: str) -> None:
+    """Switches kernels for the whole process. Raises `BackendError` if they cannot run here."""
+    if library().kvq_isa_select(name.encode()):
+        raise BackendError(f"kernels {name!r} cannot run here; choose from {', '.join(isas())}")
+
+
+def pack(x: NDArray[np.float32], side: int) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """(hi4 + lo4 planes, [scale, min] constants) of one page's keys (0) or values (1)."""
+    x = np.ascontiguousarray(x, np.float32)
+    tokens, dim = x.shape
+    planes = np.zeros(64 * dim, np.uint8)
+    constants = np.zeros((2, 64 if side else dim), np.uint16)
+    _check(
+        library().kvq_pack(
+            side, _floats(x), tokens, dim, _bytes(planes), constants.ctypes.data_as(_HALVES)
+        )
+    )
+    return planes, constants.view(np.float16)
+
+
+def repack(plane: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
+    """The 2-bit plane of a hi4 plane."""
+    plane = plane.copy()
+    library().kvq_repack(_bytes(plane), head_dim)
+    return plane[: 16 * head_dim]
+
+
+def _config(arena: Arena) -> _Config:
+    shape, plan = arena.shape, arena.plan
+    return _Config(
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        plan.k_bits,
+        plan.v_bits,
+        plan.sink_tokens,
+        arena.tail_rows,
+        arena.chunk_tokens,
+        arena.context_tokens,
+        arena.splits,
+    )
+
+
+def layout(arena: Arena, budget_bytes: int) -> dict[str, int]:
+    """The library's own count of the arena's bytes, to be compared with `formats.Arena`."""
+    out = _Layout()
+    library().kvq_layout_of(ctypes.byref(_config(arena)), budget_bytes, ctypes.byref(out))
+    return {name: getattr(out, name) for name, _ in _Layout._fields_}
+
+
+class NativeCache:
+    """The cache in native code; every method is one call of the C ABI."""
+
+    def __init__(self, arena: Arena, budget_bytes: int) -> None:
+        arena.divide(budget_bytes)  # refuses a budget that is too small, with the numbers
+        self.arena = arena
+        self._library = library()
+        handle = c_int64()
+        _check(
+            self._library.kvq_cache_open(
+                ctypes.byref(_config(arena)), budget_bytes, ctypes.byref(handle)
+            )
+        )
+        self.handle = handle.value
+
+    def close(self) -> None:
+        if self.handle:
+            self._library.kvq_cache_close(self.handle)
+            self.handle = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", 0):
+            self.close()
+
+    def _stats(self) -> _Stats:
+        stats = _Stats()
+        _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(stats)))
+        return stats
+
+    @property
+    def tokens(self) -> int:
+        return self._stats().tokens
+
+    @property
+    def used_bytes(self) -> int:
+        return self._stats().used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._stats().peak_bytes
+
+    def missing(self, tokens: int) -> tuple[int, int]:
+        short, columns = c_int64(), c_int32()
+        _check(
+            self._library.kvq_cache_missing(
+                self.handle, tokens, ctypes.byref(short), ctypes.byref(columns)
+            )
+        )
+        return short.value, columns.value
+
+    def begin(self, tokens: int) -> None:
+        _check(self._library.kvq_cache_begin(self.handle, tokens))
+
+    def attend(
+        self,
+        params: AttentionParams,
+        qkv: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None = None,
+        k_norm: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        qkv = np.ascontiguousarray(qkv, np.float32)
+        positions = np.ascontiguousarray(positions, np.int64)
+        inv_freq = np.ascontiguousarray(inv_freq, np.float32)
+        attention = _Attention(
+            params.layer,
+            params.num_heads,
+            params.num_kv_heads,
+            params.head_dim,
+            params.scale,
+            params.softcap,
+            params.rope_factor,
+            params.norm_eps,
+            params.window_tokens,
+            len(inv_freq),
+        )
+        out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
+        norms = [None if w is None else _floats(np.ascontiguousarray(w)) for w in (q_norm, k_norm)]
+        _check(
+            self._library.kvq_cache_attend(
+                self.handle,
+                ctypes.byref(attention),
+                len(qkv),
+                _floats(qkv),
+                positions.ctypes.data_as(_INTS),
+                _floats(inv_freq),
+                norms[0],
+                norms[1],
+                _floats(out),
+            )
+        )
+        return out
+
+    def commit(self, tokens: int) -> None:
+        _check(self._library.kvq_cache_commit(self.handle, tokens))
+
+    def abort(self) -> None:
+        _check(self._library.kvq_cache_abort(self.handle))
+
+    def trim(self, tokens: int) -> None:
+        _check(self._library.kvq_cache_trim(self.handle, tokens))
+
+    def demote(self, actions: NDArray[np.int32]) -> None:
+        actions = np.ascontiguousarray(actions, np.int32)
+        pointer = actions.ctypes.data_as(POINTER(c_int32))
+        _check(self._library.kvq_cache_demote(self.handle, pointer, len(actions)))
+
+    def shift(self, column: int, delta: int) -> None:
+        _check(self._library.kvq_cache_shift(self.handle, column, delta))
+
+    def mask(self, column: int, mask: int) -> None:
+        _check(self._library.kvq_cache_mask(self.handle, column, mask))
+
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        shape, count = self.arena.shape, self._stats().columns
+        facts = np.zeros((count, 4), np.int64)
+        widths = np.zeros((shape.num_layers, shape.num_kv_heads, count, 2), np.uint8)
+        pointer = facts.ctypes.data_as(_INTS)
+        _check(self._library.kvq_cache_columns(self.handle, pointer, _bytes(widths)))
+        return facts, widths
+
+    def page(self, layer: int, head: int, column: int) -> bytes:
+        dim = self.arena.shape.head_dim
+        out = np.zeros(4 * dim + 256 + 128 * dim, np.uint8)
+        count = self._library.kvq_cache_page(self.handle, layer, head, column, _bytes(out))
+        if count < 0:
+            raise CacheError(f"layer {layer}, head {head} has no page {column}")
+        return out[:count].tobytes()
+
+    def tail(
+        self, layer: int, head: int
+    ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
+        rows, dim = self._stats().tail_rows, self.arena.shape.head_dim
+        k, v = np.zeros((rows, dim), np.uint16), np.zeros((rows, dim), np.uint16)
+        positions = np.zeros(rows, np.int32)
+        _check(
+            self._library.kvq_cache_tail(
+                self.handle,
+                layer,
+                head,
+                k.ctypes.data_as(_HALVES),
+                v.ctypes.data_as(_HALVES),
+                positions.ctypes.data_as(POINTER(c_int32)),
+            )
+        )
+        return k.view(np.float16), v.view(np.float16), positions
+
+    def state(self) -> bytes:
+        out = np.zeros(self._library.kvq_cache_state_bytes(self.handle), np.uint8)
+        _check(self._library.kvq_cache_save(self.handle, _bytes(out)))
+        return out.tobytes()
+
+    def load_state(self, state: bytes) -> None:
+        if self._library.kvq_cache_load(self.handle, state, len(state)):
+            raise SnapshotError(
+                "the saved cache has another shape, plan or budget than this session"
+            )
+
+
+def _floats(x: NDArray[np.float32]) -> Any:
+    return x.ctypes.data_as(_FLOATS)
+
+
+def _bytes(x: NDArray[np.uint8]) -> Any:
+    return x.ctypes.data_as(_BYTES)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise CacheError(f"the cache refused: {_STATUS.get(status, f'status {status}')}")

@@ -1,0 +1,510 @@
+"""What every stored form and every kernel means, in numpy.
+
+Native code is proved against this module; without a compiler it is also what runs. It favours
+being read over being quick, and knows no policy: which page loses bits is told from outside.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.config import PAGE_TOKENS, AttentionParams
+from kvq.errors import CacheError
+from kvq.formats import FORMATS, Arena, constant_bytes, granule_bytes
+
+Float = NDArray[np.float32]
+Half = NDArray[np.float16]
+Bytes = NDArray[np.uint8]
+
+KEYS, VALUES = 0, 1
+
+
+# ---- codes -----------------------------------------------------------------------------------
+
+
+def half_down(x: Float) -> Half:
+    """Largest float16 not above x."""
+    with np.errstate(over="ignore"):
+        half = x.astype(np.float16)
+    return np.where(half > x, np.nextafter(half, np.float16(-np.inf)), half)
+
+
+def half_up(x: Float) -> Half:
+    """Smallest float16 not below x."""
+    with np.errstate(over="ignore"):
+        half = x.astype(np.float16)
+    return np.where(half < x, np.nextafter(half, np.float16(np.inf)), half)
+
+
+def encode(x: Float, side: int) -> tuple[Bytes, Half, Half]:
+    """8-bit codes [tokens, D] of one page's keys or values, with their scales and minima.
+
+    Keys share (scale, min) per channel over the tokens, values per token over the channels.
+    The minimum rounds down and the scale up, so no value leaves 0..255; a constant group that
+    float16 holds exactly gets scale 0 and code 0. Raises `CacheError` beyond float16's range.
+    """
+    axis = 0 if side == KEYS else 1
+    low = x.min(axis=axis)
+    minimum = half_down(low)
+    scale = half_up((x.max(axis=axis) - minimum.astype(np.float32)) / np.float32(255))
+    if not (np.isfinite(minimum).all() and np.isfinite(scale).all() and np.isfinite(x).all()):
+        raise CacheError("a key or value is not finite in float16, so it cannot be cached")
+    wide_scale = np.expand_dims(np.maximum(scale.astype(np.float32), np.float32(1e-30)), axis)
+    wide_minimum = np.expand_dims(minimum.astype(np.float32), axis)
+    codes = np.rint(np.clip((x - wide_minimum) / wide_scale, 0, 255))
+    return codes.astype(np.uint8), scale, minimum
+
+
+def decode(codes: Bytes, scale: Half, minimum: Half, bits: int, side: int) -> Float:
+    """Values a read at `bits` sees, from 8-bit codes: the dropped bits read as their middle."""
+    axis = 0 if side == KEYS else 1
+    wide_scale = np.expand_dims(scale.astype(np.float32), axis)
+    wide_minimum = np.expand_dims(minimum.astype(np.float32), axis)
+    step = 1 << (8 - bits)
+    seen = (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2)
+    return wide_minimum + wide_scale * seen
+
+
+# ---- planes ----------------------------------------------------------------------------------
+
+
+def _tile(codes: Bytes, side: int, parts: int) -> Bytes:
+    """Codes [64, D] as [..., 32-byte vector, parts]: the order of `format.h`."""
+    dim = codes.shape[1]
+    if side == KEYS:
+        return codes.reshape(8, 8, dim // (4 * parts), parts, 4).transpose(0, 2, 1, 4, 3)
+    return codes.reshape(PAGE_TOKENS // (4 * parts), parts, 4, dim // 8, 8).transpose(3, 0, 4, 2, 1)
+
+
+def _untile(tiled: Bytes, side: int, parts: int, dim: int) -> Bytes:
+    if side == KEYS:
+        shaped = tiled.reshape(8, dim // (4 * parts), 8, 4, parts).transpose(0, 2, 1, 4, 3)
+    else:
+        shaped = tiled.reshape(dim // 8, PAGE_TOKENS // (4 * parts), 8, 4, parts)
+        shaped = shaped.transpose(1, 4, 3, 0, 2)
+    return np.ascontiguousarray(shaped).reshape(PAGE_TOKENS, dim)
+
+
+def nibble_plane(nibbles: Bytes, side: int) -> Bytes:
+    """Nibbles [64, D] as the 32*D bytes of a hi4 or lo4 plane."""
+    tiled = _tile(nibbles, side, 2)
+    return (tiled[..., 0] | tiled[..., 1] << 4).reshape(-1)
+
+
+def two_bit_plane(top: Bytes, side: int) -> Bytes:
+    """Two-bit codes [64, D] as the 16*D bytes of their plane."""
+    tiled = _tile(top, side, 4)
+    return (
+        tiled[..., 0] | tiled[..., 1] << 2 | tiled[..., 2] << 4 | tiled[..., 3] << 6
+    ).reshape(-1)
+
+
+def planes(codes: Bytes, bits: int, side: int) -> Bytes:
+    """Bytes a page's side is stored in at `bits`: hi4 + lo4, hi4, or the 2-bit plane."""
+    if bits == 2:
+        return two_bit_plane(codes >> 6, side)
+    high = nibble_plane(codes >> 4, side)
+    return np.concatenate([high, nibble_plane(codes & 15, side)]) if bits == 8 else high
+
+
+def codes_of(stored: Bytes, bits: int, side: int, head_dim: int) -> Bytes:
+    """8-bit codes [64, D] from stored planes; bits that were dropped are 0."""
+    if bits == 2:
+        tiled = np.stack([stored >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+        return _untile(tiled, side, 4, head_dim) << 6
+    nibbles = [
+        _untile(np.stack([plane & 15, plane >> 4], axis=-1), side, 2, head_dim)
+        for plane in np.split(stored, bits // 4)
+    ]
+    return nibbles[0] << 4 | nibbles[1] if bits == 8 else nibbles[0] << 4
+
+
+# ---- attention -------------------------------------------------------------------------------
+
+
+def normalize(x: Float, weight: Float, eps: float) -> Float:
+    """RMSNorm over the last axis (2302.13971 and others)."""
+    mean = np.mean(np.square(x.astype(np.float64)), axis=-1, keepdims=True).astype(np.float32)
+    return x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight
+
+
+def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: float = 1.0) -> Float:
+    """RoPE (2104.09864) on x [T, heads, D]: pairs (i, i + n) for i < n = len(inv_freq)."""
+    pairs = len(inv_freq)
+    angle = positions.astype(np.float32)[:, None] * inv_freq[None, :]
+    cos = (np.cos(angle) * np.float32(factor))[:, None, :]
+    sin = (np.sin(angle) * np.float32(factor))[:, None, :]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    turned = (first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :])
+    return np.concatenate(turned, axis=-1)
+
+
+def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Float]:
+    """Packed rows [T, (H + 2 Hk) * D] as q [T, H, D], k [T, Hk, D], v [T, Hk, D]."""
+    heads = qkv.reshape(len(qkv), -1, params.head_dim)
+    last = params.num_heads + params.num_kv_heads
+    return heads[:, : params.num_heads], heads[:, params.num_heads : last], heads[:, last:]
+
+
+def softmax_attend(
+    params: AttentionParams,
+    q: Float,
+    query_positions: NDArray[np.int64],
+    logits_of: Callable[[Float], Float],
+    values: Float,
+    key_positions: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+) -> Float:
+    """Output [T, D] of one query head q [T, D] over keys that `logits_of` scores.
+
+    A key is seen if it is valid, not later than the query, and inside the window.
+    """
+    logits = logits_of(q).astype(np.float64) * params.scale
+    if params.softcap > 0:
+        logits = params.softcap * np.tanh(logits / params.softcap)
+    distance = query_positions[:, None] - key_positions[None, :]
+    seen = valid[None, :] & (distance >= 0)
+    if params.window_tokens > 0:
+        seen &= distance < params.window_tokens
+    top = np.max(np.where(seen, logits, -1e30), axis=1, keepdims=True, initial=-1e30)
+    weights = np.where(seen, np.exp(np.minimum(logits - top, 0)), 0)
+    total = weights.sum(axis=1, keepdims=True)
+    return (weights @ values / np.where(total > 0, total, 1)).astype(np.float32)
+
+
+# ---- the cache -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Page:
+    """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
+
+    codes: tuple[Bytes, Bytes]
+    scale: tuple[Half, Half]
+    minimum: tuple[Half, Half]
+    bits: tuple[int, int]
+
+    def read(self, side: int) -> Float:
+        return decode(
+            self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side
+        )
+
+    def stored(self, head_dim: int) -> bytes:
+        """The page's bytes as the native cache keeps them: constants, then planes."""
+        constants = [
+            part.astype(np.float16).tobytes()
+            for side in (KEYS, VALUES)
+            for part in (self.scale[side], self.minimum[side])
+        ]
+        sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
+        return b"".join(constants + sides)
+
+
+@dataclass(slots=True)
+class Column:
+    """Positions of one page of all streams; `pages[stream]` is None once evicted."""
+
+    pos0: int
+    first_token: int
+    delta: int = 0
+    mask: int = (1 << PAGE_TOKENS) - 1
+    pages: list[Page | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Floating-point rows of one stream, float16 [n, D] each."""
+
+    k: Half
+    v: Half
+
+
+class ReferenceCache:
+    """The cache in numpy: same calls, same bytes and same meaning as the native one."""
+
+    def __init__(self, arena: Arena, budget_bytes: int) -> None:
+        self.arena = arena
+        self.max_columns, self.pool_bytes = arena.divide(budget_bytes)
+        self.fixed_bytes = budget_bytes - self.pool_bytes
+        self.table: list[Column] = []
+        empty = np.zeros((0, arena.shape.head_dim), np.float16)
+        self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
+        self._fresh: dict[int, list[_Rows]] = {}
+        self._positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._fresh_positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.tokens = 0
+        self.pending = 0
+        self.peak_bytes = self.used_bytes
+
+    # -- bytes --
+
+    @property
+    def used_bytes(self) -> int:
+        dim = self.arena.shape.head_dim
+        pages = [page for column in self.table for page in column.pages if page]
+        granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
+        return self.fixed_bytes + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+
+    def missing(self, tokens: int) -> tuple[int, int]:
+        """(bytes, columns) still missing before `tokens` more can be taken."""
+        plan = self.arena.plan
+        pages = self._closing(tokens)
+        needed = pages * self.arena.column_bytes(plan.k_bits, plan.v_bits) if pages else 0
+        over = self.used_bytes - self.fixed_bytes + needed - self.pool_bytes
+        return max(0, over), max(0, len(self.table) + pages - self.max_columns)
+
+    def _closing(self, tokens: int) -> int:
+        rows = len(self._positions) + tokens - self.arena.plan.sink_tokens
+        full = self.arena.plan.quantized and rows >= 2 * PAGE_TOKENS
+        return rows // PAGE_TOKENS - 1 if full else 0
+
+    # -- a forward pass --
+
+    def begin(self, tokens: int) -> None:
+        if self.pending:
+            raise CacheError("begin() was called twice without commit() or abort()")
+        if not 1 <= tokens <= self.arena.chunk_tokens or any(self.missing(tokens)):
+            raise CacheError(f"no room was made for {tokens} tokens")
+        if not self.arena.plan.quantized and len(self._positions) + tokens > self.arena.tail_rows:
+            raise CacheError(f"no room was made for {tokens} tokens")
+        self.pending = tokens
+        self._fresh = {}
+
+    def attend(
+        self,
+        params: AttentionParams,
+        qkv: Float,
+        positions: NDArray[np.int64],
+        inv_freq: Float,
+        q_norm: Float | None = None,
+        k_norm: Float | None = None,
+    ) -> Float:
+        """Stores the new keys and values and returns the attention output [T, H * D]."""
+        if len(qkv) != self.pending:
+            raise CacheError(f"begin() was not called for {len(qkv)} tokens")
+        q, k, v = split_heads(params, qkv)
+        if q_norm is not None:
+            q = normalize(q, q_norm, params.norm_eps)
+        if k_norm is not None:
+            k = normalize(k, k_norm, params.norm_eps)
+        q = rotate(q, positions, inv_freq, params.rope_factor)
+        k = rotate(k, positions, inv_freq, params.rope_factor)
+        with np.errstate(over="ignore"):
+            halves = k.astype(np.float16), v.astype(np.float16)
+        if not all(np.isfinite(half).all() for half in halves):
+            raise CacheError("a key or value is not finite in float16, so it cannot be cached")
+        self._fresh_positions = positions
+        self._fresh[params.layer] = [
+            _Rows(halves[0][:, head], halves[1][:, head]) for head in range(params.num_kv_heads)
+        ]
+        group = params.num_heads // params.num_kv_heads
+        out = np.empty_like(q)
+        for head in range(params.num_kv_heads):
+            values, where, valid, parts = self._visible(params, head, inv_freq)
+            for h in range(head * group, (head + 1) * group):
+
+                def logits_of(rows: Float, parts: list[tuple[Float, Callable[[Float], Float]]] = parts):
+                    return np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
+
+                out[:, h] = softmax_attend(
+                    params, q[:, h], positions, logits_of, values, where, valid
+                )
+        return out.reshape(len(qkv), -1)
+
+    def _visible(
+        self, params: AttentionParams, head: int, inv_freq: Float
+    ) -> tuple[
+        Float,
+        NDArray[np.int64],
+        NDArray[np.bool_],
+        list[tuple[Float, Callable[[Float], Float]]],
+    ]:
+        """Values, positions, validity and (keys, query transform) of all a head can look at."""
+        stream = params.layer * params.num_kv_heads + head
+        values, where, valid = [], [], []
+        parts: list[tuple[Float, Callable[[Float], Float]]] = []
+        for column in self.table:
+            page = column.pages[stream]
+            if page is None:
+                continue
+            # The page's keys stay as they were rotated; the query turns back by the shift.
+            def turn(rows: Float, delta: int = column.delta) -> Float:
+                if delta == 0:
+                    return rows
+                back = np.full(len(rows), -delta, np.int64)
+                return rotate(rows[:, None, :], back, inv_freq)[:, 0]
+
+            parts.append((page.read(KEYS), turn))
+            values.append(page.read(VALUES))
+            where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
+            valid.append(np.array([column.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_))
+        fresh = self._fresh[params.layer][head]
+        for rows, at in ((self._tail[stream], self._positions), (fresh, self._fresh_positions)):
+            parts.append((rows.k.astype(np.float32), lambda x: x))
+            values.append(rows.v.astype(np.float32))
+            where.append(at)
+            valid.append(np.ones(len(at), np.bool_))
+        return np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts
+
+    def commit(self, tokens: int) -> None:
+        """Keeps the first `tokens` pending tokens; closes pages if enough rows stand."""
+        if tokens > self.pending or (tokens and len(self._fresh) < self.arena.shape.num_layers):
+            raise CacheError(f"{tokens} tokens cannot be committed: {self.pending} were computed")
+        heads = self.arena.shape.num_kv_heads
+        for layer, rows in self._fresh.items():
+            for head in range(heads):
+                tail = self._tail[layer * heads + head]
+                tail.k = np.concatenate([tail.k, rows[head].k[:tokens]])
+                tail.v = np.concatenate([tail.v, rows[head].v[:tokens]])
+        self._positions = np.concatenate([self._positions, self._fresh_positions[:tokens]])
+        self.tokens += tokens
+        self.pending = 0
+        for _ in range(self._closing(0)):
+            self._close_page()
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _close_page(self) -> None:
+        sinks, plan = self.arena.plan.sink_tokens, self.arena.plan
+        chosen = slice(sinks, sinks + PAGE_TOKENS)
+        keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._positions)]
+        first_token = self.tokens - (len(self._positions) - sinks)
+        column = Column(pos0=int(self._positions[sinks]), first_token=first_token)
+        for rows in self._tail:
+            sides = [
+                encode(half[chosen].astype(np.float32), side)
+                for side, half in ((KEYS, rows.k), (VALUES, rows.v))
+            ]
+            codes, scale, minimum = zip(*sides, strict=True)
+            bits = (plan.k_bits, plan.v_bits)
+            column.pages.append(Page(codes=codes, scale=scale, minimum=minimum, bits=bits))
+            rows.k, rows.v = rows.k[keep], rows.v[keep]
+        self._positions = self._positions[keep]
+        self.table.append(column)
+
+    def abort(self) -> None:
+        self.pending = 0
+
+    # -- changes between forward passes --
+
+    def trim(self, tokens: int) -> None:
+        """Rolls back to the first `tokens` tokens."""
+        if not 0 <= tokens <= self.tokens or self.pending:
+            raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
+        sinks = min(self.arena.plan.sink_tokens, len(self._positions))
+        first_in_tail = self.tokens - (len(self._positions) - sinks)
+        kept = len(self._positions) - (self.tokens - tokens)
+        if tokens < first_in_tail:
+            kept = min(tokens, sinks)
+            while self.table:
+                last = self.table[-1]
+                inside = tokens - last.first_token
+                if inside < PAGE_TOKENS:
+                    last.mask &= (1 << max(inside, 0)) - 1
+                if last.mask:
+                    break
+                self.table.pop()
+        for rows in self._tail:
+            rows.k, rows.v = rows.k[:kept], rows.v[:kept]
+        self._positions = self._positions[:kept]
+        self.tokens = tokens
+
+    def demote(self, actions: NDArray[np.int32]) -> None:
+        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
+        heads = self.arena.shape.num_kv_heads
+        for layer, head, column, k_bits, v_bits in actions.tolist():
+            page = self.table[column].pages[layer * heads + head]
+            if k_bits == 0 and v_bits == 0:
+                self.table[column].pages[layer * heads + head] = None
+            elif page is None or k_bits > page.bits[0] or v_bits > page.bits[1]:
+                raise CacheError("a page's widths only fall")
+            else:
+                page.bits = (k_bits, v_bits)
+        self.table = [column for column in self.table if any(column.pages)]
+
+    def shift(self, column: int, delta: int) -> None:
+        self.table[column].delta = delta
+
+    def mask(self, column: int, mask: int) -> None:
+        self.table[column].mask = mask
+
+    # -- views --
+
+    def columns(self) -> tuple[NDArray[np.int64], Bytes]:
+        """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
+        shape = self.arena.shape
+        facts = np.array(
+            [
+                (c.pos0, c.delta, c.first_token, np.uint64(c.mask).astype(np.int64))
+                for c in self.table
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        widths = np.array(
+            [[page.bits if page else (0, 0) for page in c.pages] for c in self.table], np.uint8
+        ).reshape(len(self.table), shape.num_layers, shape.num_kv_heads, 2)
+        return facts, np.ascontiguousarray(widths.transpose(1, 2, 0, 3))
+
+    def page(self, layer: int, head: int, column: int) -> bytes:
+        """A page's stored bytes; empty once evicted."""
+        page = self.table[column].pages[layer * self.arena.shape.num_kv_heads + head]
+        return page.stored(self.arena.shape.head_dim) if page else b""
+
+    def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
+        """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
+        rows = self._tail[layer * self.arena.shape.num_kv_heads + head]
+        return rows.k, rows.v, self._positions.astype(np.int32)
+
+    # -- snapshots --
+
+    def state(self) -> bytes:
+        """Everything a later `load_state` needs, as an npz archive."""
+        facts, widths = self.columns()
+        arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
+        arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
+        arrays["positions"] = self._positions
+        for stream, rows in enumerate(self._tail):
+            arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
+        for c, column in enumerate(self.table):
+            for stream, page in enumerate(column.pages):
+                for side in (KEYS, VALUES) if page else ():
+                    name = f"page{c}.{stream}.{side}"
+                    arrays[name] = page.codes[side]
+                    arrays[name + "c"] = np.stack([page.scale[side], page.minimum[side]])
+        buffer = io.BytesIO()
+        np.savez(buffer, allow_pickle=False, **arrays)
+        return buffer.getvalue()
+
+    def load_state(self, state: bytes) -> None:
+        """Restores what `state` returned for a cache of the same arena."""
+        with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
+            self.tokens, self.peak_bytes = map(int, arrays["counts"])
+            self._positions = arrays["positions"]
+            streams = range(self.arena.streams)
+            self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
+            widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
+            self.table = []
+            for c, (pos0, delta, first_token, mask) in enumerate(arrays["facts"].tolist()):
+                column = Column(
+                    pos0=pos0, first_token=first_token, delta=delta, mask=mask & (1 << 64) - 1
+                )
+                for stream in streams:
+                    k_bits, v_bits = map(int, widths[stream, c])
+                    page = None
+                    if k_bits:
+                        names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
+                        constants = [arrays[name + "c"] for name in names]
+                        page = Page(
+                            codes=(arrays[names[0]], arrays[names[1]]),
+                            scale=(constants[0][0], constants[1][0]),
+                            minimum=(constants[0][1], constants[1][1]),
+                            bits=(k_bits, v_bits),
+                        )
+                    column.pages.append(page)
+                self.table.append(column)
+        self.pending = 0
+
+    def close(self) -> None:
+        """Nothing to give back: numpy owns the arrays."""

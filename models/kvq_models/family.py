@@ -1,0 +1,110 @@
+"""What a family is: its config keys, its weight names, its control tokens.
+
+Owns `Family`, the parts most families share, and the canonical weights every consumer asks for.
+Knows no particular family; each lives in its own file and enters through `registry.FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvq_models.config import ModelConfig
+from kvq_models.keys import Key, read_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FimNames:
+    """One fill-in-the-middle convention; `repo` and `file` head a repository and a file in it."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    pad: str | None = None
+    repo: str | None = None
+    file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSource:
+    """A canonical weight of this shape is the row-wise concatenation of `parts`, plus `offset`."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One model_type: how its config.json reads and what its weights are called.
+
+    `build` turns checked key values into a config; `layer_weights` maps the canonical name of a
+    layer's weight to checkpoint names below `model.layers.{i}.`. `fim_tokens` lists the
+    fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
+    a tokenizer is searched for both.
+    """
+
+    model_type: str
+    keys: Mapping[str, Key]
+    build: Callable[[Mapping[str, Any]], ModelConfig]
+    layer_weights: Mapping[str, tuple[str, ...]]
+    fim_tokens: tuple[FimNames, ...] = ()
+    turn_ends: tuple[str, ...] = ()
+
+    def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
+        """The model a checkpoint's config.json describes.
+
+        Raises UnsupportedModelError for keys or values this family does not compute,
+        CheckpointError for missing or malformed ones.
+        """
+        return self.build(read_keys(self.model_type, self.keys, config_json))
+
+    def weights(self, config: ModelConfig) -> dict[str, WeightSource]:
+        """Every canonical weight of the model, in the order of the forward pass."""
+        sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
+        for layer in range(config.num_layers):
+            for name, shape in layer_shapes(config).items():
+                sources[f"layers.{layer}.{name}"] = WeightSource(
+                    parts=tuple(
+                        f"model.layers.{layer}.{part}" for part in self.layer_weights[name]
+                    ),
+                    shape=shape,
+                    offset=config.norm_offset if name.endswith("_norm") else 0.0,
+                )
+        sources["final_norm"] = WeightSource(
+            parts=("model.norm.weight",), shape=(config.hidden_size,), offset=config.norm_offset
+        )
+        if not config.tied_head:
+            sources["head"] = _embedding_source(config, "lm_head.weight")
+        return sources
+
+
+def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
+    return WeightSource(parts=(name,), shape=(config.vocab_size, config.hidden_size))
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each canonical weight of one layer; a linear layer's is [out, in]."""
+    hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,)}
+    shapes["qkv"] = (config.qkv_width, hidden)
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (config.qkv_width,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    shapes["o"] = (hidden, heads_width)
+    if config.output_bias:
+        shapes["o_bias"] = (hidden,)
+    if config.sandwich_norms:
+        shapes["post_attn_norm"] = (hidden,)
+    shapes["mlp_norm"] = (hidden,)
+    shapes["gate_up"] = (2 * config.intermediate_size, hidden)
+    if config.mlp_bias:
+        shapes["gate_up_bias"] = (2 * config.intermediate_size,)
+    shapes["down"] = (hidden, config.intermediate_size)
+    if config.mlp_bias:
+        shapes["down_bias"] = (hidden,)
+    if config.sandwich_norms:
+        shapes["post_mlp_norm"] = (hidden,)
+    return shapes

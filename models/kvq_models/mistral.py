@@ -1,0 +1,31 @@
+"""The mistral family: llama with one sliding window for all layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq_models.config import LayerConfig, ModelConfig
+from kvq_models.decoder import DECODER_KEYS, FIM_STARCODER, LAYER_WEIGHTS, decoder_config
+from kvq_models.family import Family, FimNames
+from kvq_models.keys import Required
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    layer = LayerConfig(window_tokens=values["sliding_window"] or 0)
+    return decoder_config("mistral", values, layers=(layer,) * values["num_hidden_layers"])
+
+
+FAMILY = Family(
+    model_type="mistral",
+    keys={
+        **DECODER_KEYS,
+        "num_key_value_heads": Required(),
+        "sliding_window": Required(int, nullable=True),
+    },
+    build=_build,
+    layer_weights=LAYER_WEIGHTS,
+    fim_tokens=(
+        FimNames(prefix="[PREFIX]", suffix="[SUFFIX]", middle="[MIDDLE]"),
+        FIM_STARCODER,
+    ),
+    turn_ends=("</s>", "<|im_end|>"),
+)

@@ -1,0 +1,37 @@
+"""The qwen3 family: llama with a norm on every query and key head before rotation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq_models.config import ModelConfig
+from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
+from kvq_models.family import Family
+from kvq_models.keys import Default, Required
+from kvq_models.windows import WINDOW_KEYS, qwen_layers
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    return decoder_config(
+        "qwen3",
+        values,
+        qk_norm=True,
+        qkv_bias=values["attention_bias"],
+        output_bias=values["attention_bias"],
+        layers=qwen_layers("qwen3", values),
+    )
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    keys={
+        **DECODER_KEYS,
+        **WINDOW_KEYS,
+        "num_key_value_heads": Required(),
+        "head_dim": Default(int, 128),
+        "attention_bias": Default(bool, False),
+    },
+    build=_build,
+    layer_weights=LAYER_WEIGHTS,
+    fim_tokens=(FIM_QWEN,),
+    turn_ends=("<|im_end|>",),
+)

@@ -1,0 +1,231 @@
+"""The forward pass in plain numpy float32: what every backend is compared with.
+
+Owns the arithmetic of a decoder and an exact attention with unquantised keys and values. Knows no
+family (the config says all), no file and no quantised cache: attention is a callable, so a cache
+can stand in for the exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvq.config import AttentionParams
+from kvq_models.config import ModelConfig
+
+Weights = Callable[[str], np.ndarray]
+"""Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
+
+
+class Attend(Protocol):
+    """Causal attention of T new tokens over everything seen before and themselves.
+
+    qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
+    positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
+    Returns float32 [T, H * D].
+    """
+
+    def __call__(  # noqa: PLR0917 - the parts of one attention call
+        self,
+        params: AttentionParams,
+        qkv: np.ndarray,
+        positions: np.ndarray,
+        inv_freq: np.ndarray,
+        q_norm: np.ndarray | None,
+        k_norm: np.ndarray | None,
+    ) -> np.ndarray: ...
+
+
+def forward(  # noqa: PLR0917 - one call, its data in order of use
+    config: ModelConfig,
+    weight: Weights,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    rows: slice | np.ndarray | None = None,
+    mixed: tuple[np.ndarray, np.ndarray] | None = None,
+    *,
+    long_rope: bool = False,
+) -> np.ndarray:
+    """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
+
+    `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
+    weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
+    `long_rope` picks the long rotary table of models that have one.
+    """
+    table = weight("embed")
+    if mixed is None:
+        hidden = table[ids].astype(np.float32)
+    else:
+        hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
+    hidden = hidden * np.float32(config.embedding_scale)
+    for layer in range(config.num_layers):
+        hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
+        hidden = _mlp(config, weight, layer, hidden)
+    hidden = hidden if rows is None else hidden[rows]
+    hidden = rms_norm(hidden, weight("final_norm"), config.norm_eps)
+    logits = hidden @ (table if config.tied_head else weight("head")).T
+    return softcap(logits, config.final_softcap)
+
+
+def _attention(  # noqa: PLR0917
+    config: ModelConfig,
+    weight: Weights,
+    layer: int,
+    hidden: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    *,
+    long_rope: bool,
+) -> np.ndarray:
+    name = f"layers.{layer}."
+    qkv = rms_norm(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
+    if config.qkv_bias:
+        qkv = qkv + weight(name + "qkv_bias")
+    attended = attend(
+        config.attention(layer),
+        qkv,
+        positions,
+        config.inv_freq(layer, long_rope=long_rope),
+        weight(name + "q_norm") if config.qk_norm else None,
+        weight(name + "k_norm") if config.qk_norm else None,
+    )
+    output = attended @ weight(name + "o").T
+    if config.output_bias:
+        output = output + weight(name + "o_bias")
+    if config.sandwich_norms:
+        output = rms_norm(output, weight(name + "post_attn_norm"), config.norm_eps)
+    return hidden + output
+
+
+def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
+    name = f"layers.{layer}."
+    inner = (
+        rms_norm(hidden, weight(name + "mlp_norm"), config.norm_eps) @ weight(name + "gate_up").T
+    )
+    if config.mlp_bias:
+        inner = inner + weight(name + "gate_up_bias")
+    gate, up = inner[:, : config.intermediate_size], inner[:, config.intermediate_size :]
+    output = (ACTIVATIONS[config.activation](gate) * up) @ weight(name + "down").T
+    if config.mlp_bias:
+        output = output + weight(name + "down_bias")
+    if config.sandwich_norms:
+        output = rms_norm(output, weight(name + "post_mlp_norm"), config.norm_eps)
+    return hidden + output
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Scales x to x / sqrt(mean(x^2) + eps) * weight over the last axis, float32."""
+    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    return x / np.sqrt(mean + np.float32(eps)) * weight
+
+
+def softcap(x: np.ndarray, cap: float) -> np.ndarray:
+    """Caps x: cap * tanh(x / cap), or x when the cap is 0."""
+    return np.float32(cap) * np.tanh(x / np.float32(cap)) if cap > 0 else x
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Computes x * sigmoid(x), written with tanh so that no exponential overflows."""
+    return x * (np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """The tanh approximation of GELU."""
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return np.float32(0.5) * x * (1 + np.tanh(inner))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, factor: float) -> np.ndarray:
+    """Rotary embedding of x float32 [T, heads, D]: i < half turns with i + half, the rest pass.
+
+    Angles are float32 products position * inv_freq, cos and sin are multiplied by `factor`.
+    """
+    half = len(inv_freq)
+    angles = positions.astype(np.float32)[:, None] * inv_freq[None, :].astype(np.float32)
+    cos = (np.cos(angles) * np.float32(factor))[:, None, :]
+    sin = (np.sin(angles) * np.float32(factor))[:, None, :]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+class PlainAttention:
+    """Exact attention over float32 keys and values that it keeps, per layer, for one sequence.
+
+    Memory grows with every token; a key is visible to a query when its position is not later (and
+    within the window).
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, np.ndarray] = {}
+        self._values: dict[int, np.ndarray] = {}
+        self._positions: dict[int, np.ndarray] = {}
+
+    def __call__(  # noqa: PLR0917 - the parts of one attention call
+        self,
+        params: AttentionParams,
+        qkv: np.ndarray,
+        positions: np.ndarray,
+        inv_freq: np.ndarray,
+        q_norm: np.ndarray | None,
+        k_norm: np.ndarray | None,
+    ) -> np.ndarray:
+        heads, kv_heads, dim = params.num_heads, params.num_kv_heads, params.head_dim
+        packed = qkv.astype(np.float32).reshape(len(qkv), heads + 2 * kv_heads, dim)
+        query, key = packed[:, :heads], packed[:, heads : heads + kv_heads]
+        if q_norm is not None and k_norm is not None:
+            query = rms_norm(query, q_norm, params.norm_eps)
+            key = rms_norm(key, k_norm, params.norm_eps)
+        query = rotate(query, positions, inv_freq, params.rope_factor)
+        key = rotate(key, positions, inv_freq, params.rope_factor)
+        keys = self._append(self._keys, params.layer, key)
+        values = self._append(self._values, params.layer, packed[:, heads + kv_heads :])
+        seen = self._append(self._positions, params.layer, positions)
+        return _attend(params, query, keys, values, positions[:, None] - seen[None, :])
+
+    @staticmethod
+    def _append(store: dict[int, np.ndarray], layer: int, new: np.ndarray) -> np.ndarray:
+        store[layer] = np.concatenate([store[layer], new]) if layer in store else new.copy()
+        return store[layer]
+
+    def trim(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens."""
+        for store in (self._keys, self._values, self._positions):
+            for layer in store:
+                store[layer] = store[layer][:tokens]
+
+
+def _attend(
+    params: AttentionParams,
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    distance: np.ndarray,
+) -> np.ndarray:
+    """Attended values [T, H * D] of query [T, H, D] over keys and values [S, Hk, D].
+
+    distance: int64 [T, S] = query position - key position.
+    """
+    tokens, heads, dim = query.shape
+    group = heads // params.num_kv_heads
+    grouped = query.reshape(tokens, params.num_kv_heads, group, dim).transpose(1, 2, 0, 3)
+    scores = grouped @ keys.transpose(1, 2, 0)[:, None] * np.float32(params.scale)
+    scores = softcap(scores, params.softcap)
+    visible = distance >= 0
+    if params.window_tokens > 0:
+        visible &= distance < params.window_tokens
+    scores = np.where(visible, scores, np.float32(-np.inf))
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    mixed = scores @ values.transpose(1, 0, 2)[:, None]
+    return mixed.transpose(2, 0, 1, 3).reshape(tokens, heads * dim)
+
+
+def plain_attention() -> PlainAttention:
+    """A fresh exact attention: the unquantised reference of every cache."""
+    return PlainAttention()

@@ -1,0 +1,80 @@
+"""Finds the family of a checkpoint.
+
+Owns the one table of families and the reading of a checkpoint's config files. Knows neither
+weights nor graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq_models.config import ModelConfig
+from kvq_models.decoder import token_ids
+from kvq_models.family import Family
+
+FAMILIES: Mapping[str, str] = {
+    "gemma3_text": "kvq_models.gemma3_text:FAMILY",
+    "llama": "kvq_models.llama:FAMILY",
+    "mistral": "kvq_models.mistral:FAMILY",
+    "phi3": "kvq_models.phi3:FAMILY",
+    "qwen2": "kvq_models.qwen2:FAMILY",
+    "qwen3": "kvq_models.qwen3:FAMILY",
+}
+
+
+def family_for(config_json: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises UnsupportedModelError naming the supported ones."""
+    model_type = config_json.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        what = "config.json names no model_type" if model_type is None else _unsupported(model_type)
+        raise UnsupportedModelError(f"{what}; supported: {', '.join(sorted(FAMILIES))}")
+    module, name = FAMILIES[model_type].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _unsupported(model_type: object) -> str:
+    text = f"model_type {model_type!r} is not supported"
+    if model_type == "gemma3":
+        text += " (it sees images; export a text-only gemma3_text checkpoint)"
+    return text
+
+
+def read_checkpoint(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """Family, config and config.json of a checkpoint folder.
+
+    End tokens of generation_config.json, where there is one, join those of config.json. Raises
+    CheckpointError when a file is missing or is not JSON, UnsupportedModelError as `family_for`
+    and `Family.config` do.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint"
+        )
+    config_json = read_json(path)
+    family = family_for(config_json)
+    config = family.config(config_json)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        more = token_ids(read_json(generation).get("eos_token_id"))
+        ends = tuple(dict.fromkeys(config.eos_token_ids + more))
+        config = dataclasses.replace(config, eos_token_ids=ends)
+    return family, config, config_json
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        kind = type(cast(object, data)).__name__
+        raise CheckpointError(f"{path} should hold a JSON object; it holds a {kind}")
+    return cast(dict[str, Any], data)

@@ -1,0 +1,258 @@
+"""Text to token ids and back.
+
+Owns encoding in which a user's text can never become a control token, exact byte-wise decoding,
+the control tokens a model has (start, end, fill-in-the-middle) and its chat prompts. Knows no
+model arithmetic and no generation loop.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+import tokenizers
+
+from kvq.errors import CheckpointError, DataError, ModelError
+from kvq_models.chat import ChatTemplate, MessageGuard, find_template
+from kvq_models.config import ModelConfig
+from kvq_models.control import ControlTokens, FimTokens, find_control
+from kvq_models.family import Family
+from kvq_models.pieces import byte_pieces, piece_decoder
+from kvq_models.registry import read_json
+
+_CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+
+
+class Tokenizer:
+    """A tokenizer.json, the control tokens of its model and, if it has one, the chat template."""
+
+    def __init__(
+        self, tokenizer_json: str, control: ControlTokens, chat_template: str | None = None
+    ) -> None:
+        """Raises CheckpointError when `tokenizer_json` is not one, ModelError for its decoder."""
+        definition = _definition(tokenizer_json)
+        added: list[dict[str, Any]] = definition.get("added_tokens") or []
+        self._added: dict[int, bytes] = {
+            token["id"]: token["content"].encode("utf-8") for token in added
+        }
+        for token in added:
+            token["special"] = _is_control(token) or token["id"] in control.ids()
+        self._library = _load(json.dumps(definition))
+        named = {token: self._library.id_to_token(token) for token in control.ids()}
+        self._control: dict[int, str] = {
+            **{token: content for token, content in named.items() if content is not None},
+            **{token["id"]: token["content"] for token in added if token["special"]},
+        }
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library_lock = Lock()
+        self._piece_bytes, self._strips_space = piece_decoder(definition.get("decoder"))
+        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self.control = control
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, family: Family, config: ModelConfig) -> Tokenizer:
+        """The tokenizer of a checkpoint; control tokens are found by the family's names.
+
+        Raises CheckpointError when a file is missing or damaged.
+        """
+        text = _read_tokenizer(folder)
+        path = folder / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        control = find_control(_load(text), settings, family, config)
+        return cls(text, control, find_template(folder, settings))
+
+    @classmethod
+    def from_bundle(cls, folder: Path, control: ControlTokens) -> Tokenizer:
+        """The tokenizer of a bundle, whose manifest holds the control tokens.
+
+        Raises CheckpointError when tokenizer.json is missing or damaged.
+        """
+        return cls(_read_tokenizer(folder), control, find_template(folder, {}))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer can name; a model's vocabulary may be padded beyond it."""
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the model has one."""
+        return self.control.bos
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text or a chat turn."""
+        return self.control.eos
+
+    @property
+    def fim(self) -> FimTokens | None:
+        """The fill-in-the-middle tokens, if the model has them."""
+        return self.control.fim
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, if the model has one."""
+        return None if self._template is None else self._template.source
+
+    def encode(self, text: str, *, special: bool = False, start: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Control tokens written in the text are ordinary characters unless `special`; `start` puts
+        before it what the model expects at the beginning of a text. Raises DataError for text
+        that is not Unicode.
+        """
+        _check_unicode(text)
+        with self._library_lock:
+            self._library.encode_special_tokens = not special
+            ids = self._library.encode(text, add_special_tokens=False).ids
+        if not special:
+            ids = [part for token in ids for part in self._spelled(token)]
+        return [*self.control.start, *ids] if start else ids
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of token ids; control tokens only if `special`, broken bytes become U+FFFD."""
+        text = b"".join(self.token_bytes(token, special=special) for token in ids)
+        if self._strips_space and text.startswith(b" "):
+            text = text[1:]
+        return text.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int, *, special: bool = True) -> bytes:
+        """The bytes a token stands for; none for unnamed ids; control tokens if `special`."""
+        if not special and token in self._control:
+            return b""
+        if token in self._added:
+            return self._added[token]
+        piece = self._library.id_to_token(token)
+        return b"" if piece is None else self._piece_bytes(piece)
+
+    def token_id(self, content: str) -> int | None:
+        """The id of a token by its exact content in the vocabulary."""
+        return self._library.token_to_id(content)
+
+    def is_control(self, token: int) -> bool:
+        """True for ids that steer the model and are not text."""
+        return token in self._control
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; `variables` go to the template (tools, ...).
+
+        Control tokens in the messages stay ordinary characters. Raises ModelError when the model
+        has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ModelError(
+                "this model has no chat template, so it cannot chat; give it plain text "
+                "to continue (kvq run), or choose an instruction-tuned model"
+            )
+        guard = MessageGuard(self._control.values(), messages, variables or {})
+        text = self._template.render(
+            {
+                "bos_token": self._content(self.control.bos),
+                "eos_token": self._content(next(iter(self.control.eos), None)),
+                **guard.variables,
+                "messages": guard.messages,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        ids: list[int] = []
+        for part, is_template in guard.split(text):
+            ids += self.encode(part, special=is_template)
+        return ids
+
+    def _content(self, token: int | None) -> str:
+        return "" if token is None else self._library.id_to_token(token) or ""
+
+    def _spelled(self, token: int) -> list[int]:
+        """The token, or its characters where merges alone would have built a control token."""
+        content = self._control.get(token)
+        if content is None:
+            return [token]
+        return [part for character in content for part in self._spelled_character(character)]
+
+    def _spelled_character(self, character: str) -> list[int]:
+        whole = self._library.token_to_id(character)
+        if whole is not None and whole not in self._control:
+            return [whole]
+        parts: list[int] = []
+        for byte in character.encode("utf-8"):
+            found = [self._library.token_to_id(name) for name in byte_pieces(byte)]
+            parts += [part for part in found if part is not None][:1]
+        return parts
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of ids into text pieces that never hold half a character.
+
+    The pieces of `push` and the last one of `flush` together are what `Tokenizer.decode` gives
+    for all ids, except that a first space is kept: the stream continues a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes, perhaps none."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token, special=self._special))
+
+    def flush(self) -> str:
+        """What is left: U+FFFD for a character cut short. The detokenizer is new again."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text is not valid Unicode at character {error.start}; give UTF-8 text"
+        ) from error
+
+
+def _is_control(token: Mapping[str, Any]) -> bool:
+    """Whether an added token steers the model: flagged special, or written like one."""
+    return bool(token.get("special")) or _CONTROL.fullmatch(token["content"]) is not None
+
+
+def _read_tokenizer(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds no tokenizer.json; save the tokenizer in the fast format "
+            "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _definition(text: str) -> dict[str, Any]:
+    try:
+        definition: Any = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"tokenizer.json is not JSON: {error}") from error
+    if not isinstance(definition, dict) or "model" not in definition:
+        raise CheckpointError("tokenizer.json does not describe a tokenizer: it has no model")
+    return cast(dict[str, Any], definition)
+
+
+def _load(text: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise CheckpointError(f"tokenizer.json cannot be used: {error}") from error

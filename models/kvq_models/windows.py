@@ -1,0 +1,65 @@
+"""Which layers see a sliding window, from the keys families use for it.
+
+Knows no rotary table and no particular family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.errors import UnsupportedModelError
+from kvq_models.config import LayerConfig
+from kvq_models.keys import Default, Key
+
+WINDOW_KEYS: Mapping[str, Key] = {
+    "use_sliding_window": Default(bool, False),
+    "sliding_window": Default(int),
+    "max_window_layers": Default(int, 28),
+    "layer_types": Default(list),
+}
+
+
+def typed_layers(
+    model_type: str,
+    layer_types: Sequence[str],
+    window_tokens: int | None,
+    *,
+    sliding_rope: int = 0,
+) -> tuple[LayerConfig, ...]:
+    """One LayerConfig per entry of layer_types; sliding layers use the rotary table `sliding_rope`.
+
+    Raises UnsupportedModelError for another type, or a sliding layer where no window is set.
+    """
+    layers: list[LayerConfig] = []
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer type {layer_type!r} is not supported for {model_type}; "
+                "supported: full_attention, sliding_attention"
+            )
+        if layer_type == "full_attention":
+            layers.append(LayerConfig())
+        elif window_tokens is None or window_tokens < 1:
+            raise UnsupportedModelError(
+                f"a sliding_attention layer of {model_type} needs sliding_window, "
+                f"which is {window_tokens}"
+            )
+        else:
+            layers.append(LayerConfig(window_tokens=window_tokens, rope=sliding_rope))
+    return tuple(layers)
+
+
+def qwen_layers(model_type: str, values: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
+    """Qwen's windows: none unless use_sliding_window, then from layer max_window_layers on.
+
+    layer_types, where present, says it layer by layer instead.
+    """
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    types = values["layer_types"] or [
+        "full_attention"
+        if window is None or layer < values["max_window_layers"]
+        else "sliding_attention"
+        for layer in range(values["num_hidden_layers"])
+    ]
+    return typed_layers(model_type, types, window)

@@ -1,0 +1,106 @@
+"""ONNX Runtime over a bundle's graph, with our attention op and cache inside. Knows no loop.
+
+One graph, one `InferenceSession`; the state lives in the native cache behind its handle, so no
+past or present tensors cross Python.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq import native
+from kvq.cache import Cache
+from kvq.errors import BackendError, BundleError, CacheError
+from kvq_runtime.backends import ForwardInput, weight_bytes_per_step
+from kvq_runtime.bundle import Bundle
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+# Spinning threads steal the cores of whoever else runs; initializers go straight to the device.
+SESSION_ENTRIES = {
+    "session.intra_op.allow_spinning": "0",
+    "session.use_device_allocator_for_initializers": "1",
+}
+ONLY_FATAL = 4
+
+
+class OnnxBackend:
+    """The fast path: quantised weights, native cache, one thread pool for both."""
+
+    name = "onnx"
+    native_cache = True
+
+    def __init__(self, bundle: Bundle, *, threads: int) -> None:
+        reason = self.missing()
+        if reason is not None:
+            raise BackendError(f"the onnx backend cannot run: {reason}")
+        self._session = _open(bundle, threads)
+        self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
+        self.weight_bytes_per_step = weight_bytes_per_step(bundle)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why this backend cannot run here, or None."""
+        if importlib.util.find_spec("onnxruntime") is None:
+            return "onnxruntime is not installed; pip install onnxruntime"
+        return native.why_not() or None
+
+    def forward(self, cache: Cache, inputs: ForwardInput) -> NDArray[np.float32]:
+        """See `Backend.forward`."""
+        feeds = {
+            "input_ids": inputs.ids,
+            "input_weights": inputs.weights,
+            "position_ids": inputs.positions,
+            "cache": np.array([cache.handle], np.int64),
+            "logit_rows": inputs.rows,
+        }
+        if self._has_long_rope:
+            feeds["rope_long"] = np.array([inputs.rope_long], np.int64)
+        try:
+            return self._session.run(["logits"], feeds)[0]
+        except _run_errors() as error:
+            raise CacheError(f"the model could not be computed: {error}") from error
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        del self._session
+
+
+def _open(bundle: Bundle, threads: int) -> "InferenceSession":
+    import onnxruntime  # noqa: PLC0415  it loads slowly, and only this backend should pay
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = ONLY_FATAL
+    for key, value in SESSION_ENTRIES.items():
+        options.add_session_config_entry(key, value)
+    path = bundle.model_path
+    try:
+        options.register_custom_ops_library(str(native.library_path()))
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except _load_errors() as error:
+        raise BundleError(
+            f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {error}; "
+            "export the bundle again with this version of kvq"
+        ) from error
+
+
+def _load_errors() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises for a graph or library it cannot use; they share no base class."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state  # noqa: PLC0415  as above
+
+    return (
+        *_run_errors(), state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf,
+        state.NotImplemented, state.NoSuchFile,
+    )  # fmt: skip
+
+
+def _run_errors() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises when a node fails; a wrong argument of ours is not among them."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state  # noqa: PLC0415  as above
+
+    return state.Fail, state.RuntimeException, state.EPFail

@@ -1,0 +1,381 @@
+"""A bundle folder: its manifest, the check of every byte, and its weights as numpy arrays.
+
+Owns `kvq.json` and the layout of quantised weights; `kvq_export` writes both by what is defined
+here. Knows no checkpoint and runs no model.
+
+A manifest of this version may carry keys unknown here; they are kept in the file and not read.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvq.config import KvPlan
+from kvq.errors import BundleError, KvqError
+from kvq.settings import cache_folder
+from kvq_models.config import ModelConfig
+from kvq_models.tokenizer import ControlTokens, Tokenizer
+
+FORMAT = "kvq-bundle"
+VERSION = 1
+MANIFEST_FILE = "kvq.json"
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+# Codes of this width are stored two to a byte.
+NIBBLE_BITS = 4
+
+# Hashes of files this large are remembered between runs; smaller ones are read every time.
+REMEMBERED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightInfo:
+    """Widths and block of the stored weights, and their bytes together."""
+
+    bits: int
+    block: int
+    embedding_bits: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileInfo:
+    """Size and SHA-256 (hex) of one file of the bundle."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives."""
+
+    name: str
+    config: ModelConfig
+    weights: WeightInfo
+    kv: KvPlan
+    files: Mapping[str, FileInfo]
+    eos_token_ids: tuple[int, ...] = ()
+    tokens: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    quality: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object written to `kvq.json`, its own checksum included."""
+        data: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "model_type": self.config.model_type,
+            "config": self.config.to_json(),
+            "context_length": self.config.context_length,
+            "head_size": self.config.head_dim,
+            "num_key_value_heads": self.config.num_kv_heads,
+            "eos_token_id": list(self.eos_token_ids),
+            "weights": {
+                "bits": self.weights.bits,
+                "block": self.weights.block,
+                "embedding_bits": self.weights.embedding_bits,
+                "bytes": self.weights.num_bytes,
+            },
+            "kv": {
+                "k_bits": self.kv.k_bits,
+                "v_bits": self.kv.v_bits,
+                "sink_tokens": self.kv.sink_tokens,
+            },
+            "tokens": dict(self.tokens),
+            "source": dict(self.source),
+            "quality": None if self.quality is None else dict(self.quality),
+            "files": {
+                name: {"bytes": info.num_bytes, "sha256": info.sha256}
+                for name, info in self.files.items()
+            },
+        }
+        return data | {"checksum": checksum(data)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
+        """Raises KeyError, TypeError, ValueError or `KvqError` for a manifest that is not one."""
+        weights, kv = data["weights"], data["kv"]
+        return cls(
+            name=str(data["name"]),
+            config=ModelConfig.from_json(data["config"]),
+            weights=WeightInfo(
+                bits=int(weights["bits"]),
+                block=int(weights["block"]),
+                embedding_bits=int(weights["embedding_bits"]),
+                num_bytes=int(weights["bytes"]),
+            ),
+            kv=KvPlan(
+                k_bits=int(kv["k_bits"]),
+                v_bits=int(kv["v_bits"]),
+                sink_tokens=int(kv["sink_tokens"]),
+            ),
+            files={
+                str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
+                for name, row in data["files"].items()
+            },
+            eos_token_ids=tuple(int(token) for token in data["eos_token_id"]),
+            tokens=dict(data["tokens"]),
+            source=dict(data["source"]),
+            quality=None if data["quality"] is None else dict(data["quality"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An opened, checked bundle."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: Literal["full", "size"] = "full") -> "Bundle":
+        """Checks the manifest and every file; `verify="size"` leaves the hashes out.
+
+        The hash of a large file is remembered, with its size and time of change, in the cache
+        folder: it is computed again when one of them differs. Raises `BundleError`.
+        """
+        folder = Path(path)
+        manifest = _read_manifest(folder)
+        memory = HashMemory.load()
+        for name, info in manifest.files.items():
+            _check_file(folder, name, info, memory if verify == "full" else None)
+        memory.save()
+        return cls(path=folder, manifest=manifest)
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+        return self.manifest.config
+
+    @property
+    def model_path(self) -> Path:
+        """The ONNX graph."""
+        return self.path / MODEL_FILE
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """`tokenizer.json`, or None for a bundle that takes token ids only."""
+        return self.path / TOKENIZER_FILE if TOKENIZER_FILE in self.manifest.files else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template, or None for a model without one."""
+        if TEMPLATE_FILE not in self.manifest.files:
+            return None
+        return (self.path / TEMPLATE_FILE).read_text(encoding="utf-8")
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights one decode step reads: all, but one row of an untied embedding."""
+        stored = self.manifest.weights
+        if self.config.tied_head:
+            return stored.num_bytes
+        blocks = -(-self.config.hidden_size // stored.block)
+        row_bytes = blocks * (stored.block * stored.embedding_bits // 8 + 4)
+        return stored.num_bytes - (self.config.vocab_size - 1) * row_bytes
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer with its control tokens, or None for a bundle that takes ids only."""
+        if TOKENIZER_FILE not in self.manifest.files:
+            return None
+        return Tokenizer.from_bundle(self.path, ControlTokens.from_json(self.manifest.tokens))
+
+    def read_weight(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
+        """A canonical weight (`layers.0.qkv`, `final_norm`) as float32, quantised ones restored.
+
+        `rows` picks rows (a slice or indices) without restoring the others; the head of a model
+        that ties it reads as the embedding. Raises `BundleError` for an unknown name.
+        """
+        if name == "head" and self.config.tied_head:
+            name = "embed"
+        picked: Any = slice(None) if rows is None else rows
+        if name in self._stored:
+            return np.array(self._stored[name][picked], np.float32)
+        if f"{name}.codes" not in self._stored:
+            raise BundleError(f"{self.path} has no weight {name!r}")
+        codes = self._stored[f"{name}.codes"][picked]
+        scales = self._stored[f"{name}.scales"][picked]
+        bits = self.manifest.weights.embedding_bits if name in ("embed", "head") else None
+        return dequantize(
+            np.asarray(codes),
+            np.asarray(scales),
+            bits=bits or self.manifest.weights.bits,
+            columns=_columns(self.config, name),
+        )
+
+    @cached_property
+    def _stored(self) -> Mapping[str, np.ndarray]:
+        """Initializers of the graph by name, as read-only views of the data file."""
+        import onnx_ir  # noqa: PLC0415  only the numpy path reads weights; it loads slowly
+
+        try:
+            graph = onnx_ir.load(self.model_path).graph
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{self.model_path} cannot be read: {error}") from error
+        views: dict[str, np.ndarray] = {}
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if isinstance(tensor, onnx_ir.ExternalTensor):
+                views[name] = np.memmap(
+                    self.path / DATA_FILE,
+                    tensor.dtype.numpy(),
+                    "r",
+                    tensor.offset or 0,
+                    tensor.shape.numpy(),
+                )
+        return views
+
+
+@dataclass(kw_only=True, slots=True)
+class HashMemory:
+    """SHA-256 of large files already read, by path, size and time of change."""
+
+    path: Path
+    rows: dict[str, dict[str, Any]]
+    changed: bool = False
+
+    @classmethod
+    def load(cls) -> "HashMemory":
+        """What earlier runs remembered; nothing, when the file is missing or damaged."""
+        path = cache_folder() / "hashes.json"
+        rows: Any = {}
+        with contextlib.suppress(OSError, ValueError):
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        return cls(path=path, rows=rows if isinstance(rows, dict) else {})
+
+    def sha256(self, file: Path) -> str:
+        """The file's hash, read from the file unless it is large and unchanged."""
+        status = file.stat()
+        key = str(file.resolve())
+        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        known = self.rows.get(key)
+        if isinstance(known, dict) and stamp.items() <= known.items():
+            return str(known.get("sha256"))
+        digest = file_sha256(file)
+        if status.st_size >= REMEMBERED_BYTES:
+            self.rows[key] = stamp | {"sha256": digest}
+            self.changed = True
+        return digest
+
+    def save(self) -> None:
+        """Writes back what changed. A folder that cannot be written costs time, nothing else."""
+        if not self.changed:
+            return
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".hashes-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    json.dump(self.rows, stream)
+                os.replace(name, self.path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, *, bits: int, columns: int) -> np.ndarray:
+    """Float32 rows [N, columns] of symmetric block codes.
+
+    `codes` uint8 [N, blocks, block*bits/8] or [N, blocks*block*bits/8], with 4 bits the low
+    nibble first; `scales` float32 [N, blocks]; `weight = scale * (code - 2**(bits - 1))`.
+    """
+    num_rows, blocks = scales.shape
+    flat = codes.reshape(num_rows, blocks, -1)
+    if bits == NIBBLE_BITS:
+        flat = np.stack((flat & 15, flat >> 4), axis=-1).reshape(num_rows, blocks, -1)
+    values = flat.astype(np.float32)
+    values -= np.float32(1 << (bits - 1))
+    values *= scales[..., None]
+    return values.reshape(num_rows, -1)[:, :columns]
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a manifest without its `checksum`, whatever its layout in the file."""
+    bare = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        raise BundleError(f"there is no bundle at {folder}; `kvq export MODEL -o DIR` makes one")
+    if not path.exists():
+        hint = "run `kvq export` on it" if (folder / "config.json").exists() else "check the path"
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; {hint}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged ({error}); export the model again") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
+            "upgrade kvq-runtime or export the model again"
+        )
+    if version != VERSION or data.get("checksum") != checksum(data):
+        raise BundleError(f"{path} was altered after the export; export the model again")
+    try:
+        manifest = Manifest.from_json(data)
+    except (KeyError, TypeError, ValueError, AttributeError, KvqError) as error:
+        raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
+    missing = {MODEL_FILE, DATA_FILE} - set(manifest.files)
+    if missing:
+        raise BundleError(f"{path} lists no {min(missing)}; export the model again")
+    return manifest
+
+
+def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:
+    file = folder / name
+    if Path(name).name != name or name in (".", ".."):
+        raise BundleError(f"{folder / MANIFEST_FILE} names a file outside the bundle: {name!r}")
+    try:
+        found_bytes = file.stat().st_size
+        if found_bytes < info.num_bytes:
+            raise BundleError(
+                f"{file} is truncated: {found_bytes} of {info.num_bytes} bytes; "
+                "copy it again or export the model again"
+            )
+        if found_bytes > info.num_bytes or (memory and memory.sha256(file) != info.sha256):
+            raise BundleError(
+                f"{file} was altered after the export; copy it again or export the model again"
+            )
+    except FileNotFoundError:
+        raise BundleError(
+            f"{file} is missing; copy the whole folder or export the model again"
+        ) from None
+    except OSError as error:
+        raise BundleError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _columns(config: ModelConfig, name: str) -> int:
+    """Columns of a canonical matrix, which padded blocks do not show."""
+    match name.rsplit(".", 1)[-1]:
+        case "o":
+            return config.num_heads * config.head_dim
+        case "down":
+            return config.intermediate_size
+        case _:
+            return config.hidden_size

@@ -1,0 +1,69 @@
+"""What an engine, a session and a sampler are asked to be. Knows no file and no array."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from kvq.config import KvPlan
+from kvq.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 switch their
+    filter off. `repeat_penalty` looks at the last `repeat_window_tokens` tokens of the session,
+    prompt included. `logit_bias` maps token ids to what is added to their logits.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_window_tokens: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require("temp", self.temperature, self.temperature >= 0, "0 (greedy) or more")
+        _require("top-k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _require("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and up to 1 (off)")
+        _require("min-p", self.min_p, 0 <= self.min_p < 1, "0 (off) up to, not including, 1")
+        _require("repeat-penalty", self.repeat_penalty, self.repeat_penalty > 0, "above 0 (1: off)")
+        _require(
+            "repeat-last-n", self.repeat_window_tokens, self.repeat_window_tokens >= 0, "0 or more"
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionConfig:
+    """What one sequence may hold: its cache plan, its context limit, its bytes.
+
+    Prompts go through the model `chunk_tokens` at a time. Without a `seed` the session's sampler
+    draws its own.
+    """
+
+    plan: KvPlan
+    context_tokens: int
+    budget_bytes: int
+    policy: str = "oldest"
+    chunk_tokens: int = 256
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("ctx-size", self.context_tokens, self.context_tokens >= 2, "2 or more")
+        _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
+        if self.seed is not None:
+            _require("seed", self.seed, self.seed >= 0, "0 or more")
+
+
+def _require(flag: str, value: float, holds: bool, possible: str) -> None:
+    """Raises `UsageError` naming `flag` unless `holds` and `value` is finite."""
+    if not (holds and isfinite(value)):
+        raise UsageError(f"--{flag} {value} is not possible: give {possible}")

@@ -1,0 +1,98 @@
+"""The one place that measures a session. Knows times and bytes, no tokens and no model."""
+
+from dataclasses import dataclass
+from time import perf_counter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionStats:
+    """What a session did so far. Rates are 0 where nothing was measured yet.
+
+    `ttft_ms` is the time of the last prompt's prefill and the first token's sampling.
+    `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step over its time.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_ms: float
+    prefill_tok_s: float
+    decode_tok_s: float
+    kv_bytes_peak: int
+    kv_budget: int
+    bytes_per_token: float
+    bandwidth_gb_s: float
+
+
+class Meter:
+    """Adds up the times of one session's prefill chunks and decode steps."""
+
+    def __init__(self, weight_bytes: int) -> None:
+        self._weight_bytes = weight_bytes
+        self._prompt_tokens = 0
+        self._new_tokens = 0
+        self._prefilled_tokens = 0
+        self._prefill_s = 0.0
+        self._decode_steps = 0
+        self._decode_s = 0.0
+        self._decode_bytes = 0
+        self._prompt_s = 0.0
+        self._ttft_s = 0.0
+        self._waiting = True
+
+    def prompt(self, num_tokens: int) -> None:
+        """`num_tokens` of a prompt arrived; their prefill counts towards the first token."""
+        self._prompt_tokens += num_tokens
+        self._waiting = True
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """A chunk of the prompt went through the model."""
+        self._prefilled_tokens += num_tokens
+        self._prefill_s += seconds
+        self._prompt_s += seconds
+
+    def decoded(self, seconds: float, kv_bytes: int) -> None:
+        """One generated token went through the model, reading `kv_bytes` of the cache."""
+        self._decode_steps += 1
+        self._decode_s += seconds
+        self._decode_bytes += self._weight_bytes + kv_bytes
+
+    def sampled(self, seconds: float) -> None:
+        """A token was chosen."""
+        self._new_tokens += 1
+        if self._waiting:
+            self._ttft_s = self._prompt_s + seconds
+            self._prompt_s = 0.0
+            self._waiting = False
+        else:
+            self._decode_s += seconds
+
+    def stats(self, *, kv_bytes_peak: int, kv_budget: int, bytes_per_token: float) -> SessionStats:
+        """Everything measured so far, with the cache's own byte counts."""
+        return SessionStats(
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._new_tokens,
+            ttft_ms=self._ttft_s * 1e3,
+            prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
+            decode_tok_s=_rate(self._decode_steps, self._decode_s),
+            kv_bytes_peak=kv_bytes_peak,
+            kv_budget=kv_budget,
+            bytes_per_token=bytes_per_token,
+            bandwidth_gb_s=_rate(self._decode_bytes, self._decode_s) / 1e9,
+        )
+
+
+class Stopwatch:
+    """Seconds since it was made or last read."""
+
+    def __init__(self) -> None:
+        self._since = perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap; the next one starts now."""
+        now = perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,153 @@
+"""From logits to a token: pure functions over numpy arrays. Knows no model, cache or text.
+
+The filters run in llama.cpp's order: logit bias, repetition penalty, top-k, top-p, min-p,
+temperature. Top-p and min-p therefore look at probabilities before the temperature.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.config import Sampling
+
+__all__ = ["Sampling", "candidates", "distribution", "log_probability", "sample"]
+
+Floats = NDArray[np.floating]
+Ids = NDArray[np.int64]
+
+# Sorting a whole vocabulary takes longer than the rest of a step, and is hardly ever needed.
+_FEW = 1024
+_BLOCK = 64
+
+
+def sample(
+    logits: Floats, sampling: Sampling, history: Sequence[int], generator: np.random.Generator
+) -> int:
+    """Token drawn from `distribution(logits, sampling, history)`.
+
+    Greedy sampling leaves `generator` untouched; everything else draws one uniform number.
+    """
+    ids, probabilities = candidates(logits, sampling, history)
+    if len(ids) == 1:
+        return int(ids[0])
+    cumulative = np.cumsum(probabilities)
+    place = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
+    return int(ids[min(int(place), len(ids) - 1)])
+
+
+def distribution(logits: Floats, sampling: Sampling, history: Sequence[int]) -> NDArray[np.float64]:
+    """Probabilities float64 [V] the next token is drawn from; zero where a filter removed it."""
+    ids, probabilities = candidates(logits, sampling, history)
+    dense = np.zeros(len(logits), np.float64)
+    dense[ids] = probabilities
+    return dense
+
+
+def candidates(
+    logits: Floats, sampling: Sampling, history: Sequence[int]
+) -> tuple[Ids, NDArray[np.float64]]:
+    """Token ids that survive every filter, and their probabilities.
+
+    `logits` is [V] and stays unchanged; equal logits keep the order of their ids. Raises
+    `BackendError` for NaN logits and `UsageError` when a bias leaves no token.
+    """
+    logits = _penalized(_biased(logits, sampling), sampling, history)
+    best = int(np.argmax(logits))
+    if not np.isfinite(logits[best]):
+        _refuse(float(logits[best]))
+    if sampling.greedy:
+        return np.array([best], np.int64), np.ones(1)
+    ids = _largest(logits, sampling.top_k or len(logits))
+    ids = ids[_nucleus(logits[ids], sampling.top_p)]
+    ids = ids[_likely(logits[ids], sampling.min_p)]
+    return ids, _softmax(logits[ids] / np.float64(sampling.temperature))
+
+
+def log_probability(logits: Floats, token: int) -> float:
+    """Natural log of the model's own probability of `token`, before any filter."""
+    largest = logits.max()
+    total = np.exp(logits - largest).sum(dtype=np.float64)
+    return float(logits[token] - largest) - float(np.log(total))
+
+
+def _biased(logits: Floats, sampling: Sampling) -> Floats:
+    if not sampling.logit_bias:
+        return logits
+    ids = np.fromiter(sampling.logit_bias, np.int64)
+    if ids.min() < 0 or ids.max() >= len(logits):
+        raise UsageError(
+            f"logit bias names token {ids.min() if ids.min() < 0 else ids.max()}; "
+            f"this model's tokens are 0 to {len(logits) - 1}"
+        )
+    logits = logits.copy()
+    logits[ids] += np.fromiter(sampling.logit_bias.values(), logits.dtype)
+    return logits
+
+
+def _penalized(logits: Floats, sampling: Sampling, history: Sequence[int]) -> Floats:
+    """Divides positive and multiplies negative logits of recent tokens, each token once."""
+    window = sampling.repeat_window_tokens
+    if sampling.repeat_penalty == 1 or window == 0 or not history:
+        return logits
+    recent = np.unique(np.asarray(history[-window:], np.int64))
+    logits = logits.copy()
+    seen = logits[recent]
+    penalty = sampling.repeat_penalty
+    logits[recent] = np.where(seen > 0, seen / penalty, seen * penalty)
+    return logits
+
+
+def _largest(logits: Floats, count: int) -> Ids:
+    """Ids of the `count` largest logits, largest first and ties by id; of all, in order of id.
+
+    Logits of minus infinity are left out.
+    """
+    ids = np.arange(len(logits))
+    if count < len(logits):
+        if count < len(logits) // _BLOCK:
+            # At least `count` logits reach the count-th largest of the blocks' maxima.
+            whole = len(logits) // _BLOCK * _BLOCK
+            maxima = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
+            ids = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
+        ids = ids[_descending(logits[ids])][:count]
+    return ids[np.isfinite(logits[ids])]
+
+
+def _descending(logits: Floats) -> Ids:
+    """Places from the largest logit to the smallest, ties by place."""
+    return np.argsort(-logits, kind="stable")
+
+
+def _nucleus(logits: Floats, top_p: float) -> Ids | slice:
+    """Places of the fewest logits whose probabilities sum to `top_p`, largest first."""
+    if top_p >= 1:
+        return slice(None)
+    probabilities = _softmax(logits)
+    count = _FEW
+    while True:
+        places = _largest(logits, count) if count < len(logits) else _descending(logits)
+        reached = np.cumsum(probabilities[places])
+        if reached[-1] >= top_p or count >= len(logits):
+            return places[: int(np.searchsorted(reached, top_p, side="left")) + 1]
+        count *= 8
+
+
+def _likely(logits: Floats, min_p: float) -> NDArray[np.bool_] | slice:
+    """Which logits are at least `min_p` times as likely as the largest."""
+    return slice(None) if min_p <= 0 else logits >= logits.max() + np.log(min_p)
+
+
+def _softmax(logits: Floats) -> NDArray[np.float64]:
+    exponentials = np.exp(logits.astype(np.float64) - logits.max())
+    return exponentials / exponentials.sum()
+
+
+def _refuse(largest: float) -> None:
+    if np.isnan(largest) or largest > 0:
+        raise BackendError(
+            "the model gave logits that are not finite; its weights or its cache are damaged: "
+            "check the bundle with `kvq inspect` and export it again"
+        )
+    raise UsageError("the logit bias forbids every token of the model; leave at least one")

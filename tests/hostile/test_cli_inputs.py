@@ -1,0 +1,205 @@
+"""Bad input on the command line: one line that says what is possible, exit code 2, no traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+from tiny import make_llama_checkpoint
+
+from kvq_apps.cli import main
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime.bundle import checksum
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_checkpoint(tmp_path_factory.mktemp("inputs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path) -> str:
+    destination = checkpoint.parent / "bundle"
+    return str(export_model(checkpoint, destination, ExportOptions(quality=False)).path)
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Refused:
+    """Runs a command that must refuse, and returns its one line."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*words: str, stdin: bytes = b"") -> str:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(stdin)))
+        assert main(list(words)) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert "Traceback" not in shown.err
+        assert main([*words, "--json"]) == 2
+        message = json.loads(capsys.readouterr().out)["error"]["message"]
+        if not stdin:
+            assert f"error: {message}" == errors[0]
+        return errors[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 4 or 2"),
+        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 4 or 2"),
+        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 4 or 2"),
+        (["--kbits", "four"], "'four' is not a whole number"),
+        (["--kv", "4:3"], "--vbits 3 is not possible"),
+        (["--kv", "low"], "--kv 'low' is not possible: write K:V widths such as 4:2, or fp"),
+        (["--kv-budget", "lots"], "--kv-budget 'lots' is not possible: give bytes (64MiB"),
+        (["--kv-budget", "0"], "--kv-budget '0' is not possible"),
+        (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
+        (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
+        (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
+        (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),
+        (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),
+        (["--predict", "0"], "--predict 0 is not possible: give 1 or more"),
+        (["--temp", "-1"], "--temp -1.0 is not possible: give 0 (greedy) or more"),
+        (["--temp", "nan"], "--temp nan is not possible"),
+        (["--top-p", "2"], "--top-p 2.0 is not possible: give above 0 and up to 1 (off)"),
+        (["--min-p", "1"], "--min-p 1.0 is not possible"),
+        (["--top-k", "-1"], "--top-k -1 is not possible"),
+        (["--repeat-penalty", "0"], "--repeat-penalty 0.0 is not possible"),
+        (["--seed", "-1"], "--seed -1 is not possible: give 0 or more"),
+        (["--stop", ""], "an empty stop string would stop before the first character"),
+        (["--backend", "cuda"], "invalid choice: 'cuda'"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate (see `kvq run --help`)"),
+    ],
+)
+def test_flags(flags: list[str], words: str, bundle: str, refused: Refused) -> None:
+    assert words in refused("run", "-m", bundle, "hello", *flags)
+
+
+def test_words(bundle: str, refused: Refused) -> None:
+    assert "the prompt is empty; write" in refused("run")
+    assert "the prompt is empty" in refused("run", "-m", bundle, "")
+    assert "the prompt is empty" in refused("run", "-m", bundle, "-")
+    assert "2 words were given besides -m; quote the prompt" in refused("run", "-m", "a", "b", "c")
+    assert "at most two words" in refused("run", "a", "b", "c")
+    assert "required: COMMAND" in refused()
+    assert "invalid choice: 'rnu'" in refused("rnu")
+
+
+def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
+    assert "no MODEL was given" in refused("run", "hello")
+    assert "`kvq export CHECKPOINT_FOLDER -o NAME`" in refused("run", "-m", "default", "hello")
+    assert "there is no model at ./nowhere" in refused("run", "-m", "./nowhere", "hello")
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    assert "is a GGUF file" in refused("run", str(tmp_path / "weights.gguf"), "hello")
+    assert "is a file; a model is a bundle" in refused("run", f"{bundle}/kvq.json", "hello")
+    assert "is not a bundle: it has no kvq.json" in refused("run", str(tmp_path), "hello")
+    assert "PATH is missing" in refused("inspect")
+    assert "there is no bundle at /nowhere" in refused("inspect", "/nowhere")
+
+
+def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    data = (folder / "model.onnx.data").read_bytes()
+    (folder / "model.onnx.data").write_bytes(data[:-1])
+    assert "model.onnx.data is truncated" in refused("run", str(folder), "hello")
+    (folder / "model.onnx.data").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "model.onnx.data was altered" in refused("inspect", str(folder))
+    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 2}
+    (folder / "kvq.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    assert "version 2, newer than the 1 this kvq reads" in refused("inspect", str(folder))
+
+
+def test_a_budget_too_small_names_one_that_works(
+    bundle: str, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused("run", bundle, "hello", "--kv-budget", "10KiB")
+    assert "10 KiB of KV budget cannot hold this model's sinks, tail and one page" in line
+    smallest = int(line.split("(")[1].split(" bytes)")[0])
+    words = ("run", bundle, "hello", "-n", "4", "--json", "--kv-budget")
+    assert main([*words, str(smallest)]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_bytes_peak"] <= smallest
+    assert main([*words, str(smallest - 1)]) == 2
+
+
+def test_prompts_longer_than_the_context_or_the_budget(bundle: str, refused: Refused) -> None:
+    long = "lazy dog " * 300
+    line = refused("run", bundle, long)
+    assert "tokens and the context holds 512; shorten the prompt or raise --ctx-size" in line
+    line = refused("run", bundle, long, "--kv", "fp", "--kv-budget", "100tok")
+    assert "the context holds 100; " in line
+    assert "raise --ctx-size and --kv-budget" in line
+
+
+def test_ten_megabytes_of_prompt(bundle: str, refused: Refused) -> None:
+    line = refused("run", bundle, "-", stdin=b"lazy dog, " * 1_000_000)
+    assert "the context holds 512" in line
+
+
+def test_text_that_is_not_utf8(bundle: str, refused: Refused, tmp_path: Path) -> None:
+    line = refused("run", bundle, "-", stdin=b"caf\xe9")
+    assert "standard input is not valid UTF-8 at byte 3 (0xe9); convert it to UTF-8" in line
+    assert "the prompt is not valid UTF-8 at character 3" in refused("run", bundle, "caf\udce9")
+    line = refused("run", bundle, "hi", "--system", "\udce9")
+    assert "not valid UTF-8 at character 0" in line
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfgood" + b"\xff")
+    line = refused("eval", "-m", bundle, "--task", "ppl", str(tmp_path / "text"))
+    assert "text is not valid UTF-8 at byte 7 (0xff)" in line
+
+
+def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("abc")
+    file = str(text)
+
+    def evaluate(*words: str) -> str:
+        return refused("eval", "-m", bundle, *words)
+
+    assert "--task is missing; choose ppl, kld or passkey" in evaluate(file)
+    assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
+    assert "--task kld needs a text" in evaluate("--task", "kld")
+    assert "leave out the files" in evaluate("--task", "passkey", file)
+    assert "absent cannot be read: No such file" in evaluate("--task", "ppl", f"{file}/../absent")
+    assert "scoring needs at least 4" in evaluate("--task", "ppl", file)
+    assert "only passkey takes several" in evaluate("--task", "ppl", file, "--context", "64,128")
+    assert "--context 0 is not possible" in evaluate("--task", "ppl", file, "--context", "0")
+    assert "--max-tokens 0 is not possible" in evaluate("--task", "ppl", file, "--max-tokens", "0")
+    assert "give numbers from 0 to 1" in evaluate("--task", "passkey", "--depths", "0,2")
+    assert "--trials 0 is not possible" in evaluate("--task", "passkey", "--trials", "0")
+    assert "--seed -3 is not possible" in evaluate("--task", "passkey", "--seed", "-3")
+    assert "prompt of 30 tokens is not possible" in evaluate("--task", "passkey", "--context", "30")
+    assert "'x' is not a whole number" in evaluate("--task", "passkey", "--context", "64,x")
+
+
+def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path) -> None:
+    def export(*words: str) -> str:
+        line = refused("export", *words, "-o", str(tmp_path / "made"))
+        assert list(tmp_path.glob("*made*")) == []
+        return line
+
+    source = str(checkpoint)
+    assert "MODEL is missing" in export()
+    assert "--wbits 5 is not possible: choose 4 or 8" in export(source, "--wbits", "5")
+    assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
+    assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
+    assert "--kbits -2 is not possible" in export(source, "--kbits", "-2")
+    assert "invalid choice: 'gguf'" in export(source, "--format", "gguf")
+    assert "there is no checkpoint at /nowhere" in export("/nowhere")
+    assert "already holds a bundle; replace it with --force" in refused(
+        "export", source, "-o", bundle
+    )
+
+
+def test_a_bundle_without_a_tokenizer(checkpoint: Path, refused: Refused, tmp_path: Path) -> None:
+    options = ExportOptions(quality=False, tokenizer=False)
+    folder = export_model(checkpoint, tmp_path / "bundle", options).path
+    assert "has no tokenizer, it takes token ids only" in refused("run", str(folder), "hello")

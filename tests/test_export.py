@@ -1,0 +1,525 @@
+"""Export: the quantiser, the graph, the bundle it writes, what it leaves behind when stopped."""
+
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+from tiny import checkpoint_weights, make_llama_checkpoint
+
+from kvq.config import KvPlan
+from kvq.errors import BundleError, ModelError, UsageError
+from kvq_export import quality
+from kvq_export.checkpoint import Checkpoint
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_export.hub import locate
+from kvq_export.random_bundle import random_bundle
+from kvq_export.weights import quantize, quantize_chunks
+from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq_models.reference import forward, plain_attention
+from kvq_models.registry import read_checkpoint
+from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle, dequantize
+
+PLAIN = ExportOptions(quality=False)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.square(found - expected).sum() / np.square(expected).sum())
+
+
+# The quantiser
+
+
+@pytest.mark.parametrize("columns", [96, 128, 80, 2048])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scale_search_beats_min_max_rounding(bits: int, block: int, columns: int) -> None:
+    rows = np.random.default_rng(0).standard_normal((40, columns), np.float32)
+    codes, scales = quantize(rows, bits, block)
+    found = dequantize(codes, scales, bits=bits, columns=columns)
+    padded = np.pad(rows, ((0, 0), (0, -columns % block))).reshape(-1, block)
+    step = np.abs(padded).max(1, keepdims=True) / (2 ** (bits - 1) - 1)
+    plain = (np.rint(padded / step) * step).reshape(40, -1)[:, :columns]
+    limit = {4: 0.75, 8: 0.95}[bits]
+    assert relative_error(found, rows) < limit * relative_error(plain, rows)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_representable_weights_come_back_exactly(bits: int) -> None:
+    random = np.random.default_rng(1)
+    half = 2 ** (bits - 1)
+    levels = random.integers(-half, half, (20, 64)).astype(np.float32)
+    levels[:, ::32] = -half
+    rows = levels * np.float32(2.0**-6) * np.where(np.arange(20) % 2, 1, -1)[:, None]
+    codes, scales = quantize(rows.astype(np.float32), bits, 32)
+    np.testing.assert_array_equal(dequantize(codes, scales, bits=bits, columns=64), rows)
+
+
+def test_low_nibble_is_the_even_element() -> None:
+    row = np.zeros((1, 32), np.float32)
+    row[0, :2] = -8, 3
+    codes, scales = quantize(row, 4, 32)
+    assert scales[0, 0] == 1
+    assert codes[0, 0, 0] == (3 + 8) << 4
+    assert set(codes[0, 0, 1:]) == {0x88}
+
+
+def test_zero_and_tiny_blocks_are_stored_as_zeros() -> None:
+    rows = np.zeros((2, 64), np.float32)
+    rows[1, 40] = 1e-40
+    codes, scales = quantize(rows, 4, 32)
+    assert not dequantize(codes, scales, bits=4, columns=64).any()
+
+
+def test_chunks_on_threads_equal_one_call() -> None:
+    rows = np.random.default_rng(2).standard_normal((50, 96), np.float32)
+    parts = list(quantize_chunks(np.array_split(rows, 7), 4, 32, threads=2))
+    codes, scales = quantize(rows, 4, 32)
+    np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), codes)
+    np.testing.assert_array_equal(np.concatenate([part[1] for part in parts]), scales)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bits": 3}, {"bits": -4}, {"block": 48}, {"embedding_bits": 16}]
+)
+def test_impossible_weight_formats_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(wrong.values()))} is not possible"):
+        WeightFormat(**wrong)
+
+
+# The graph
+
+
+def frequencies(half: int) -> tuple[float, ...]:
+    return tuple(map(float, np.float32(10_000.0) ** -(np.arange(half) / half)))
+
+
+BASE = ModelConfig(
+    model_type="llama",
+    vocab_size=97,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    norm_eps=1e-6,
+    activation="silu",
+    tied_head=True,
+    context_length=128,
+    ropes=(RopeConfig(inv_freq=frequencies(8)),),
+    layers=(LayerConfig(),) * 2,
+    attention_scale=0.25,
+)
+LONG = RopeConfig(
+    inv_freq=frequencies(6),
+    long_inv_freq=tuple(value / 2 for value in frequencies(6)),
+    original_context=64,
+    factor=1.2,
+)
+CONFIGS = {
+    "llama": BASE,
+    "untied, padded blocks": dataclasses.replace(BASE, tied_head=False, hidden_size=80),
+    "tied, padded blocks": dataclasses.replace(BASE, hidden_size=80),
+    "biases": dataclasses.replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", qk_norm=True),
+    "phi3": dataclasses.replace(BASE, model_type="phi3", ropes=(LONG,)),
+    "gemma3": dataclasses.replace(
+        BASE,
+        model_type="gemma3_text",
+        qk_norm=True,
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        embedding_scale=8.0,
+        attention_softcap=3.0,
+        final_softcap=5.0,
+        ropes=(
+            RopeConfig(inv_freq=frequencies(8)),
+            RopeConfig(inv_freq=frequencies(8), factor=1.1),
+        ),
+        layers=(LayerConfig(window_tokens=4, rope=1), LayerConfig()),
+    ),
+}
+FORMATS = [WeightFormat(bits=8), WeightFormat(bits=4, block=64, embedding_bits=4)]
+
+
+class CutGraph:
+    """A bundle's graph on the CPU kernels, with numpy attention between its pieces.
+
+    Each attention node is taken out: its input becomes an output of the graph and its output an
+    input, fed on the next run. With `exact` the matrix products do not quantise activations.
+    """
+
+    def __init__(self, bundle: Bundle, *, exact: bool) -> None:
+        self.bundle = bundle
+        model = ir.load(bundle.model_path)
+        for node in list(model.graph):
+            if node.op_type == "MatMulNBits" and exact:
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+            if node.domain == "kvq":
+                self._cut(model.graph, node)
+        # The graph finds its data file beside it.
+        path = bundle.path / "cut.onnx"
+        ir.save(model, path)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
+
+    def _cut(self, graph: ir.Graph, node: ir.Node) -> None:
+        config, layer = self.bundle.config, node.attributes["layer"].as_int()
+        before, after = node.inputs[0], node.outputs[0]
+        fed = ir.Value(
+            name=f"attended.{layer}",
+            shape=ir.Shape(["T", config.num_heads * config.head_dim]),
+            type=ir.TensorType(ir.DataType.FLOAT),
+        )
+        after.replace_all_uses_with(fed)
+        before.name, before.dtype = f"qkv.{layer}", ir.DataType.FLOAT
+        before.shape = ir.Shape(["T", config.qkv_width])
+        graph.remove(node, safe=True)
+        graph.inputs.append(fed)
+        graph.outputs.append(before)
+
+    def logits(self, ids: np.ndarray, mix: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        config, positions = self.bundle.config, np.arange(len(ids))
+        feeds = {
+            "input_ids": ids,
+            "input_weights": mix,
+            "position_ids": positions,
+            "cache": np.zeros(1, np.int64),
+            "logit_rows": rows,
+        }
+        if config.has_long_rope:
+            feeds["rope_long"] = np.ones(1, np.int64)
+        for layer in range(config.num_layers):
+            width = config.num_heads * config.head_dim
+            feeds[f"attended.{layer}"] = np.zeros((len(ids), width), np.float32)
+        attend = plain_attention()
+        for layer in range(config.num_layers):
+            (qkv,) = self.session.run([f"qkv.{layer}"], feeds)
+            norms = [None, None]
+            if config.qk_norm:
+                norms = [self.bundle.read_weight(f"layers.{layer}.{n}_norm") for n in "qk"]
+            table = config.inv_freq(layer, long_rope=True)
+            feeds[f"attended.{layer}"] = attend(
+                config.attention(layer), qkv, positions, table, *norms
+            )
+        return self.session.run(["logits"], feeds)[0]
+
+
+@pytest.mark.parametrize("weights", FORMATS, ids=["8 bit", "4 bit"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graph_computes_the_reference(name: str, weights: WeightFormat, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    options = ExportOptions(weights=weights)
+    bundle = random_bundle(config, tmp_path / "bundle", options=options)
+    random = np.random.default_rng(3)
+    ids = random.integers(0, config.vocab_size, (9, 2))
+    mix = random.uniform(0, 1, (9, 2)).astype(np.float32)
+    rows = np.array([0, 3, 8])
+    expected = forward(
+        config,
+        bundle.read_weight,
+        ids[:, 0],
+        np.arange(9),
+        plain_attention(),
+        rows,
+        (ids, mix),
+        long_rope=True,
+    )
+    exact = CutGraph(bundle, exact=True)
+    np.testing.assert_allclose(exact.logits(ids, mix, rows), expected, atol=5e-5, rtol=1e-4)
+    assert exact.logits(ids, mix, rows[:0]).shape == (0, config.vocab_size)
+    fast = CutGraph(bundle, exact=False).logits(ids, mix, rows)
+    assert np.sqrt(relative_error(fast, expected)) < 0.1
+
+
+def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
+    bundle = random_bundle(CONFIGS["gemma3"], tmp_path / "bundle")
+    model = ir.load(bundle.model_path)
+    graph = model.graph
+    shapes = {value.name: (value.dtype.name, list(map(str, value.shape))) for value in graph.inputs}
+    assert shapes == {
+        "input_ids": ("INT64", ["T", "K"]),
+        "input_weights": ("FLOAT", ["T", "K"]),
+        "position_ids": ("INT64", ["T"]),
+        "cache": ("INT64", ["1"]),
+        "logit_rows": ("INT64", ["R"]),
+    }
+    assert [value.name for value in graph.outputs] == ["logits"]
+    assert model.opset_imports == {"": 21, "com.microsoft": 1, "kvq": 1}
+    first = next(node for node in graph if node.domain == "kvq")
+    assert first.op_type == "Attention"
+    assert {name: attribute.value for name, attribute in first.attributes.items()} == {
+        "layer": 0,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "scale": 0.25,
+        "softcap": 3.0,
+        "window_tokens": 4,
+        "rope_factor": pytest.approx(1.1),
+        "norm_eps": pytest.approx(1e-6),
+    }
+    assert [value.name for value in first.inputs[1:]] == [
+        "position_ids",
+        "cache",
+        "rope.1.inv_freq",
+        "layers.0.q_norm",
+        "layers.0.k_norm",
+    ]
+    levels = {
+        node.attributes["accuracy_level"].as_int()
+        for node in graph
+        if node.op_type == "MatMulNBits"
+    }
+    assert levels == {4}
+
+
+def test_a_plain_layer_is_ten_nodes(tmp_path: Path) -> None:
+    def count(layers: int) -> int:
+        config = dataclasses.replace(BASE, num_layers=layers, layers=(LayerConfig(),) * layers)
+        bundle = random_bundle(config, tmp_path / f"{layers}")
+        return len(list(ir.load(bundle.model_path).graph))
+
+    assert count(3) - count(2) == 10
+
+
+def test_tied_head_shares_the_bytes_of_the_embedding(tmp_path: Path) -> None:
+    bundle = random_bundle(BASE, tmp_path / "bundle")
+    tensors = {
+        name: value.const_value
+        for name, value in ir.load(bundle.model_path).graph.initializers.items()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+    assert tensors["head.codes"].offset == tensors["embed.codes"].offset
+    assert tensors["head.scales"].offset == tensors["embed.scales"].offset
+    assert all(tensor.offset % 64 == 0 for tensor in tensors.values())
+    ends = max(tensor.offset + tensor.length for tensor in tensors.values())
+    assert ends == (bundle.path / DATA_FILE).stat().st_size == bundle.manifest.weights.num_bytes
+
+
+def test_onnxruntime_has_the_cpu_kernels_the_graph_uses() -> None:
+    kernels = {
+        (kernel.domain, kernel.op_name)
+        for kernel in get_all_opkernel_def()
+        if kernel.provider == "CPUExecutionProvider"
+    }
+    microsoft = {
+        "MatMulNBits",
+        "GatherBlockQuantized",
+        "SkipSimplifiedLayerNormalization",
+        "QuickGelu",
+    }
+    assert {("com.microsoft", name) for name in microsoft} <= kernels
+    assert {("", "SimplifiedLayerNormalization"), ("", "Gelu"), ("", "Einsum")} <= kernels
+
+
+# The bundle an export writes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_come_back_near_the_checkpoint(tmp_path: Path, dtype: str) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype=dtype, attention_bias=True)
+    bundle = export_model(source, tmp_path / "bundle", PLAIN)
+    expected = checkpoint_weights(source)
+    for name, limit in (
+        ("embed", 1e-4),
+        ("head", 1e-4),
+        ("layers.0.qkv", 0.01),
+        ("layers.1.gate_up", 0.01),
+        ("layers.1.down", 0.01),
+    ):
+        assert relative_error(bundle.read_weight(name), expected(name)) < limit
+    for name in ("final_norm", "layers.1.mlp_norm", "layers.0.qkv_bias"):
+        np.testing.assert_array_equal(bundle.read_weight(name), expected(name))
+    rows = bundle.read_weight("embed", np.array([5, 2]))
+    np.testing.assert_array_equal(rows, bundle.read_weight("embed")[[5, 2]])
+
+
+def test_sharded_and_single_checkpoints_give_the_same_bytes(tmp_path: Path) -> None:
+    single = make_llama_checkpoint(tmp_path / "single", dtype="bfloat16")
+    sharded = make_llama_checkpoint(tmp_path / "sharded", dtype="bfloat16", shards=3)
+    first = export_model(single, tmp_path / "a", PLAIN)
+    second = export_model(sharded, tmp_path / "b", PLAIN)
+    assert first.manifest.files == second.manifest.files
+
+
+def test_manifest_tokenizer_and_licence(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    (source / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    options = ExportOptions(kv=KvPlan(k_bits=8, v_bits=4), name="small", quality=False)
+    calls: list[tuple[int, int]] = []
+    bundle = export_model(
+        source, tmp_path / "bundle", options, lambda done, total, _: calls.append((done, total))
+    )
+    manifest = bundle.manifest
+    assert (manifest.name, manifest.kv) == ("small", KvPlan(k_bits=8, v_bits=4))
+    assert manifest.source["license"] == "apache-2.0"
+    assert manifest.source["model"] == "source"
+    assert 0 in manifest.eos_token_ids
+    assert manifest.tokens["fim"]["prefix"] == 3
+    tokenizer = bundle.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("def add(first)")) == "def add(first)"
+    assert tokenizer.chat([{"role": "user", "content": "hi"}])[0] == 1
+    assert calls == sorted(calls)
+    assert calls[-1] == (manifest.weights.num_bytes, manifest.weights.num_bytes)
+
+
+def test_random_bundle_depends_on_the_seed_only(tmp_path: Path) -> None:
+    hashes = [
+        random_bundle(BASE, tmp_path / str(index), seed=seed).manifest.files[DATA_FILE].sha256
+        for index, seed in enumerate((7, 7, 8))
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(
+        tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 17, hidden_size=256
+    )
+    weights_bytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    tracemalloc.start()
+    try:
+        export_model(source, tmp_path / "bundle", PLAIN)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert weights_bytes > 128 << 20
+    assert peak_bytes < 40 << 20
+
+
+# What is left when an export does not finish
+
+
+def stop(done: int, total: int, _label: str) -> None:
+    if done > total // 2:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    with pytest.raises(KeyboardInterrupt):
+        export_model(source, tmp_path / "bundle", PLAIN, stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_existing_bundle_is_replaced_with_force_only(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    export_model(source, tmp_path / "bundle", PLAIN)
+    with pytest.raises(BundleError, match="already holds a bundle; replace it with --force"):
+        export_model(source, tmp_path / "bundle", PLAIN)
+    forced = ExportOptions(quality=False, force=True, weights=WeightFormat(bits=8))
+    with pytest.raises(KeyboardInterrupt):
+        export_model(source, tmp_path / "bundle", forced, stop)
+    assert Bundle.open(tmp_path / "bundle").manifest.weights.bits == 4
+    assert export_model(source, tmp_path / "bundle", forced).manifest.weights.bits == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "source"]
+
+
+def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    options = ExportOptions(quality=False, force=True)
+    with pytest.raises(BundleError, match="is not a bundle, so it is not replaced"):
+        export_model(source, tmp_path / "thesis", options)
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
+
+
+# The hub
+
+
+def test_a_hub_id_is_found_in_the_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ModelError, match=r"org/small cannot be downloaded .*connect to the network"
+    ):
+        locate("org/small")
+    commit = "0123456789012345678901234567890123456789"
+    model = tmp_path / "models--org--small"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    make_llama_checkpoint(model / "snapshots" / commit)
+    located = locate("org/small")
+    assert (located.name, located.revision) == ("org/small", commit)
+    bundle = export_model("org/small", tmp_path / "bundle", PLAIN)
+    assert bundle.manifest.source["model"] == "org/small"
+    assert bundle.manifest.source["revision"] == commit
+
+
+def test_neither_folder_nor_hub_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no checkpoint at"):
+        locate(tmp_path / "nothing")
+
+
+# The quality report
+
+
+def test_divergence_of_known_distributions() -> None:
+    expected = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))
+    found = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
+    result = quality.compare(expected, found)
+    assert result["mean_kld"] == pytest.approx(0.25 * np.log(2) / 2, rel=1e-5)
+    assert result["kld_99_9"] == pytest.approx(0.25 * np.log(2) * 0.999, rel=1e-5)
+    assert result["top1_agreement"] == 0.5
+
+
+def test_report_compares_weights_alone_and_everything(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    family, config, _ = read_checkpoint(source)
+    original = quality.Original(
+        config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
+    )
+    ids = np.arange(40) % config.vocab_size
+    exact = forward(config, checkpoint_weights(source), ids, np.arange(40), plain_attention())
+    streamed = original.logits(ids)
+    np.testing.assert_allclose(streamed, exact, atol=1e-4)
+
+    def run(plan: KvPlan, asked: np.ndarray) -> np.ndarray:
+        noise = np.random.default_rng(0).standard_normal(exact.shape).astype(np.float32)
+        return exact[: len(asked)] + (noise if plan.quantized else 0)
+
+    steps: list[str] = []
+    report = quality.measure(original, KvPlan(), run, ids, steps.append)
+    assert [step.split("'")[0] for step in steps] == ["the checkpoint", "the bundle", "the bundle"]
+    assert report["weights"]["kv"] == "fp"
+    assert abs(report["weights"]["mean_kld"]) < 1e-5
+    assert report["weights"]["top1_agreement"] == 1.0
+    assert report["weights_and_kv"]["kv"] == "4:2"
+    assert 0.1 < report["weights_and_kv"]["mean_kld"] < report["weights_and_kv"]["kld_99_9"]
+
+
+def test_an_export_reports_its_own_quality(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    options = ExportOptions(weights=WeightFormat(bits=8))
+    report = export_model(source, tmp_path / "bundle", options).manifest.quality
+    assert report == json.loads((tmp_path / "bundle" / "kvq.json").read_text())["quality"]
+    assert report is not None
+    assert report["tokens"] == quality.MAX_TOKENS
+    assert report["weights_and_kv"]["kv"] == "4:2"
+    assert 0 <= report["weights"]["mean_kld"] < 0.05
+    assert report["weights"]["mean_kld"] < report["weights_and_kv"]["mean_kld"] < 2
+    assert report["weights"]["top1_agreement"] > 0.9
+
+
+def test_graph_file_is_small_and_names_the_data_file(tmp_path: Path) -> None:
+    bundle = random_bundle(BASE, tmp_path / "bundle")
+    raw = (bundle.path / MODEL_FILE).read_bytes()
+    assert len(raw) < 32 << 10
+    assert DATA_FILE.encode() in raw
+    assert str(tmp_path).encode() not in raw

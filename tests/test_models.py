@@ -1,0 +1,415 @@
+"""Families: the numpy forward equals transformers; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
+from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq_models.reference import (
+    ACTIVATIONS,
+    PlainAttention,
+    forward,
+    plain_attention,
+    rms_norm,
+    rotate,
+)
+from kvq_models.registry import FAMILIES, family_for, read_checkpoint
+
+# Largest difference of a float32 logit; logits here have a standard deviation near 3. Two float32
+# implementations that sum in different orders stay below 4e-5.
+TOLERANCE = 1e-4
+SHORT, LONG = 48, 200  # tokens: within and beyond the 64 tokens the scaled ropes were "trained" on
+
+
+@pytest.fixture(scope="module", params=list(tiny.CASES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def random_ids(count: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, tiny.VOCAB_SIZE, count)
+
+
+def reference_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    _, config, _ = read_checkpoint(folder)
+    return forward(
+        config,
+        tiny.checkpoint_weights(folder),
+        ids,
+        np.arange(len(ids)),
+        plain_attention(),
+        long_rope=config.needs_long_rope(len(ids)),
+    )
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_forward_equals_transformers(checkpoint: Path, tokens: int) -> None:
+    ids = random_ids(tokens)
+    expected = tiny.transformers_logits(checkpoint, ids)
+    actual = reference_logits(checkpoint, ids)
+    assert expected.std() > 2
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_chunks_and_steps_equal_one_pass(checkpoint: Path) -> None:
+    _, config, _ = read_checkpoint(checkpoint)
+    weight, ids = tiny.checkpoint_weights(checkpoint), random_ids(70)
+    whole = forward(config, weight, ids, np.arange(70), plain_attention())
+    attend, parts = plain_attention(), []
+    for start, stop in ((0, 1), (1, 8), (8, 68), (68, 69), (69, 70)):
+        positions = np.arange(start, stop)
+        parts.append(forward(config, weight, ids[start:stop], positions, attend))
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=TOLERANCE)
+
+
+def test_weights_name_every_tensor_of_the_checkpoint(checkpoint: Path) -> None:
+    family, config, _ = read_checkpoint(checkpoint)
+    tensors = tiny.read_safetensors(checkpoint / "model.safetensors")
+    used = [part for source in family.weights(config).values() for part in source.parts]
+    assert sorted(used) == sorted(tensors)
+    for name, source in family.weights(config).items():
+        rows = sum(tensors[part].shape[0] for part in source.parts)
+        assert (rows, *tensors[source.parts[0]].shape[1:]) == source.shape, name
+
+
+def test_config_survives_json(checkpoint: Path) -> None:
+    _, config, _ = read_checkpoint(checkpoint)
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_row_of_the_table_imports(model_type: str) -> None:
+    module, name = FAMILIES[model_type].split(":")
+    family = getattr(importlib.import_module(module), name)
+    assert family.model_type == model_type
+    assert family_for({"model_type": model_type}) is family
+
+
+@pytest.mark.parametrize("case", ["llama-linear", "llama-llama3", "llama-yarn", "phi3-longrope"])
+def test_scaling_matters_beyond_the_trained_context(case: str, tmp_path: Path) -> None:
+    """Guards the parity above: without the scaling the logits would be far outside TOLERANCE."""
+    folder = tiny.make_checkpoint(case, tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    plain = 10_000.0 ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    unscaled = RopeConfig(inv_freq=tuple(plain.astype(np.float32).tolist()))
+    changed = ModelConfig.from_json({**config.to_json(), "ropes": [vars_of(unscaled)]})
+    weight, ids = tiny.checkpoint_weights(folder), random_ids(LONG)
+    right = reference_logits(folder, ids)
+    wrong = forward(changed, weight, ids, np.arange(LONG), plain_attention())
+    assert np.abs(right - wrong)[64:].max() > 0.1
+
+
+def vars_of(rope: RopeConfig) -> dict[str, Any]:
+    return {"inv_freq": rope.inv_freq, "factor": rope.factor}
+
+
+def test_longrope_picks_one_table_per_session(tmp_path: Path) -> None:
+    _, config, _ = read_checkpoint(tiny.make_checkpoint("phi3-longrope", tmp_path))
+    assert [config.needs_long_rope(tokens) for tokens in (64, 65)] == [False, True]
+    assert config.inv_freq(0).shape == config.inv_freq(0, long_rope=True).shape == (24,)
+    ratio = config.inv_freq(0) / config.inv_freq(0, long_rope=True)
+    expected = [(1 + 0.3 * i) / (1 + 0.02 * i) for i in range(24)]
+    np.testing.assert_allclose(ratio, expected, rtol=1e-6)
+    assert config.ropes[0].factor == pytest.approx(np.sqrt(1 + np.log(8) / np.log(64)))
+
+
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_inverse_frequencies_equal_transformers_within_one_bit(case: str, tmp_path: Path) -> None:
+    import transformers  # noqa: PLC0415
+
+    folder = tiny.make_checkpoint(case, tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    names = {"full_attention_inv_freq": 0, "sliding_attention_inv_freq": 1, "inv_freq": 0}
+    buffers = dict(model.model.rotary_emb.named_buffers())
+    compared = 0
+    for name, index in names.items():
+        if name in buffers:
+            ours = np.asarray(config.ropes[index].inv_freq, np.float32)
+            theirs = buffers[name].numpy()
+            assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
+            compared += 1
+    assert compared == len(config.ropes)
+
+
+OLD_AND_NEW_ROPES = [
+    (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+    ),
+    ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 5e5}}),
+    ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+]
+
+
+def llama_json(**overrides: Any) -> dict[str, Any]:
+    return {"model_type": "llama", **tiny.COMMON, **overrides}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_AND_NEW_ROPES)
+def test_old_and_new_rope_keys_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    family = family_for(llama_json())
+    assert family.config(llama_json(**old)) == family.config(llama_json(**new))
+
+
+def test_gemma3_old_keys_mean_the_same() -> None:
+    common = {
+        **tiny.COMMON,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 12,
+        "dtype": "bfloat16",
+    }
+    old = {
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    new = {
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    family = family_for(common)
+    config = family.config({**common, **old})
+    assert config == family.config({**common, **new})
+    assert [layer.rope for layer in config.layers] == [1, 1, 1, 1, 1, 0] * 2
+    assert [layer.window_tokens for layer in config.layers] == [4096] * 5 + [0] + [4096] * 5 + [0]
+
+
+def test_gemma3_scale_is_rounded_to_the_checkpoint_type() -> None:
+    keys = {"model_type": "gemma3_text", **tiny.COMMON, "hidden_size": 3072}
+    scales = {
+        dtype: family_for(keys).config({**keys, "torch_dtype": dtype}).embedding_scale
+        for dtype in ("bfloat16", "float16", "float32")
+    }
+    assert scales == {
+        "bfloat16": 55.5,
+        "float16": 55.4375,
+        "float32": float(np.float32(np.sqrt(3072))),
+    }
+
+
+def test_gemma3_attention_soft_cap(tmp_path: Path) -> None:
+    """The peer reads the cap but leaves it to the attention call, so it is told."""
+    folder = tiny.make_checkpoint("gemma3", tmp_path, attn_logit_softcapping=1.5)
+    ids = random_ids(LONG)
+    expected = tiny.transformers_logits(folder, ids, softcap=1.5)
+    np.testing.assert_allclose(reference_logits(folder, ids), expected, rtol=0, atol=TOLERANCE)
+    uncapped = tiny.transformers_logits(folder, ids)
+    assert np.abs(expected - uncapped).max() > 0.1
+
+
+def test_yarn_context_reaches_the_stretched_length() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = family_for(llama_json()).config(llama_json(rope_scaling=scaling))
+    assert config.context_length == 2048
+
+
+def test_generation_config_adds_end_tokens(tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert read_checkpoint(folder)[1].eos_token_ids == (0, 2)
+
+
+def test_mixed_embeddings(tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    weight, positions = tiny.checkpoint_weights(folder), np.arange(5)
+    ids = random_ids(5)
+    plain = forward(config, weight, ids, positions, plain_attention())
+    pairs = np.stack([ids, random_ids(5, seed=2)], axis=1)
+    weights = np.tile(np.float32([1.0, 0.0]), (5, 1))
+    same = forward(config, weight, ids, positions, plain_attention(), mixed=(pairs, weights))
+    np.testing.assert_allclose(same, plain, rtol=0, atol=1e-6)
+    half = np.full((5, 2), 0.5, np.float32)
+    mixed = forward(config, weight, ids, positions, plain_attention(), mixed=(pairs, half))
+    table = (weight("embed")[pairs[:, 0]] + weight("embed")[pairs[:, 1]]) / 2
+
+    def replaced(name: str) -> np.ndarray:
+        return table if name == "embed" else weight(name)
+
+    expected = forward(config, replaced, np.arange(5), positions, plain_attention())
+    np.testing.assert_allclose(mixed, expected, rtol=0, atol=1e-5)
+
+
+def test_rows_pick_logits(tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    weight, ids, positions = tiny.checkpoint_weights(folder), random_ids(6), np.arange(6)
+    whole = forward(config, weight, ids, positions, plain_attention())
+    last = forward(config, weight, ids, positions, plain_attention(), rows=slice(-1, None))
+    some = forward(config, weight, ids, positions, plain_attention(), rows=np.array([4, 1]))
+    np.testing.assert_allclose(last, whole[-1:], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(some, whole[[4, 1]], rtol=0, atol=1e-5)
+
+
+def test_plain_attention_trims(tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    weight, ids, attend = tiny.checkpoint_weights(folder), random_ids(9), PlainAttention()
+    whole = forward(config, weight, ids, np.arange(9), attend)
+    attend.trim(6)
+    again = forward(config, weight, ids[6:], np.arange(6, 9), attend)
+    np.testing.assert_allclose(again, whole[6:], rtol=0, atol=1e-5)
+
+
+def test_rotation_depends_on_the_distance_only() -> None:
+    rng = np.random.default_rng(3)
+    query, key = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
+    inv_freq = np.float32([1.0, 0.5, 0.25, 0.1])
+    products = [
+        float(
+            np.sum(
+                rotate(query, np.array([start + 7]), inv_freq, 1.0)
+                * rotate(key, np.array([start]), inv_freq, 1.0)
+            )
+        )
+        for start in (0, 5, 90)
+    ]
+    assert products == pytest.approx([products[0]] * 3, abs=1e-5)
+    turned = rotate(query, np.array([7]), inv_freq, 2.0)
+    np.testing.assert_array_equal(turned[..., 8:], query[..., 8:])
+    assert np.linalg.norm(turned[..., :8]) == pytest.approx(2 * np.linalg.norm(query[..., :8]))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_torch(name: str) -> None:
+    import torch  # noqa: PLC0415
+
+    peers = {
+        "silu": torch.nn.functional.silu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }
+    values = np.linspace(-90, 90, 1801, dtype=np.float32)
+    expected = peers[name](torch.from_numpy(values).double()).numpy()
+    np.testing.assert_allclose(ACTIVATIONS[name](values), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rms_norm_of_a_known_row() -> None:
+    row = rms_norm(np.float32([[3.0, 4.0]]), np.float32([1.0, 2.0]), 0.0)
+    np.testing.assert_allclose(row, [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
+
+
+REFUSED = [
+    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: gemma3_text, llama"),
+    ({"model_type": "gemma3"}, "it sees images"),
+    ({"model_type": None}, "names no model_type"),
+    ({"model_type": ["llama"]}, "is not supported; supported: gemma3_text"),
+    ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported for llama; supported: 'silu'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "supported: default, linear, llama3, y"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "key mrope_section"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
+    ({"residual_multiplier": 0.2}, "residual_multiplier = 0.2, which llama does not know"),
+    ({"atention_bias": True}, "did you mean attention_bias"),
+    ({"rope_interleaved": True}, "rope_interleaved = True is not supported"),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'"),
+    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "needs sliding_window"),
+    (
+        {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "default, longrope",
+    ),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_atte"),
+    ({"model_type": "gemma3_text", "dtype": "float8"}, "dtype 'float8' is not supported"),
+    ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "holds rope_type"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED)
+def test_unsupported_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
+    config_json = llama_json(**keys)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        family_for(config_json).config(config_json)
+    assert message in str(refusal.value)
+
+
+MALFORMED = [
+    ({"hidden_size": None}, "config.json lacks hidden_size, which a llama model needs"),
+    ({"vocab_size": "many"}, "vocab_size = 'many'; it should be of kind int"),
+    ({"num_hidden_layers": True}, "num_hidden_layers = True; it should be of kind int"),
+    ({"num_attention_heads": 0}, "num_heads is 0; it must be at least 1"),
+    ({"num_attention_heads": -4}, "num_heads is -4; it must be at least 1"),
+    ({"num_attention_heads": 3, "head_dim": None}, "128 is not a multiple of 3"),
+    ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key-value heads"),
+    ({"eos_token_id": "end"}, "eos_token_id = 'end'"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; it should be finite"),
+    ({"rope_theta": -1.0}, "rope rope_theta is -1.0; it must be positive"),
+    ({"rope_theta": 1.0}, "both must be above 1"),
+    ({"rope_scaling": {"type": "linear"}}, "of kind 'linear' lack factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor is 0.0; it must be positive"),
+    ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "rope factor = 'x'"),
+    ({"model_type": "mistral"}, "config.json lacks sliding_window"),
+    (
+        {
+            "model_type": "phi3",
+            "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+        },
+        "rope short_factor holds 1 numbers; this model needs 32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), MALFORMED)
+def test_malformed_config_is_refused(keys: dict[str, Any], message: str) -> None:
+    config_json = llama_json(**keys)
+    with pytest.raises(ModelError) as refusal:
+        family_for(config_json).config(config_json)
+    assert message in str(refusal.value)
+
+
+def test_mistral_null_window_means_none() -> None:
+    keys = llama_json(model_type="mistral", sliding_window=None)
+    assert family_for(keys).config(keys).layers == (LayerConfig(), LayerConfig())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_qwen_windows_start_at_max_window_layers(model_type: str) -> None:
+    keys = llama_json(model_type=model_type, num_hidden_layers=3, sliding_window=9)
+    keys |= {"max_window_layers": 1}
+    off = family_for(keys).config(keys)
+    on = family_for(keys).config({**keys, "use_sliding_window": True})
+    assert [layer.window_tokens for layer in off.layers] == [0, 0, 0]
+    assert [layer.window_tokens for layer in on.layers] == [0, 9, 9]
+
+
+def test_switched_off_unknown_keys_are_accepted() -> None:
+    keys = llama_json(new_trick=False, another=None, _private=3)
+    assert family_for(keys).config(keys) == family_for(keys).config(llama_json())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "holds no config.json"), ("{", "cannot be read as JSON"), ("[1]", "holds a list")],
+)
+def test_broken_config_files(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
+        read_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    data = read_checkpoint(tiny.make_llama_checkpoint(tmp_path))[1].to_json()
+    for change in ({"vocab_size": "many"}, {"unknown": 1}, {"layers": [{}]}, {"ropes": []}):
+        with pytest.raises(ModelError):
+            ModelConfig.from_json({**data, **change})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_numpy_checkpoint_loads_in_transformers(dtype: str, tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path, dtype=dtype, shards=2, attention_bias=True)
+    ids = random_ids(40)
+    expected = tiny.transformers_logits(folder, ids)
+    np.testing.assert_allclose(reference_logits(folder, ids), expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,181 @@
+"""Sampling against distributions worked out by hand, frequencies, and stop strings."""
+
+import numpy as np
+import pytest
+
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.config import Sampling
+from kvq_runtime.sampling import candidates, distribution, log_probability, sample
+from kvq_runtime.stop_strings import StopStrings
+
+# Probabilities 0.4, 0.3, 0.2, 0.1 in an order that no filter may rely on.
+PROBABILITIES = np.array([0.2, 0.4, 0.1, 0.3])
+LOGITS = np.log(PROBABILITIES).astype(np.float32)
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def plain(**changes: object) -> Sampling:
+    return Sampling(**(PLAIN | changes))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (plain(), [0.2, 0.4, 0.1, 0.3]),
+        (plain(temperature=0), [0, 1, 0, 0]),
+        (plain(temperature=0.5), [4 / 30, 16 / 30, 1 / 30, 9 / 30]),
+        (plain(top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (plain(top_k=9), [0.2, 0.4, 0.1, 0.3]),
+        (plain(top_p=0.69), [0, 4 / 7, 0, 3 / 7]),
+        (plain(top_p=0.71), [2 / 9, 4 / 9, 0, 3 / 9]),
+        (plain(top_p=0.01), [0, 1, 0, 0]),
+        (plain(min_p=0.45), [2 / 9, 4 / 9, 0, 3 / 9]),
+        (plain(min_p=0.6), [0, 4 / 7, 0, 3 / 7]),
+        # top-p sees the distribution before the temperature: 0.4 + 0.3 reach 0.69 at any heat
+        (plain(top_p=0.69, temperature=0.5), [0, 16 / 25, 0, 9 / 25]),
+        # top-k leaves 4/7 and 3/7, of which the first already reaches 0.5
+        (plain(top_k=2, top_p=0.5), [0, 1, 0, 0]),
+        (plain(logit_bias={2: np.log(4.0)}), [2 / 13, 4 / 13, 4 / 13, 3 / 13]),
+        (plain(logit_bias={1: -np.inf}), [2 / 6, 0, 1 / 6, 3 / 6]),
+        (plain(temperature=0, logit_bias={2: 100.0}), [0, 0, 1, 0]),
+    ],
+)
+def test_distribution_by_hand(sampling: Sampling, expected: list[float]) -> None:
+    np.testing.assert_allclose(distribution(LOGITS, sampling, []), expected, atol=1e-6)
+
+
+def test_repetition_penalty_weakens_each_recent_token_once() -> None:
+    logits = np.array([2.0, 1.0, -1.0, 0.0], np.float32)
+    sampling = plain(repeat_penalty=2.0, repeat_window_tokens=3)
+    # token 1 is outside the window, token 0 is in it twice
+    weights = np.exp([1.0, 1.0, -2.0, 0.0])
+    actual = distribution(logits, sampling, [1, 0, 2, 0])
+    np.testing.assert_allclose(actual, weights / weights.sum(), rtol=1e-6)
+    np.testing.assert_array_equal(logits, [2.0, 1.0, -1.0, 0.0])
+
+
+def test_equal_logits_keep_the_order_of_their_ids() -> None:
+    logits = np.zeros(5, np.float32)
+    ids, probabilities = candidates(logits, plain(top_k=3), [])
+    assert ids.tolist() == [0, 1, 2]
+    np.testing.assert_allclose(probabilities, [1 / 3] * 3)
+    assert sample(logits, plain(temperature=0), [], np.random.default_rng(0)) == 0
+
+
+@pytest.mark.parametrize(
+    "sampling", [plain(), plain(temperature=0.7, top_k=3), plain(top_p=0.85), plain(min_p=0.3)]
+)
+def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
+    generator = np.random.default_rng(7)
+    draws = 4000
+    counts = np.bincount(
+        [sample(LOGITS, sampling, [], generator) for _ in range(draws)], minlength=4
+    )
+    expected = distribution(LOGITS, sampling, []) * draws
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi_square < 16.27  # 99.9 % quantile for three degrees of freedom, the most there are
+
+
+def test_a_seed_repeats_the_draws() -> None:
+    def draw(seed: int) -> list[int]:
+        generator = np.random.default_rng(seed)
+        return [sample(LOGITS, plain(), [], generator) for _ in range(40)]
+
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+def test_greedy_leaves_the_generator_untouched() -> None:
+    generator = np.random.default_rng(5)
+    assert sample(LOGITS, plain(temperature=0), [], generator) == 1
+    assert generator.random() == np.random.default_rng(5).random()
+
+
+def test_log_probability_is_the_models_own() -> None:
+    shifted = LOGITS + np.float32(50)
+    for token, probability in enumerate(PROBABILITIES):
+        assert log_probability(shifted, token) == pytest.approx(np.log(probability), abs=1e-5)
+
+
+def test_large_vocabulary_top_k_finds_the_true_best() -> None:
+    logits = np.random.default_rng(1).permutation(150_000).astype(np.float32)
+    ids, _ = candidates(logits, plain(top_k=40), [])
+    np.testing.assert_array_equal(logits[ids], np.arange(149_999, 149_959, -1))
+
+
+@pytest.mark.parametrize("spread", [0.001, 1.0, 8.0])
+def test_large_vocabulary_top_p_is_the_shortest_run(spread: float) -> None:
+    logits = np.random.default_rng(2).standard_normal(20_000).astype(np.float32) * spread
+    probabilities = np.exp(logits.astype(np.float64))
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), 0.9)) + 1
+    ids, _ = candidates(logits, plain(top_p=0.9), [])
+    assert ids.tolist() == order[:count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": -0.1}, "--temp -0.1"),
+        ({"temperature": float("nan")}, "--temp nan"),
+        ({"top_k": -1}, "--top-k -1"),
+        ({"top_p": 0.0}, "--top-p 0.0"),
+        ({"top_p": 1.5}, "--top-p 1.5"),
+        ({"min_p": 1.0}, "--min-p 1.0"),
+        ({"repeat_penalty": 0.0}, "--repeat-penalty 0.0"),
+        ({"repeat_window_tokens": -5}, "--repeat-last-n -5"),
+    ],
+)
+def test_impossible_values_are_refused_by_flag(changes: dict[str, float], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Sampling(**changes)
+
+
+def test_bad_bias_and_bad_logits_are_refused() -> None:
+    with pytest.raises(UsageError, match="token 4; this model's tokens are 0 to 3"):
+        distribution(LOGITS, plain(logit_bias={4: 1.0}), [])
+    with pytest.raises(UsageError, match="forbids every token"):
+        distribution(LOGITS, plain(logit_bias=dict.fromkeys(range(4), -np.inf)), [])
+    broken = LOGITS.copy()
+    broken[2] = np.nan
+    with pytest.raises(BackendError, match="not finite"):
+        distribution(broken, plain(), [])
+
+
+def streamed(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    """What each piece let through, then what was held back, and the stop string found."""
+    stream = StopStrings(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(stream.feed(piece))
+        if stream.found is not None:
+            return shown, stream.found
+    return [*shown, stream.flush()], None
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "found"),
+    [
+        ([], ["any ", "text"], ["any ", "text", ""], None),
+        (["END"], ["a b END c"], ["a b "], "END"),
+        (["END"], ["a E", "N", "D"], ["a ", "", ""], "END"),
+        (["END"], ["a E", "NORM"], ["a ", "ENORM", ""], None),
+        (["END"], ["a EN"], ["a ", "EN"], None),
+        (["aab"], ["aa", "aab"], ["", "aa"], "aab"),
+        (["\n\n", "User:"], ["hi\n", "Us", "er: no"], ["hi", "\n", ""], "User:"),
+        (["b", "ab"], ["xab"], ["x"], "ab"),
+        (["é"], ["caf", "é!"], ["caf", ""], "é"),
+    ],
+)
+def test_stop_strings(
+    stops: list[str], pieces: list[str], shown: list[str], found: str | None
+) -> None:
+    assert streamed(stops, pieces) == (shown, found)
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty stop string"):
+        StopStrings(["x", ""])

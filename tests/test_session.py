@@ -1,0 +1,474 @@
+"""A session's tokens, steps, cancelling, rollback and files, over a rule instead of a model."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq.config import KvPlan
+from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
+from kvq_runtime.backends import ForwardInput
+from kvq_runtime.config import Sampling, SessionConfig
+from kvq_runtime.session import Session, SessionModel, Step
+
+VOCABULARY = 64
+END = 63
+GREEDY = Sampling(temperature=0)
+
+
+class ListCache:
+    """A cache that keeps the ids themselves, with the calls a session makes."""
+
+    budget_bytes = 1000
+    bytes_per_token = 8.0
+    chunk_tokens = 256
+
+    def __init__(self, capacity_tokens: int = 10_000) -> None:
+        self.ids: list[int] = []
+        self.reserved = 0
+        self.capacity_tokens = capacity_tokens
+        self.calls: list[str] = []
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def used_bytes(self) -> int:
+        return 8 * len(self.ids)
+
+    peak_bytes = used_bytes
+
+    def begin(self, count: int) -> None:
+        if len(self.ids) + count > self.capacity_tokens:
+            raise BudgetError(f"{count} more tokens do not fit; {self.capacity_tokens} do")
+        self.reserved = count
+        self.calls.append(f"begin {count}")
+
+    def commit(self, count: int) -> None:
+        assert count == self.reserved
+        self.calls.append(f"commit {count}")
+
+    def abort(self) -> None:
+        del self.ids[len(self.ids) - self.reserved :]
+        self.calls.append("abort")
+
+    def trim(self, num_tokens: int) -> None:
+        assert num_tokens <= len(self.ids)
+        del self.ids[num_tokens:]
+
+    def state(self) -> bytes:
+        return json.dumps(self.ids).encode()
+
+    def load_state(self, state: bytes) -> None:
+        self.ids = json.loads(state)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class RuleBackend:
+    """The next token is the sum of all tokens so far, modulo the vocabulary."""
+
+    name = "rule"
+    native_cache = False
+    weight_bytes_per_step = 100
+
+    def __init__(self) -> None:
+        self.fails_at: int | None = None
+
+    def forward(self, cache: ListCache, inputs: ForwardInput) -> np.ndarray:
+        first = len(cache.ids)
+        np.testing.assert_array_equal(inputs.positions, first + np.arange(len(inputs.ids)))
+        np.testing.assert_array_equal(inputs.weights, np.ones((len(inputs.ids), 1)))
+        cache.ids.extend(inputs.ids[:, 0].tolist())
+        if self.fails_at is not None and len(cache.ids) > self.fails_at:
+            raise BackendError("the rule broke")
+        logits = np.zeros((len(inputs.rows), VOCABULARY), np.float32)
+        for row, logit in zip(inputs.rows, logits, strict=True):
+            logit[sum(cache.ids[: first + row + 1]) % VOCABULARY] = 5.0
+        return logits
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Letters:
+    """Token n is a letter; token 40 and 41 are the two halves of one character."""
+
+    def __init__(self) -> None:
+        self.half = False
+
+    def push(self, token: int) -> str:
+        if token == 40:
+            self.half = True
+            return ""
+        if token == 41 and self.half:
+            self.half = False
+            return "é"
+        return chr(ord("A") + token)
+
+    def flush(self) -> str:
+        return "�" if self.half else ""
+
+
+def open_session(
+    *, context_tokens: int = 1000, chunk_tokens: int = 4, seed: int = 0, **model: object
+) -> Session:
+    settings = {
+        "detokenizer": Letters,
+        "vocab_size": VOCABULARY,
+        "stop_ids": frozenset({END}),
+        "fingerprint": "rule",
+    }
+    return Session(
+        backend=RuleBackend(),
+        cache=ListCache(),
+        model=SessionModel(**(settings | model)),
+        config=SessionConfig(
+            plan=KvPlan(),
+            context_tokens=context_tokens,
+            budget_bytes=1000,
+            chunk_tokens=chunk_tokens,
+            seed=seed,
+        ),
+    )
+
+
+def rule(prompt: list[int], count: int) -> list[int]:
+    """What greedy generation must give."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(tokens) % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+def taken(steps: Iterator[Step]) -> list[int]:
+    return [step.token for step in steps]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 100])
+def test_chunks_do_not_change_the_tokens(chunk_tokens: int) -> None:
+    session = open_session(chunk_tokens=chunk_tokens)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert session.prefill(prompt)
+    assert taken(session.generate(5, sampling=GREEDY)) == rule(prompt, 5)
+    assert session.tokens == (*prompt, *rule(prompt, 5))
+
+
+def test_every_pass_is_begun_and_committed() -> None:
+    session = open_session(chunk_tokens=4)
+    session.prefill([1, 2, 3, 4, 5, 6])
+    taken(session.generate(3, sampling=GREEDY))
+    assert session._cache.calls == [
+        *("begin 4", "commit 4", "begin 2", "commit 2"),
+        *("begin 1", "commit 1", "begin 1", "commit 1"),
+    ]
+    assert session.pending_tokens == 1
+
+
+def test_a_second_prompt_continues_after_the_answer() -> None:
+    session = open_session()
+    session.prefill([1, 2])
+    first = taken(session.generate(2, sampling=GREEDY))
+    session.prefill([7, 8])
+    assert taken(session.generate(2, sampling=GREEDY)) == rule([1, 2, *first, 7, 8], 2)
+
+
+def test_progress_counts_to_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+    open_session().prefill(list(range(10)), progress=lambda *row: seen.append(row))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+def test_a_cancelled_prefill_goes_on_where_it_stopped() -> None:
+    session = open_session()
+    prompt = [3] * 10
+    answers = iter([False, True])
+    assert not session.prefill(prompt, cancel=lambda: next(answers))
+    assert session.pending_tokens == 6
+    assert session.tokens == tuple(prompt)
+    assert session.prefill()
+    assert session.pending_tokens == 0
+    assert taken(session.generate(3, sampling=GREEDY)) == rule(prompt, 3)
+
+
+def test_generate_finishes_a_cancelled_prefill_or_yields_nothing() -> None:
+    session = open_session()
+    session.prefill([3] * 10, cancel=lambda: True)
+    assert list(session.generate(3, sampling=GREEDY, cancel=lambda: True)) == []
+    assert taken(session.generate(2, sampling=GREEDY)) == rule([3] * 10, 2)
+
+
+def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
+    session = open_session()
+    session.prefill([1, 2, 3])
+    session._backend.fails_at = 8
+    with pytest.raises(BackendError, match="the rule broke"):
+        session.prefill([4] * 20)
+    assert session.tokens == (1, 2, 3)
+    assert session._cache.calls[-1] == "abort"
+    session._backend.fails_at = None
+    assert taken(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
+
+
+def test_a_budget_refused_midway_leaves_the_session_as_it_was() -> None:
+    session = open_session()
+    session._cache.capacity_tokens = 6
+    with pytest.raises(BudgetError, match="4 more tokens do not fit; 6 do"):
+        session.prefill([4] * 20)
+    assert session.tokens == ()
+    assert session._cache.tokens == 0
+
+
+def test_end_tokens_stop_and_carry_the_reason() -> None:
+    session = open_session()
+    session.prefill([60, 3])
+    (step,) = session.generate(9, sampling=GREEDY)
+    assert (step.token, step.finish_reason) == (END, "stop")
+    assert session.tokens == (60, 3, END)
+
+
+def test_own_stop_ids_replace_the_models() -> None:
+    session = open_session()
+    session.prefill([60, 3])
+    steps = list(session.generate(3, sampling=GREEDY, stop_ids=[rule([60, 3], 2)[-1]]))
+    assert [step.token for step in steps] == rule([60, 3], 2)
+    assert [step.finish_reason for step in steps] == [None, "stop"]
+
+
+def test_length_and_context_end_a_generation() -> None:
+    session = open_session(context_tokens=6)
+    session.prefill([1, 1])
+    assert [step.finish_reason for step in session.generate(2, sampling=GREEDY)] == [None, "length"]
+    assert [step.finish_reason for step in session.generate(sampling=GREEDY)] == [None, "length"]
+    assert len(session.tokens) == 6
+    with pytest.raises(UsageError, match="context of 6 tokens is full"):
+        next(session.generate(sampling=GREEDY))
+
+
+def test_cancel_ends_after_the_step_at_hand() -> None:
+    session = open_session()
+    session.prefill([1, 1])
+    answers = iter([False, True])
+    steps = list(session.generate(9, sampling=GREEDY, cancel=lambda: next(answers)))
+    assert [step.token for step in steps] == [2, 4]
+    assert [step.finish_reason for step in steps] == [None, "cancelled"]
+    assert session.tokens == (1, 1, 2, 4)
+
+
+def test_text_is_whole_characters_and_stops_before_a_stop_string() -> None:
+    session = open_session()
+    session.prefill([20, 20])  # 40, then 80 % 64 = 16, 32, 0, 0, ...
+    steps = list(session.generate(3, sampling=GREEDY))
+    assert [step.token for step in steps] == [40, 16, 32]
+    assert [step.text for step in steps] == ["", "Q", "a�"]
+    session = open_session()
+    session.prefill([1, 1])  # 2, 4, 8, 16, 32: C E I Q a
+    steps = list(session.generate(9, sampling=GREEDY, stop_strings=["IQ"]))
+    assert "".join(step.text for step in steps) == "CE"
+    assert [step.finish_reason for step in steps] == [None, None, None, "stop"]
+
+
+def test_held_back_text_comes_out_at_the_end() -> None:
+    session = open_session()
+    session.prefill([1, 1])
+    steps = list(session.generate(3, sampling=GREEDY, stop_strings=["EIX"]))
+    assert [step.text for step in steps] == ["C", "", "EI"]
+
+
+def test_log_probability_of_each_step() -> None:
+    session = open_session()
+    session.prefill([1, 1])
+    (step,) = session.generate(1, sampling=GREEDY, logprobs=True)
+    assert step.logprob == pytest.approx(5 - np.log(np.exp(5) + VOCABULARY - 1), abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 7])
+def test_rollback_then_the_same_again(count: int) -> None:
+    session = open_session()
+    prompt = [1, 2, 3, 4, 5]
+    session.prefill(prompt)
+    taken(session.generate(3, sampling=GREEDY))
+    session.rollback(count)
+    kept = [*prompt, *rule(prompt, 3)][: 8 - count]
+    assert session.tokens == tuple(kept)
+    assert taken(session.generate(4, sampling=GREEDY)) == rule(kept, 4)
+
+
+def test_impossible_rollbacks_are_refused() -> None:
+    session = open_session()
+    session.prefill([1, 2])
+    with pytest.raises(UsageError, match="cannot roll back 3 tokens; the session holds 2"):
+        session.rollback(3)
+    session.rollback(2)
+    with pytest.raises(UsageError, match="nothing to continue"):
+        next(session.generate())
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([], "the prompt is empty"),
+        ([1, -1], "token -1 is not one of the model's: 0 to 63"),
+        ([64], "token 64 is not one"),
+        ([1] * 11, "the prompt has 11 tokens and the context holds 10; "),
+    ],
+)
+def test_bad_prompts(ids: list[int], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        open_session(context_tokens=10).prefill(ids)
+
+
+def test_a_prompt_that_fits_only_without_what_is_held() -> None:
+    session = open_session(context_tokens=10)
+    session.prefill([1] * 6)
+    with pytest.raises(UsageError, match="holds 10, of which 6 are used"):
+        session.prefill([1] * 5)
+
+
+def test_seeds_repeat_and_reseed() -> None:
+    hot = Sampling(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    def draw(session: Session) -> list[int]:
+        session.prefill([1, 2, 3])
+        return taken(session.generate(12, sampling=hot, stop_ids=[]))
+
+    assert draw(open_session(seed=1)) == draw(open_session(seed=1))
+    assert draw(open_session(seed=1)) != draw(open_session(seed=2))
+    again = open_session(seed=9)
+    again.reseed(1)
+    assert draw(again) == draw(open_session(seed=1))
+
+
+def test_logits_of_every_token() -> None:
+    session = open_session()
+    chunks = list(session.logits([1, 2, 3, 4, 5, 6]))
+    assert [len(chunk) for chunk in chunks] == [4, 2]
+    assert np.concatenate(chunks).argmax(1).tolist() == [1, 3, 6, 10, 15, 21]
+
+
+def test_stats_count_prompt_and_new_tokens() -> None:
+    session = open_session()
+    session.prefill([1, 2, 3, 4, 5])
+    taken(session.generate(4, sampling=GREEDY))
+    stats = session.stats()
+    assert (stats.prompt_tokens, stats.new_tokens) == (5, 4)
+    assert (stats.kv_budget, stats.kv_bytes_peak, stats.bytes_per_token) == (1000, 64, 8.0)
+    assert stats.ttft_ms > 0
+    # three decode steps at 6, 7 and 8 tokens of 8 bytes, each reading 100 bytes of weights
+    read = 3 * 100 + 8 * (6 + 7 + 8)
+    assert stats.bandwidth_gb_s * 1e9 / stats.decode_tok_s == pytest.approx(read / 3)
+
+
+def test_a_saved_session_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    hot = Sampling(temperature=3.0, top_k=0)
+    session = open_session(seed=4)
+    session.prefill([1, 2, 3])
+    taken(session.generate(5, sampling=hot, stop_ids=[]))
+    session.save(tmp_path / "one.kvq")
+    expected = taken(session.generate(8, sampling=hot, stop_ids=[]))
+
+    other = open_session(seed=99)
+    other.prefill([9, 9, 9, 9, 9, 9, 9])
+    other.load(tmp_path / "one.kvq")
+    assert taken(other.generate(8, sampling=hot, stop_ids=[])) == expected
+    assert other.tokens == session.tokens
+
+
+def test_saving_right_after_prefill_keeps_the_logits(tmp_path: Path) -> None:
+    session = open_session()
+    session.prefill([1, 2, 3])
+    session.save(tmp_path / "one.kvq")
+    other = open_session()
+    other.load(tmp_path / "one.kvq")
+    assert taken(other.generate(3, sampling=GREEDY)) == rule([1, 2, 3], 3)
+    assert other._cache.calls[0] == "begin 1"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    session = open_session()
+    session.prefill([1, 2, 3])
+    session.save(tmp_path / "one.kvq")
+    return tmp_path / "one.kvq"
+
+
+def refused(path: Path, session: Session | None = None) -> str:
+    session = open_session() if session is None else session
+    session.prefill([5, 6])
+    with pytest.raises(SnapshotError) as caught:
+        session.load(path)
+    assert session.tokens == (5, 6)
+    assert session._cache.ids == [5, 6]
+    return str(caught.value)
+
+
+def test_another_model_or_plan_is_refused(saved: Path) -> None:
+    assert "another model: rule, this session has other" in refused(
+        saved, open_session(fingerprint="other")
+    )
+    session = open_session()
+    session.config = replace(session.config, plan=KvPlan(k_bits=8))
+    assert "another plan" in refused(saved, session)
+    assert "another rope_long" in refused(saved, open_session(rope_long=True))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 20, 60, -1])
+def test_truncated_sessions_are_refused(saved: Path, kept: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:kept])
+    assert "one.kvq" in refused(saved)
+
+
+def test_altered_sessions_are_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    for place in range(8, len(content), 7):
+        saved.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert "truncated or was altered" in refused(saved)
+
+
+def test_newer_sessions_are_refused(saved: Path) -> None:
+    content = saved.read_bytes()
+    length = struct.unpack_from("<I", content, 8)[0]
+    header = content[12 : 12 + length].replace(b'"version": 1', b'"version": 2')
+    body = content[:12] + header + content[12 + length : -32]
+    saved.write_bytes(body + sha256(body).digest())
+    assert "version 2; this kvq reads kvq-session version 1" in refused(saved)
+
+
+def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    session = open_session()
+    session.prefill([1])
+    with pytest.raises(SnapshotError, match=r"cannot be saved to .*No such file"):
+        session.save(tmp_path / "nowhere" / "one.kvq")
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        session.load(tmp_path / "absent.kvq")
+    (tmp_path / "other").write_text("not one of ours")
+    with pytest.raises(SnapshotError, match="is not a saved session"):
+        session.load(tmp_path / "other")
+
+
+def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvq_runtime.snapshot.os.fsync", full)
+    session = open_session()
+    session.prefill([7])
+    with pytest.raises(SnapshotError, match="No space left on device"):
+        session.save(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["one.kvq"]
+
+
+def test_closing_frees_the_cache() -> None:
+    with open_session() as session:
+        session.prefill([1])
+    assert session._cache.calls[-1] == "close"
