@@ -5,7 +5,6 @@ from math import log
 
 import numpy as np
 import pytest
-from tiny import byte_level_tokenizer
 
 from kvq.errors import DataError
 from kvq_apps.evaluation import (
@@ -17,6 +16,7 @@ from kvq_apps.evaluation import (
     windows,
 )
 from kvq_models.tokenizer import ControlTokens, Tokenizer
+from tiny import byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")

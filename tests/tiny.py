@@ -9,6 +9,7 @@ or position shows.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,9 @@ def write_tokenizer(folder: Path) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHATML)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "demo")
+    make_llama_checkpoint(target, dtype="bfloat16", max_position_embeddings=8192)
+    print(f"wrote a random llama checkpoint to {target}")

@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 from kvq import __version__
@@ -83,9 +84,23 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
 
 def _parse(argv: list[str]) -> Namespace:
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    arguments = build_parser(chosen).parse_args(argv)
+    arguments, unknown = build_parser(chosen).parse_known_args(argv)
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
+            f"see `kvq {chosen} --help`"
+        )
     options.fill_from_environment(arguments)
     return arguments
+
+
+def _nearest(word: str, arguments: Namespace) -> str:
+    """The command's flag that `word` may have meant, as a question, or nothing."""
+    from difflib import get_close_matches
+
+    flags = [f"--{name}" for name in options.FLAGS if hasattr(arguments, options.field(name))]
+    found = get_close_matches(word.partition("=")[0], flags, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _report(error: BaseException, argv: list[str], code: int) -> int:
@@ -120,7 +135,7 @@ def _set_up_logging(*, debug: bool) -> None:
 def _lenient_streams() -> None:
     """Text a stream's encoding lacks is escaped instead of ending the command."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -166,7 +166,7 @@ def field(name: str) -> str:
 
 
 def fill_from_environment(arguments: Namespace) -> None:
-    """Gives every flag that was not written its `KVQ_*` value. Raises `UsageError` for a bad one."""
+    """Gives every flag that was not written its `KVQ_*` value; `UsageError` for a bad one."""
     settled = KV_WIDTHS if getattr(arguments, "kv", None) is not None else ()
     arguments.written = {name for name in FLAGS if given(arguments, value=name)}
     for name, flag in FLAGS.items():

@@ -127,23 +127,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def library_path() -> Path | None:
-    """The native library beside the package or, in an editable install, in site-packages."""
+    """The native library in any folder of the package: an editable install has two."""
     import kvq
 
     for folder in kvq.__path__:
         path = Path(folder) / LIBRARY
         if path.is_file():
             return path
-    for path in _site_packages():
-        if path.is_file():
-            return path
     return None
-
-
-def _site_packages() -> list[Path]:
-    import sysconfig
-
-    return [Path(sysconfig.get_path("platlib")) / "kvq" / LIBRARY]
 
 
 @cache

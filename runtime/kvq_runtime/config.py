@@ -60,7 +60,12 @@ class SessionConfig:
         _require("ctx-size", self.context_tokens, self.context_tokens >= 2, "2 or more")
         _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.seed is not None:
-            _require("seed", self.seed, self.seed >= 0, "0 or more")
+            check_seed(self.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises `UsageError` for a seed that no generator takes."""
+    _require("seed", seed, seed >= 0, "0 or more")
 
 
 def _require(flag: str, value: float, holds: bool, possible: str) -> None:

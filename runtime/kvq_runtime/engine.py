@@ -30,6 +30,7 @@ class Engine:
         self.bundle = bundle
         self.backend = backends.open_backend(backend, bundle, threads=self.threads)
         self._tokenizer = _tokenizer(bundle)
+        self._longest_context = self.config.context_length
 
     @classmethod
     def open(
@@ -112,13 +113,13 @@ class Engine:
         self.close()
 
     def _open_session(self, config: SessionConfig) -> Session:
-        trained = self.config.context_length
-        if config.context_tokens > trained:
+        if config.context_tokens > self._longest_context:
+            self._longest_context = config.context_tokens
             logger.warning(
                 "a context of %d tokens is more than the %d this model was made for; expect "
                 "worse text beyond that",
                 config.context_tokens,
-                trained,
+                self.config.context_length,
             )
         cache = Cache(
             self.config.cache_shape,

@@ -16,7 +16,7 @@ from kvq.cache import Cache
 from kvq.errors import KvqError, UsageError
 from kvq_runtime import snapshot
 from kvq_runtime.backends import Backend, plain_input
-from kvq_runtime.config import Sampling, SessionConfig
+from kvq_runtime.config import Sampling, SessionConfig, check_seed
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
 from kvq_runtime.sampling import log_probability, sample
 from kvq_runtime.stop_strings import StopStrings
@@ -199,6 +199,7 @@ class Session:
 
     def reseed(self, seed: int) -> None:
         """Starts the sampler's random numbers again at `seed`."""
+        check_seed(seed)
         self._generator = np.random.default_rng(seed)
 
     def save(self, path: Path | str) -> None:

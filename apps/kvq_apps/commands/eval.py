@@ -99,13 +99,14 @@ class _Job:
 def _job(engine: "Engine", arguments: Namespace, text: str, progress: output.Progress) -> _Job:
     from kvq_apps.evaluation import SCORE_CHUNK_TOKENS
 
-    lengths = arguments.context or (min(DEFAULT_CONTEXT, engine.config.context_length),)
+    room = ANSWER_TOKENS if arguments.task == "passkey" else 0
+    lengths = arguments.context or (min(DEFAULT_CONTEXT, engine.config.context_length - room),)
     if min(lengths) < 1 or (len(lengths) > 1 and arguments.task != "passkey"):
         raise UsageError(
             f"--context {','.join(map(str, lengths))} is not possible: give one number of tokens; "
             "only passkey takes several"
         )
-    context_tokens = max(lengths) + (ANSWER_TOKENS if arguments.task == "passkey" else 0)
+    context_tokens = max(lengths) + room
     session_options = {
         "kv_budget": f"{context_tokens}tok",
         "context_tokens": context_tokens,
@@ -149,6 +150,7 @@ def _kld(job: _Job) -> "Measurement":
 
 def _passkey(job: _Job) -> "Measurement":
     from kvq_apps import evaluation
+    from kvq_runtime.config import check_seed
 
     depths = job.arguments.depths or DEFAULT_DEPTHS
     if not all(0 <= depth <= 1 for depth in depths):
@@ -156,12 +158,10 @@ def _passkey(job: _Job) -> "Measurement":
     trials = 1 if job.arguments.trials is None else job.arguments.trials
     if trials < 1:
         raise UsageError(f"--trials {trials} is not possible: give 1 or more")
+    seed = job.arguments.seed or 0
+    check_seed(seed)
     prompts = evaluation.passkey_prompts(
-        job.engine.tokenizer,
-        lengths=job.lengths,
-        depths=depths,
-        trials=trials,
-        seed=job.arguments.seed or 0,
+        job.engine.tokenizer, lengths=job.lengths, depths=depths, trials=trials, seed=seed
     )
     return evaluation.passkey(job.open_session, job.engine.tokenizer, prompts, job.progress)
 

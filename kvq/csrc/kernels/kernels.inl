@@ -257,14 +257,13 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
     }
 }
 
-// Calls Body<1..kRegisterRows>(first row) until all rows are served.
+// Serves `rows` rows N at a time and the rest in one go: call(count as a constant, first row).
 template <int N, class Call> inline void rows_of(int rows, Call&& call) {
     int r = 0;
     for (; r + N <= rows; r += N) call(std::integral_constant<int, N>{}, r);
     if constexpr (N > 1) {
-        if (r < rows) {
-            rows_of<N / 2>(rows - r, [&](auto n, int inner) { call(n, r + inner); });
-        }
+        if (rows - r == N - 1) call(std::integral_constant<int, N - 1>{}, r);
+        else if (rows > r) rows_of<N - 1>(rows - r, [&](auto n, int inner) { call(n, r + inner); });
     }
 }
 

@@ -4,8 +4,9 @@ One graph, one `InferenceSession`; the state lives in the native cache behind it
 past or present tensors cross Python.
 """
 
-import importlib.util
-from typing import TYPE_CHECKING
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ SESSION_ENTRIES = {
     "session.use_device_allocator_for_initializers": "1",
 }
 ONLY_FATAL = 4
+_STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
 class OnnxBackend:
@@ -44,7 +46,7 @@ class OnnxBackend:
     @staticmethod
     def missing() -> str | None:
         """Why this backend cannot run here, or None."""
-        if importlib.util.find_spec("onnxruntime") is None:
+        if find_spec("onnxruntime") is None:
             return "onnxruntime is not installed; pip install onnxruntime"
         return native.why_not() or None
 
@@ -60,7 +62,7 @@ class OnnxBackend:
         if self._has_long_rope:
             feeds["rope_long"] = np.array([inputs.rope_long], np.int64)
         try:
-            return self._session.run(["logits"], feeds)[0]
+            return cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {error}") from error
 
@@ -70,7 +72,7 @@ class OnnxBackend:
 
 
 def _open(bundle: Bundle, threads: int) -> "InferenceSession":
-    import onnxruntime  # noqa: PLC0415  it loads slowly, and only this backend should pay
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -91,8 +93,7 @@ def _open(bundle: Bundle, threads: int) -> "InferenceSession":
 
 def _load_errors() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises for a graph or library it cannot use; they share no base class."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state  # noqa: PLC0415  as above
-
+    state = import_module(_STATE)
     return (
         *_run_errors(), state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf,
         state.NotImplemented, state.NoSuchFile,
@@ -101,6 +102,5 @@ def _load_errors() -> tuple[type[Exception], ...]:
 
 def _run_errors() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises when a node fails; a wrong argument of ours is not among them."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state  # noqa: PLC0415  as above
-
+    state = import_module(_STATE)
     return state.Fail, state.RuntimeException, state.EPFail

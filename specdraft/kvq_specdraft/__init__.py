@@ -1,0 +1,1 @@
+"""Drafters propose tokens for the runtime to verify. The package holds none yet."""

@@ -1,0 +1,216 @@
+"""Engine and sessions over a real bundle: both backends, budgets, rollback, files, long rope."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
+from kvq_apps.evaluation import kl_divergence
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
+from kvq_runtime.session import Session
+from tiny import make_checkpoint, make_llama_checkpoint
+
+GREEDY = Sampling(temperature=0)
+# Mean KL divergence between the backends by (K, V) bits. The onnx backend rounds activations to
+# 8 bits and the reference does not; coarse pages turn that into other codes here and there.
+MEAN_DIVERGENCE = {(16, 16): 0.006, (8, 8): 0.008, (4, 2): 0.05}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = make_llama_checkpoint(tmp_path_factory.mktemp("engine") / "tiny")
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    return export_model(source, source.parent / "bundle", options).path
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    reason = missing(request.param)
+    if reason:
+        pytest.skip(reason)
+    with Engine.open(folder, backend=request.param, threads=2) as engine:
+        yield engine
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(6, 300, count).tolist()
+
+
+def generated(session: Session, count: int) -> list[int]:
+    steps = session.generate(count, sampling=GREEDY, stop_ids=[])
+    return [step.token for step in steps]
+
+
+def test_every_row_of_the_table_is_preferred_somewhere() -> None:
+    assert set(PREFERENCE) == set(BACKENDS)
+
+
+def log_probabilities(folder: Path, name: str, ids: list[int], **options: int) -> np.ndarray:
+    """Of every token of `ids` on backend `name`, float64 [T, V]; skips where it cannot run."""
+    if missing(name):
+        pytest.skip(f"{name}: {missing(name)}")
+    with Engine.open(folder, backend=name) as engine, engine.session(**options) as session:
+        logits = np.concatenate(list(session.logits(ids))).astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("kv", "nats"), MEAN_DIVERGENCE.items())
+def test_backends_agree(folder: Path, kv: tuple[int, int], nats: float) -> None:
+    options = {"k_bits": kv[0], "v_bits": kv[1], "chunk_tokens": 64}
+    found = [log_probabilities(folder, name, prompt(400), **options) for name in sorted(BACKENDS)]
+    assert found[0].std() > 1
+    assert kl_divergence(found[1], found[0]).mean() < nats
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_an_exact_cache_does_not_depend_on_chunks(engine: Engine, chunk_tokens: int) -> None:
+    ids = prompt(70)
+    exact = {"k_bits": 16, "v_bits": 16}
+    with (
+        engine.session(**exact) as whole,
+        engine.session(**exact, chunk_tokens=chunk_tokens) as cut,
+    ):
+        expected = np.concatenate(list(whole.logits(ids)))
+        np.testing.assert_allclose(np.concatenate(list(cut.logits(ids))), expected, atol=2e-3)
+
+
+def test_prefill_and_steps_give_the_same_tokens_as_logits(engine: Engine) -> None:
+    ids = prompt(40)
+    with engine.session(k_bits=16, v_bits=16) as session:
+        session.prefill(ids)
+        new = generated(session, 12)
+    with engine.session(k_bits=16, v_bits=16) as check:
+        rows = np.concatenate(list(check.logits([*ids, *new])))
+    assert rows[len(ids) - 1 : -1].argmax(1).tolist() == new
+
+
+def test_text_of_the_steps_is_the_decoded_tokens(engine: Engine) -> None:
+    with engine.session(seed=3) as session:
+        session.prefill(engine.tokenizer.encode("def add(first, second)"))
+        steps = list(session.generate(40, sampling=Sampling(temperature=2.0), stop_ids=[]))
+    text = engine.tokenizer.decode([step.token for step in steps])
+    assert "".join(step.text for step in steps) == text
+
+
+def test_rollback_is_as_if_it_had_not_happened(engine: Engine) -> None:
+    with engine.session(k_bits=16, v_bits=16) as session:
+        session.prefill(prompt(30))
+        expected = generated(session, 20)
+        session.rollback(20)
+        assert generated(session, 20) == expected
+        session.rollback(25)
+        session.prefill(prompt(30)[25:])
+        assert generated(session, 20) == expected
+
+
+def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> None:
+    hot = Sampling(temperature=1.5)
+    with engine.session(seed=1) as session, engine.session(seed=2) as other:
+        session.prefill(prompt(200))
+        generated(session, 9)
+        session.save(tmp_path / "one.kvq")
+        expected = [step.token for step in session.generate(30, sampling=hot, stop_ids=[])]
+        other.prefill(prompt(50, seed=8))
+        other.load(tmp_path / "one.kvq")
+        assert [step.token for step in other.generate(30, sampling=hot, stop_ids=[])] == expected
+        assert other.tokens == session.tokens
+    with (
+        engine.session(kv_budget="1MiB") as larger,
+        pytest.raises(SnapshotError, match="another budget_bytes"),
+    ):
+        larger.load(tmp_path / "one.kvq")
+    with engine.session(k_bits=8) as wider, pytest.raises(SnapshotError, match="another plan"):
+        wider.load(tmp_path / "one.kvq")
+
+
+def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
+    with engine.session(k_bits=8, v_bits=8, kv_budget="200tok") as session:
+        session.prefill(prompt(400))
+        generated(session, 60)
+        stats = session.stats()
+    with engine.session(k_bits=8, v_bits=8, kv_budget="500tok") as roomy:
+        roomy.prefill(prompt(400))
+        assert roomy.stats().kv_bytes_peak > stats.kv_budget
+    assert stats.kv_bytes_peak <= stats.kv_budget
+    assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 4 + 4)
+
+
+def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:
+    source = make_checkpoint("phi3-longrope", tmp_path / "source")
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    folder = export_model(source, tmp_path / "bundle", options).path
+    found = {
+        (name, context): log_probabilities(
+            folder, name, prompt(48), context_tokens=context, k_bits=16, v_bits=16
+        )
+        for name in BACKENDS
+        for context in (64, 65)
+    }
+    for context, other in ((64, 65), (65, 64)):
+        expected = found["reference", context]
+        assert kl_divergence(expected, found["onnx", context]).mean() < 0.01
+        assert kl_divergence(expected, found["onnx", other]).mean() > 0.2
+
+
+def test_defaults_come_from_the_bundle(engine: Engine) -> None:
+    with engine.session() as session:
+        assert session.config.context_tokens == 512
+        assert (session.config.plan.k_bits, session.config.plan.v_bits) == (4, 2)
+        # everything the context can hold stays at the plan's widths
+        assert session.config.budget_bytes < 512 * 1024
+    with engine.session(kv_budget="512tok") as same:
+        assert same.config.budget_bytes == session.config.budget_bytes
+
+
+def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
+    with pytest.raises(BudgetError, match=r"cannot hold .* \(\d+ bytes\) can"):
+        engine.session(kv_budget=4096)
+    with pytest.raises(UsageError, match="--kv-policy 'best' is unknown"):
+        engine.session(policy="best")
+    with pytest.raises(UsageError, match="--ctx-size 1 is not possible"):
+        engine.session(context_tokens=1)
+    with pytest.raises(UsageError, match="backend 'cuda' is not known; choose auto, onnx"):
+        Engine.open(folder, backend="cuda")
+    with engine.session() as session:
+        session.prefill([5])
+        with pytest.raises(UsageError, match="--seed -1"):
+            session.reseed(-1)
+
+
+def test_a_context_beyond_the_models_warns_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.session(context_tokens=600).close()
+    assert [record.message for record in caplog.records] == [
+        "a context of 600 tokens is more than the 512 this model was made for; expect worse "
+        "text beyond that"
+    ]
+
+
+def test_auto_takes_the_first_that_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Engine.open(folder) as engine:
+        assert engine.backend.name == next(name for name in PREFERENCE if missing(name) is None)
+    assert len(caplog.records) == (0 if missing("onnx") is None else 1)
+
+
+def test_a_missing_library_is_a_reason_not_a_crash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "why_not", lambda: "it was not built")
+    with pytest.raises(BackendError, match="the onnx backend cannot run: it was not built"):
+        Engine.open(folder, backend="onnx")
+    with caplog.at_level(logging.WARNING), Engine.open(folder) as engine:
+        assert engine.backend.name == "reference"
+    assert [record.message for record in caplog.records] == [
+        "using the slow reference backend: it was not built"
+    ]
