@@ -61,49 +61,87 @@ inline void widen_constants(const uint16_t* constants, int n, int bits, Constant
     }
 }
 
-// A query row folded into a page's key scales and rounded to int8 in groups of 32 channels, so that
-// one loud channel costs its own group only.
+// Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 8 bits use
+// the fine part against their hi4 plane, or rounding x would cost more than the page's own rounding;
+// narrower reads do without.
+template <int Lanes, bool Fine>
+inline void round_codes(const F* x, float top, int8_t* code, int8_t* fine, float* scale,
+                        float* code_sum, float* fine_sum) {
+    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
+    I codes[4] = {}, rests[4] = {};
+    I total = {}, rest_total = {};
+    for (int i = 0; i < Lanes; i++) {
+        const F scaled = x[i] * inverse;
+        codes[i] = to_int(scaled);
+        total = total + codes[i];
+        if constexpr (Fine) {
+            rests[i] = to_int((scaled - to_float(codes[i])) * set1(254.0f));
+            rest_total = rest_total + rests[i];
+        }
+    }
+    store_codes(code, codes);
+    if constexpr (Fine) {
+        store_codes(fine, rests);
+        *fine_sum += static_cast<float>(reduce_add(rest_total));
+    }
+    *code_sum += static_cast<float>(reduce_add(total));
+    *scale = top * (1.0f / 127.0f);
+}
+
+// What the middle of the code range adds to a sum of scale * (code_sum + fine_sum / 254): the fine
+// part meets hi4 alone, whose values 16 * hi stand 120 from their middle.
+inline float centre_of(float half_range, float scale, float code_sum, float fine_sum) {
+    return scale * (half_range * code_sum + 120.0f / 254.0f * fine_sum);
+}
+
+// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one loud
+// channel costs its own group only.
 struct FoldedQuery {
     alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
+    alignas(64) int8_t fine[kMaxHeadDim + 16];
     float scale[kMaxGroups];
     float constant;  // what the codes' midpoint and the page minima add to every logit
 };
 
-// Folds 8 * Lanes <= 32 channels; returns scale * (sum of codes).
-template <int Lanes>
-inline float fold_group(const float* q, const float* step, const float* mid, F& mid_sum,
-                        int8_t* code, float* scale) {
+template <int Lanes, bool Fine>
+inline void fold_group(const float* q, const Constants& k, int g, float half_range, F& mid_sum,
+                       float& centre, FoldedQuery& out) {
+    const int base = 32 * g;
     F scaled[Lanes];
     F largest = set1(0.0f);
     for (int i = 0; i < Lanes; i++) {
-        const F x = load(q + 8 * i);
-        scaled[i] = x * load(step + 8 * i);
-        mid_sum = fma(x, load(mid + 8 * i), mid_sum);
+        const F x = load(q + base + 8 * i);
+        scaled[i] = x * load(k.step + base + 8 * i);
+        mid_sum = fma(x, load(k.mid + base + 8 * i), mid_sum);
         largest = max(largest, abs(scaled[i]));
     }
-    const float top = reduce_max(largest);
-    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
-    I codes[4] = {};
-    I total = {};
-    for (int i = 0; i < Lanes; i++) {
-        codes[i] = to_int(scaled[i] * inverse);
-        total = total + codes[i];
-    }
-    store_codes(code, codes);
-    *scale = top * (1.0f / 127.0f);
-    return *scale * static_cast<float>(reduce_add(total));
+    float code_sum = 0.0f, fine_sum = 0.0f;
+    round_codes<Lanes, Fine>(scaled, reduce_max(largest), out.code + base, out.fine + base,
+                             out.scale + g, &code_sum, &fine_sum);
+    centre += centre_of(half_range, out.scale[g], code_sum, fine_sum);
 }
 
-inline void fold_query(const float* q, const Constants& k, int head_dim, float half_range,
-                       FoldedQuery& out) {
+template <int Bits>
+inline void fold_query(const float* q, const Constants& k, int head_dim, FoldedQuery& out) {
+    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F mid_sum = set1(0.0f);
     float centre = 0.0f;
-    for (int g = 0, base = 0; base < head_dim; g++, base += 32) {
-        const auto fold = head_dim - base < 32 ? fold_group<2> : fold_group<4>;
-        centre += fold(q + base, k.step + base, k.mid + base, mid_sum, out.code + base,
-                       out.scale + g);
+    const int whole = head_dim / 32;
+    for (int g = 0; g < whole; g++)
+        fold_group<4, Bits == 8>(q, k, g, kHalfRange, mid_sum, centre, out);
+    if (head_dim % 32) fold_group<2, Bits == 8>(q, k, whole, kHalfRange, mid_sum, centre, out);
+    out.constant = reduce_add(mid_sum) - centre;
+}
+
+// Sum of code products of one row, the fine part included.
+template <int Bits>
+inline F combine(const Dot& high, const Dot* low, const Dot* fine, int r) {
+    if constexpr (Bits == 8) {
+        const F coarse = to_float(times16(high.sum()) + low[r].sum());
+        return fma(to_float(fine[r].sum()), set1(16.0f / 254.0f), coarse);
+    } else {
+        return to_float(high.sum());
     }
-    out.constant = reduce_add(mid_sum) - half_range * centre;
 }
 
 // scores [N][64]: the page's logits for N folded rows.
@@ -124,7 +162,7 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
         F logit[N];
         for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
         for (int g = 0, j = 0; j < vectors; g++) {
-            Dot high[N], low[Bits == 8 ? N : 1];
+            Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
             const int end = j + 32 / kChannels < vectors ? j + 32 / kChannels : vectors;
             for (; j < end; j++) {
                 const Bytes v = load_bytes(hi + 32 * j);
@@ -150,14 +188,14 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
                         for (int r = 0; r < N; r++) {
                             low[r].add(c, q[r].code + 8 * j);
                             low[r].add(d, q[r].code + 8 * j + 4);
+                            fine[r].add(a, q[r].fine + 8 * j);
+                            fine[r].add(b, q[r].fine + 8 * j + 4);
                         }
                     }
                 }
             }
             for (int r = 0; r < N; r++) {
-                I total = high[r].sum();
-                if constexpr (Bits == 8) total = times16(total) + low[r].sum();
-                logit[r] = fma(to_float(total), set1(q[r].scale[g]), logit[r]);
+                logit[r] = fma(combine<Bits>(high[r], low, fine, r), set1(q[r].scale[g]), logit[r]);
             }
         }
         for (int r = 0; r < N; r++) store(scores + r * kPageTokens + 8 * group, logit[r]);
@@ -167,12 +205,15 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
 // Attention weights of one row folded into a page's value scales and rounded to 7 bits.
 struct FoldedWeights {
     alignas(64) int8_t code[kPageTokens];
+    alignas(64) int8_t fine[kPageTokens];
     float scale;
     float constant;  // same for every channel
 };
 
-inline void fold_weights(const F* p, const Constants& v, float half_range, FoldedWeights& out) {
+template <int Bits>
+inline void fold_weights(const F* p, const Constants& v, FoldedWeights& out) {
     constexpr int kLanes = kPageTokens / 8;
+    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F scaled[kLanes];
     F mid_sum = set1(0.0f), largest = set1(0.0f);
     for (int i = 0; i < kLanes; i++) {
@@ -181,18 +222,11 @@ inline void fold_weights(const F* p, const Constants& v, float half_range, Folde
         largest = max(largest, scaled[i]);
     }
     const float top = reduce_max(largest);
-    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
-    I codes[kLanes];
-    I total = {};
-    for (int i = 0; i < kLanes; i++) {
-        codes[i] = to_int(scaled[i] * inverse);
-        total = total + codes[i];
-    }
-    store_codes(out.code, codes);
-    store_codes(out.code + 32, codes + 4);
-    out.scale = top * (1.0f / 127.0f);
-    out.constant =
-        reduce_add(mid_sum) - half_range * out.scale * static_cast<float>(reduce_add(total));
+    float code_sum = 0.0f, fine_sum = 0.0f;
+    for (int half = 0; half < 2; half++)
+        round_codes<4, Bits == 8>(scaled + 4 * half, top, out.code + 32 * half, out.fine + 32 * half,
+                                  &out.scale, &code_sum, &fine_sum);
+    out.constant = reduce_add(mid_sum) - centre_of(kHalfRange, out.scale, code_sum, fine_sum);
 }
 
 // acc [N][head_dim] += weights . V.
@@ -211,10 +245,11 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
             hi = page.v[which] + offset;
             if constexpr (Bits == 8) lo = page.v[2 + which] + offset;
         }
-        I total[N] = {};
+        F total[N];
+        for (int r = 0; r < N; r++) total[r] = set1(0.0f);
         // Two halves of eight adds each: the most an int16 sum of nibble products can hold.
         for (int part = 0; part < 2; part++) {
-            Dot high[N], low[Bits == 8 ? N : 1];
+            Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
             for (int j = part * kVectors / 2; j < (part + 1) * kVectors / 2; j++) {
                 const Bytes x = load_bytes(hi + 32 * j);
                 if constexpr (Bits == 2) {
@@ -239,19 +274,18 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
                         for (int r = 0; r < N; r++) {
                             low[r].add(c, p[r].code + 8 * j);
                             low[r].add(d, p[r].code + 8 * j + 4);
+                            fine[r].add(a, p[r].fine + 8 * j);
+                            fine[r].add(b, p[r].fine + 8 * j + 4);
                         }
                     }
                 }
             }
-            for (int r = 0; r < N; r++) {
-                I sum = high[r].sum();
-                if constexpr (Bits == 8) sum = times16(sum) + low[r].sum();
-                total[r] = total[r] + sum;
-            }
+            for (int r = 0; r < N; r++)
+                total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
         }
         for (int r = 0; r < N; r++) {
             float* out = acc + r * head_dim + 8 * group;
-            const F value = fma(to_float(total[r]), set1(p[r].scale), set1(p[r].constant));
+            const F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
             store(out, load(out) + value);
         }
     }
@@ -305,16 +339,30 @@ inline void softmax_update(Block& block, int r, const float* logits, uint64_t bi
     block.sum[r] += reduce_add(total);
 }
 
-template <int KBits> void all_logits(const PageView& page, const Block& block, const FoldedQuery* q,
-                                     float* scores) {
+template <int Bits>
+void all_logits(const PageView& page, const Block& block, const float* q, float* scores) {
+    Constants constants;
+    FoldedQuery folded[kBlockRows];
+    widen_constants(page.k_constants, block.head_dim, Bits, constants);
+    for (int r = 0; r < block.rows; r++)
+        fold_query<Bits>(q + r * block.head_dim, constants, block.head_dim, folded[r]);
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_logits<KBits, n()>(page, block.head_dim, q + r, scores + r * kPageTokens);
+        page_logits<Bits, n()>(page, block.head_dim, folded + r, scores + r * kPageTokens);
     });
 }
 
-template <int VBits> void all_values(const PageView& page, Block& block, const FoldedWeights* p) {
+template <int Bits>
+void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* bits) {
+    Constants constants;
+    FoldedWeights folded[kBlockRows];
+    widen_constants(page.v_constants, kPageTokens, Bits, constants);
+    for (int r = 0; r < block.rows; r++) {
+        F p[kPageTokens / 8];
+        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
+        fold_weights<Bits>(p, constants, folded[r]);
+    }
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_values<VBits, n()>(page, block.head_dim, p + r, block.acc + r * block.head_dim);
+        page_values<Bits, n()>(page, block.head_dim, folded + r, block.acc + r * block.head_dim);
     });
 }
 
@@ -327,28 +375,12 @@ void attend_page(Block& block, const float* q, const PageView& page) {
     }
     if (!any) return;
     alignas(64) float scores[kBlockRows * kPageTokens];
-    Constants constants;
-    {
-        FoldedQuery folded[kBlockRows];
-        widen_constants(page.k_constants, block.head_dim, page.k_bits, constants);
-        const float half_range = static_cast<float>((1 << page.k_bits) - 1) * 0.5f;
-        for (int r = 0; r < block.rows; r++)
-            fold_query(q + r * block.head_dim, constants, block.head_dim, half_range, folded[r]);
-        if (page.k_bits == 8) all_logits<8>(page, block, folded, scores);
-        else if (page.k_bits == 4) all_logits<4>(page, block, folded, scores);
-        else all_logits<2>(page, block, folded, scores);
-    }
-    FoldedWeights folded[kBlockRows];
-    widen_constants(page.v_constants, kPageTokens, page.v_bits, constants);
-    const float half_range = static_cast<float>((1 << page.v_bits) - 1) * 0.5f;
-    for (int r = 0; r < block.rows; r++) {
-        F p[kPageTokens / 8];
-        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
-        fold_weights(p, constants, half_range, folded[r]);
-    }
-    if (page.v_bits == 8) all_values<8>(page, block, folded);
-    else if (page.v_bits == 4) all_values<4>(page, block, folded);
-    else all_values<2>(page, block, folded);
+    if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
+    else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
+    else all_logits<2>(page, block, q, scores);
+    if (page.v_bits == 8) all_values<8>(page, block, scores, bits);
+    else if (page.v_bits == 4) all_values<4>(page, block, scores, bits);
+    else all_values<2>(page, block, scores, bits);
 }
 
 // ---- floating-point keys -------------------------------------------------------------------
