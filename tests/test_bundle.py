@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import make_llama_checkpoint
 
 from kvq.errors import BundleError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime import bundle as bundle_module
 from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum, dequantize
+from tiny import make_llama_checkpoint
 
 
 @pytest.fixture(scope="module")

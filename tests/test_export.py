@@ -10,7 +10,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
-from tiny import checkpoint_weights, make_llama_checkpoint
 
 from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
@@ -25,6 +24,7 @@ from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle, dequantize
+from tiny import checkpoint_weights, make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False)
 

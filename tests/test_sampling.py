@@ -167,6 +167,7 @@ def streamed(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None
         (["aab"], ["aa", "aab"], ["", "aa"], "aab"),
         (["\n\n", "User:"], ["hi\n", "Us", "er: no"], ["hi", "\n", ""], "User:"),
         (["b", "ab"], ["xab"], ["x"], "ab"),
+        (["a", "ab"], ["xab"], ["x"], "ab"),
         (["é"], ["caf", "é!"], ["caf", ""], "é"),
     ],
 )

@@ -101,6 +101,7 @@ struct AttendJob {
         for (int c = begin; c < end; c++) {
             const Entry& e = cache.entry(stream, c);
             if (!e.k_bits) continue;
+            if (c + 1 < end) prefetch(cache.entry(stream, c + 1));
             const Column& column = cache.columns_[c];
             PageView page;
             for (int g = 0; g < granules(e.k_bits); g++)
@@ -121,6 +122,23 @@ struct AttendJob {
             }
             kernel.page(block, column.delta ? shifted : block.q, page);
         }
+    }
+
+    // Pages lie anywhere in the pool, where no hardware prefetcher expects them. Into the second level:
+    // a page is more lines than the first level can have in flight.
+    void prefetch(const Entry& e) const {
+        const int64_t bytes = static_cast<int64_t>(granule_bytes(a.head_dim));
+        for (uint32_t granule : e.granule) {
+            if (granule == kNone) continue;
+            const uint8_t* start = cache.pool_.granule(granule);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(start + i, 0, 2);
+        }
+        if (e.constants == kNone) return;
+        const uint8_t* constants = cache.pool_.constant(e.constants);
+        for (int64_t i = 0; i < static_cast<int64_t>(constant_bytes(a.head_dim)); i += 64)
+            __builtin_prefetch(constants + i, 0, 2);
+        // Without an effect the compiler can name, it would drop this function.
+        asm volatile("" ::: "memory");
     }
 
     // q . (R_delta k) = (R_-delta q) . k, so a moved page costs a rotation of the query.
@@ -146,9 +164,9 @@ struct AttendJob {
         Block block;
         load_rows(block, kv_head, first);
         const State& state = *cache.state_;
-        attend_pages(block, kv_head, state.columns * split / splits,
-                     state.columns * (split + 1) / splits);
-        if (split == splits - 1) {
+        // The newest keys and the sinks come first: they set a maximum that makes many pages
+        // negligible.
+        if (split == 0) {
             const int stream = a.layer * a.kv_heads + kv_head;
             attend_floats(block, cache.tail_rows(stream, 0), cache.tail_rows(stream, 1),
                           cache.tail_positions_, state.tail_used + (state.staged ? 0 : tokens));
@@ -156,6 +174,8 @@ struct AttendJob {
                 attend_floats(block, cache.staging_rows(kv_head, 0), cache.staging_rows(kv_head, 1),
                               cache.staging_positions_, tokens);
         }
+        attend_pages(block, kv_head, state.columns * split / splits,
+                     state.columns * (split + 1) / splits);
         for (int r = 0; r < block.rows; r++) {
             const float* acc = block.acc + r * a.head_dim;
             if (splits == 1) {

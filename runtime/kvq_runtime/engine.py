@@ -8,7 +8,7 @@ from kvq.cache import Cache
 from kvq.config import Budget, KvPlan, parse_budget
 from kvq.errors import BackendError, UsageError
 from kvq_models.config import ModelConfig
-from kvq_models.tokenizer import ControlTokens, IncrementalDetokenizer, Tokenizer
+from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime import backends, device
 from kvq_runtime.budget import Sizing
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
@@ -29,7 +29,7 @@ class Engine:
             raise UsageError(f"--threads {self.threads} is not possible: give 1 or more")
         self.bundle = bundle
         self.backend = backends.open_backend(backend, bundle, threads=self.threads)
-        self._tokenizer = _tokenizer(bundle)
+        self._tokenizer = bundle.tokenizer()
         self._longest_context = self.config.context_length
 
     @classmethod
@@ -152,10 +152,3 @@ class Engine:
         return hashlib.sha256(
             "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE)).encode()
         ).hexdigest()
-
-
-def _tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, or None for one that takes token ids only."""
-    if bundle.tokenizer_path is None:
-        return None
-    return Tokenizer.from_bundle(bundle.path, ControlTokens.from_json(bundle.manifest.tokens))

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 
 from kvq.errors import KvqError
 from kvq_export import export
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import DATA_FILE
+from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -314,9 +314,13 @@ inline uint64_t visible(int64_t position, int64_t first, int window) {
     return bits;
 }
 
+// A page whose best logit stands this far (base 2) below the best so far adds nothing that float32
+// sums could keep: 2^-32 of a weight, times all keys of a long context, stays below 1e-5.
+constexpr float kNegligible = 32.0f;
+
 // Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
-// before is rescaled to it.
-inline void softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
+// before is rescaled to it. False: all weights are negligible, p is left alone.
+inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
     constexpr int kLanes = kPageTokens / 8;
     for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
     if (block.softcap_log2 > 0.0f)
@@ -326,6 +330,7 @@ inline void softmax_update(Block& block, int r, const float* logits, uint64_t bi
             p[i] = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), p[i], set1(-3e38f));
     F largest = max(max(max(p[0], p[1]), max(p[2], p[3])), max(max(p[4], p[5]), max(p[6], p[7])));
     const float top = reduce_max(largest);
+    if (top < block.maximum[r] - kNegligible) return false;
     if (top > block.maximum[r]) {
         const F shrink = set1(exp2_one(block.maximum[r] - top));
         float* acc = block.acc + r * block.head_dim;
@@ -337,6 +342,7 @@ inline void softmax_update(Block& block, int r, const float* logits, uint64_t bi
     for (int i = 0; i < kLanes; i++) p[i] = exp2_lanes(p[i] - maximum);
     const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
     block.sum[r] += reduce_add(total);
+    return true;
 }
 
 template <int Bits>
@@ -356,11 +362,17 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
     Constants constants;
     FoldedWeights folded[kBlockRows];
     widen_constants(page.v_constants, kPageTokens, Bits, constants);
+    bool any = false;
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
-        fold_weights<Bits>(p, constants, folded[r]);
+        if (softmax_update(block, r, scores + r * kPageTokens, bits[r], p)) {
+            fold_weights<Bits>(p, constants, folded[r]);
+            any = true;
+        } else {
+            std::memset(&folded[r], 0, sizeof folded[r]);
+        }
     }
+    if (!any) return;
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
         page_values<Bits, n()>(page, block.head_dim, folded + r, block.acc + r * block.head_dim);
     });
@@ -465,7 +477,7 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32
         tile_logits<count()>(block.q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
     });
     for (int r = 0; r < block.rows; r++) {
-        F p[kPageTokens / 8];
+        F p[kPageTokens / 8] = {};
         softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
         for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
     }

@@ -97,17 +97,6 @@ def missing(name: str) -> str | None:
     return _load(name).missing()
 
 
-def weight_bytes_per_step(bundle: Bundle) -> int:
-    """Bytes of weights one token's forward pass reads: all, or all but an untied embedding."""
-    stored = bundle.manifest.weights
-    if bundle.config.tied_head:
-        return stored.num_bytes
-    rows, columns = bundle.config.vocab_size, bundle.config.hidden_size
-    return stored.num_bytes - rows * (
-        columns * stored.embedding_bits // 8 + 4 * -(-columns // stored.block)
-    )
-
-
 def _load(name: str) -> Any:
     module_name, _, class_name = BACKENDS[name].partition(":")
     factory: Callable[..., Backend] = getattr(import_module(module_name), class_name)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq_models.reference import forward
-from kvq_runtime.backends import ForwardInput, weight_bytes_per_step
+from kvq_runtime.backends import ForwardInput
 from kvq_runtime.bundle import Bundle
 
 
@@ -23,7 +23,7 @@ class ReferenceBackend:
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self._config = bundle.config
         self._weight = cache(bundle.read_weight)
-        self.weight_bytes_per_step = weight_bytes_per_step(bundle)
+        self.weight_bytes_per_step = bundle.weight_bytes_per_step
 
     @staticmethod
     def missing() -> str | None:

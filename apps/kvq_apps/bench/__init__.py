@@ -1,0 +1,1 @@
+"""What `kvq bench` measures with: shapes, engines on the same weights, one way to time them."""

@@ -1,0 +1,142 @@
+"""Ours: the bundle's graph over the quantised cache, through the backend that `kvq run` uses.
+
+Knows how to fill a cache without weights; measures nothing.
+"""
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import KvPlan, parse_kv
+from kvq_models.config import ModelConfig
+from kvq_runtime.backends import Backend, open_backend, plain_input
+from kvq_runtime.bundle import Bundle
+
+
+class KvqEngine:
+    """Our engine; its settings are those the user asks for, as `--kv` writes them."""
+
+    name = "kvq"
+
+    def __init__(self, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> None:
+        self.kv_settings = tuple(kv_settings)
+        self._bundle = bundle
+        self._threads = threads
+        self._backend = open_backend("auto", bundle, threads=threads)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why it cannot run here: never, as a slower backend always can."""
+        return None
+
+    def sequence(self, kv: str, depth: int, room: int) -> "KvqSequence":
+        """See `Engine.sequence`."""
+        config, plan = self._bundle.config, self._plan(kv)
+        cache = Cache(
+            config.cache_shape,
+            plan,
+            self.cache_bytes(kv, depth + room),
+            depth + room,
+            threads=self._threads,
+            native=self._backend.native_cache,
+        )
+        fill(cache, config, depth)
+        return KvqSequence(self._backend, cache, config)
+
+    def cache_bytes(self, kv: str, tokens: int) -> int:
+        """See `Engine.cache_bytes`; the smallest budget that keeps every bit of `tokens`."""
+        shape = self._bundle.config.cache_shape
+        return budget_for_tokens(shape, self._plan(kv), tokens, threads=self._threads)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._backend.close()
+
+    def _plan(self, kv: str) -> KvPlan:
+        k_bits, v_bits = parse_kv(kv)
+        return replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits)
+
+
+class KvqSequence:
+    """A cache, and a snapshot of what it began with."""
+
+    def __init__(self, backend: Backend, cache: Cache, config: ModelConfig) -> None:
+        self._backend = backend
+        self._cache = cache
+        self._rope_long = config.needs_long_rope(cache.context_tokens)
+        self._layers = _Layers(config, long_rope=self._rope_long)
+        self._beginning = cache.state()
+        self.kv_bytes = cache.used_bytes
+
+    def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Sequence.forward`; a long input goes through in chunks, as in a session."""
+        logits = np.zeros((1, 0), np.float32)
+        for start in range(0, len(ids), self._cache.chunk_tokens):
+            chunk = ids[start : start + self._cache.chunk_tokens]
+            last = np.array([len(chunk) - 1])
+            first = self._cache.tokens
+            inputs = plain_input(chunk, first, last, rope_long=self._rope_long)
+            self._cache.begin(len(chunk))
+            logits = self._backend.forward(self._cache, inputs)
+            self._cache.commit(len(chunk))
+        return logits[0]
+
+    def rollback(self) -> None:
+        """See `Sequence.rollback`; trimming would not reopen the pages closed since."""
+        self._cache.load_state(self._beginning)
+
+    def attend(self, rows: int) -> bool:
+        """See `Sequence.attend`."""
+        qkv = self._layers.random_rows(rows)
+        positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
+        self._cache.begin(rows)
+        for params, frequencies, norm in self._layers.attention:
+            self._cache.attend(params, qkv, positions, frequencies, norm, norm)
+        self._cache.commit(0)
+        return True
+
+    def close(self) -> None:
+        """See `Sequence.close`."""
+        self._cache.close()
+        self._beginning = b""
+
+
+class _Layers:
+    """What attention is called with, made once: building it would be timed otherwise."""
+
+    def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
+        norm = np.ones(config.head_dim, np.float32) if config.qk_norm else None
+        self.attention = tuple(
+            (config.attention(layer), config.inv_freq(layer, long_rope=long_rope), norm)
+            for layer in range(config.num_layers)
+        )
+        self._width = config.qkv_width
+        self._rows: dict[int, NDArray[np.float32]] = {}
+
+    def random_rows(self, rows: int) -> NDArray[np.float32]:
+        """Queries, keys and values float32 [rows, width], the same at every call."""
+        if rows not in self._rows:
+            random = np.random.default_rng(rows)
+            self._rows[rows] = random.standard_normal((rows, self._width), np.float32)
+        return self._rows[rows]
+
+
+def fill(cache: Cache, config: ModelConfig, tokens: int) -> None:
+    """Gives `cache` the keys and values of `tokens` random tokens.
+
+    A token sees only itself meanwhile: what is stored does not depend on what was seen, and
+    pages out of sight cost nothing, so the time grows with `tokens` and not with its square.
+    """
+    layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
+    qkv = layers.random_rows(cache.chunk_tokens)
+    for start in range(0, tokens, cache.chunk_tokens):
+        count = min(cache.chunk_tokens, tokens - start)
+        positions = np.arange(start, start + count)
+        cache.begin(count)
+        for params, frequencies, norm in layers.attention:
+            alone = replace(params, window_tokens=1)
+            cache.attend(alone, qkv[:count], positions, frequencies, norm, norm)
+        cache.commit(count)

@@ -1,0 +1,95 @@
+"""The seam between the measuring and an engine: two protocols and one table. Measures nothing.
+
+To add an engine: one file with a class that has `Engine`'s members, one row in `ENGINES`.
+"""
+
+from collections.abc import Sequence as Many
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.bundle import Bundle
+
+OURS = "kvq"
+ENGINES = {
+    OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
+    "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
+    "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
+}
+PEERS = tuple(name for name in ENGINES if name != OURS)
+
+
+class Sequence(Protocol):
+    """One sequence in an engine, begun with a cache that holds some tokens already."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes the tokens it began with take in the cache."""
+        ...
+
+    def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Appends tokens `ids` [T] and returns the logits float32 [V] of the last."""
+        ...
+
+    def rollback(self) -> None:
+        """Forgets what `forward` appended."""
+        ...
+
+    def attend(self, rows: int) -> bool:
+        """One thread's attention of all layers alone, for `rows` new tokens that it then forgets.
+
+        False where the engine does not let its attention run alone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the cache's memory back."""
+        ...
+
+
+class Engine(Protocol):
+    """A bundle's weights in memory, ready for sequences at any of its cache settings."""
+
+    name: str
+    kv_settings: tuple[str, ...]
+
+    def sequence(self, kv: str, depth: int, room: int) -> Sequence:
+        """A sequence of `depth` random tokens with room for `room` more, its cache kept as `kv`.
+
+        The cache is filled without running the model.
+        """
+        ...
+
+    def cache_bytes(self, kv: str, tokens: int) -> int:
+        """About how much memory a sequence of `tokens` tokens takes."""
+        ...
+
+    def close(self) -> None:
+        """Gives the weights' memory back."""
+        ...
+
+
+def check_engines(names: Many[str]) -> None:
+    """Raises `UsageError` for an unknown engine, `BackendError` naming what must be installed."""
+    for name in names:
+        if name not in ENGINES:
+            raise UsageError(f"--peer {name!r} is not known; choose {', '.join(PEERS)}")
+        reason = _load(name).missing()
+        if reason is not None:
+            raise BackendError(f"the engine {name} cannot run here: {reason}")
+
+
+def open_engine(name: str, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> Engine:
+    """Engine `name` with `bundle`'s weights; `kv_settings` are those asked of ours.
+
+    Raises `BackendError` for a model the engine cannot compute.
+    """
+    return _load(name)(bundle, threads=threads, kv_settings=kv_settings)
+
+
+def _load(name: str) -> Any:
+    module_name, _, class_name = ENGINES[name].partition(":")
+    return getattr(import_module(module_name), class_name)

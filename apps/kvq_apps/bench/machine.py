@@ -1,0 +1,37 @@
+"""What the numbers were measured on: processor, memory, load, versions. Measures no speed."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import kvq
+from kvq import native
+from kvq_runtime import device
+
+PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama-cpp-python"}
+
+
+def describe(peers: Sequence[str]) -> dict[str, Any]:
+    """The machine now, and the versions of everything that runs on it."""
+    packages = {PACKAGES[name] for name in ("onnxruntime", *peers)}
+    return {
+        **asdict(device.probe()),
+        "system": f"{platform.system()} {platform.release()}",
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "kernels": native.isa() if native.available() else "numpy",
+        "versions": {
+            "kvq": kvq.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in sorted(packages)},
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,238 @@
+"""Times engines beside each other: every case in turn, over and over, then the medians.
+
+A case is one engine with one cache setting at one depth. Knows the engines' protocol only.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import UsageError
+from kvq_apps.bench.engines import OURS, Engine, Sequence, open_engine
+from kvq_runtime import device
+from kvq_runtime.bundle import Bundle
+
+Progress = Callable[[float, float, str], None]
+
+# A visit takes one step to bring the engine's weights and threads back, then times these.
+STEPS_PER_VISIT = 3
+PREFILL_ROUNDS = 4
+# A first prefill this short pays for first use of memory; a longer one hardly does.
+WARM_UP_S = 5.0
+# Caches, their snapshots and the engines' scratch must fit this share of the free memory.
+MEMORY_SHARE = 0.4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is measured: depths, cache settings of ours, peers, and how often.
+
+    Each depth is extended by `prefill_tokens` in one go; a prefill expected to take longer than
+    `prefill_limit_s` is left out. `rows` is the draft length attention is verified with.
+    """
+
+    contexts: tuple[int, ...]
+    kv: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    rows: int = 5
+    repeat: int = 7
+    prefill_tokens: int = 256
+    prefill_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a value that cannot be measured."""
+        least = {
+            "context": min(self.contexts),
+            "repeat": self.repeat,
+            "prefill": self.prefill_tokens,
+        }
+        for flag, value in least.items():
+            if value < 1:
+                raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
+        if not 1 <= self.rows <= 8:
+            raise UsageError(f"--rows {self.rows} is not possible: give 1 to 8")
+
+    @property
+    def room(self) -> int:
+        """Tokens a sequence takes beyond its depth."""
+        return max(self.prefill_tokens, STEPS_PER_VISIT + 1, self.rows)
+
+
+@dataclass(kw_only=True, slots=True)
+class Case:
+    """One engine at one setting and one depth, and the seconds it took so far."""
+
+    engine: str
+    kv: str
+    context: int
+    threads: int
+    sequence: Sequence
+    decode_s: list[float] = field(default_factory=list[float])
+    prefill_s: list[float] = field(default_factory=list[float])
+    prefill_skipped: str | None = None
+    attention_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+
+    def row(self, job: Job) -> dict[str, Any]:
+        """The medians, in the units of `kvq bench --json`."""
+        decode, prefill = median(self.decode_s), _median(self.prefill_s)
+        one, many = (_median(self.attention_s.get(rows, [])) for rows in (1, job.rows))
+        return {
+            "engine": self.engine,
+            "kv": self.kv,
+            "context": self.context,
+            "threads": self.threads,
+            "decode_ms": decode * 1e3,
+            "decode_min_ms": min(self.decode_s) * 1e3,
+            "decode_samples": len(self.decode_s),
+            "prefill_tok_s": prefill and job.prefill_tokens / prefill,
+            "prefill_samples": len(self.prefill_s),
+            "prefill_skipped": self.prefill_skipped,
+            "ttft_ms": prefill and prefill * 1e3,
+            "kv_bytes": self.sequence.kv_bytes,
+            "attention_ms": one and one * 1e3,
+            "attention_rows_ms": many and many * 1e3,
+            "verify_ratio": many and one and many / one,
+        }
+
+
+def measure(bundle: Bundle, job: Job, threads: int, progress: Progress) -> list[dict[str, Any]]:
+    """The rows of all engines at `threads` threads, by depth, ours first."""
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                closing(open_engine(name, bundle, threads=threads, kv_settings=job.kv))
+            )
+            for name in (OURS, *job.peers)
+        ]
+        rows: list[dict[str, Any]] = []
+        for contexts in _groups(engines, job):
+            rows += _measure_group(engines, job, contexts, threads, progress)
+        return rows
+
+
+def _groups(engines: Many[Engine], job: Job) -> list[tuple[int, ...]]:
+    """Depths measured together: all of them, or one by one where memory is short."""
+    contexts = tuple(sorted(set(job.contexts)))
+    needed = sum(
+        engine.cache_bytes(kv, context + job.room)
+        for engine in engines
+        for kv in engine.kv_settings
+        for context in contexts
+    )
+    if needed <= MEMORY_SHARE * device.probe().memory_free_bytes:
+        return [contexts]
+    return [(context,) for context in contexts]
+
+
+def _measure_group(
+    engines: Many[Engine], job: Job, contexts: Many[int], threads: int, progress: Progress
+) -> list[dict[str, Any]]:
+    with ExitStack() as stack:
+        cases: list[Case] = []
+        for context in contexts:
+            for engine in engines:
+                for kv in engine.kv_settings:
+                    progress(0, 1, f"filling {engine.name} {kv} to {context}")
+                    sequence = engine.sequence(kv, context, job.room)
+                    stack.enter_context(closing(sequence))
+                    cases.append(
+                        Case(
+                            engine=engine.name,
+                            kv=kv,
+                            context=context,
+                            threads=threads,
+                            sequence=sequence,
+                        )
+                    )
+        with _collector_off():
+            _decode(cases, job, progress)
+            _attention(cases, job, progress)
+            _prefill(cases, job, progress)
+        return [case.row(job) for case in cases]
+
+
+def _decode(cases: Many[Case], job: Job, progress: Progress) -> None:
+    token = np.zeros(1, np.int64)
+    for turn, case in _turns(cases, job.repeat):
+        progress(
+            turn, job.repeat * len(cases), f"decode at {case.context}: {case.engine} {case.kv}"
+        )
+        case.sequence.forward(token)
+        for _ in range(STEPS_PER_VISIT):
+            case.decode_s.append(_seconds(lambda case=case: case.sequence.forward(token)))
+        case.sequence.rollback()
+
+
+def _attention(cases: Many[Case], job: Job, progress: Progress) -> None:
+    willing = [case for case in cases if case.sequence.attend(1)]
+    for turn, case in _turns(willing, job.repeat):
+        progress(turn, job.repeat * len(willing), f"attention at {case.context}")
+        for rows in {1, job.rows}:
+            case.sequence.attend(rows)
+            seconds = _seconds(lambda case=case, rows=rows: case.sequence.attend(rows))
+            case.attention_s.setdefault(rows, []).append(seconds)
+
+
+def _prefill(cases: Many[Case], job: Job, progress: Progress) -> None:
+    """From shallow to deep, so that a prefill too long is foreseen by the one before."""
+    ids = np.arange(job.prefill_tokens, dtype=np.int64) % 64
+    before: dict[tuple[str, str], tuple[int, float]] = {}
+    contexts = sorted({case.context for case in cases})
+    for place, context in enumerate(contexts):
+        here = [case for case in cases if case.context == context]
+        for case in here:
+            case.prefill_skipped = _too_long(before.get((case.engine, case.kv)), context, job)
+        open_cases = [case for case in here if case.prefill_skipped is None]
+        for turn, case in _turns(open_cases, PREFILL_ROUNDS):
+            if sum(case.prefill_s) > job.prefill_limit_s / 2:
+                continue
+            share = place + turn / (PREFILL_ROUNDS * len(open_cases))
+            progress(share, len(contexts), f"prefill at {context}: {case.engine} {case.kv}")
+            seconds = _seconds(lambda case=case: case.sequence.forward(ids))
+            case.sequence.rollback()
+            if turn >= len(open_cases) or seconds > WARM_UP_S:
+                case.prefill_s.append(seconds)
+        before |= {(case.engine, case.kv): (context, median(case.prefill_s)) for case in open_cases}
+
+
+def _too_long(before: tuple[int, float] | None, context: int, job: Job) -> str | None:
+    """Why a prefill is left out: attention grows with the depth, so at most in its proportion."""
+    if before is None:
+        return None
+    depth, seconds = before
+    expected = seconds * (context + job.prefill_tokens) / (depth + job.prefill_tokens)
+    if expected <= job.prefill_limit_s:
+        return None
+    return f"up to {expected:.0f} s expected, --prefill-limit is {job.prefill_limit_s:.0f}"
+
+
+def _turns(cases: Many[Case], rounds: int) -> Iterator[tuple[int, Case]]:
+    """A B C A B C ..., numbered."""
+    return enumerate(case for _ in range(rounds) for case in cases)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    since = perf_counter()
+    work()
+    return perf_counter() - since
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

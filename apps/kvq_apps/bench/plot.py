@@ -1,0 +1,101 @@
+"""Draws decode time against context, every line named at its end. Times nothing.
+
+matplotlib is asked for only when a plot is.
+"""
+
+import importlib.util
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import BackendError, UsageError
+from kvq_apps.bench.engines import OURS
+from kvq_apps.bench.report import by_setting
+
+COLOURS = {OURS: "#c2410c", "onnxruntime": "#1d4ed8", "llama.cpp": "#4b5563"}
+STYLES = ("-", "--", ":")
+# Names closer than this share of the axis are moved apart.
+LABEL_GAP = 0.055
+
+
+def check_plot(path: Path) -> None:
+    """Raises before anything is measured when the plot could not be drawn or written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendError("--plot needs matplotlib; pip install matplotlib")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+
+
+def draw(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes the plot of a report: one panel per thread count. Raises `UsageError`."""
+    from matplotlib.figure import Figure
+
+    threads = data["threads"]
+    figure = Figure(figsize=(7.0 * len(threads), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(threads), sharey=True, squeeze=False)[0]
+    for panel, count in zip(panels, threads, strict=True):
+        rows = [row for row in data["rows"] if row["threads"] == count]
+        _draw_panel(panel, rows, f"{data['model']}, {count} thread{'s'[: count > 1]}")
+    panels[0].set_ylabel("decode, ms per token")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
+
+
+def _draw_panel(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    drawn: dict[str, int] = {}
+    names, ends, colours = [], [], []
+    for series in by_setting(rows).values():
+        first = series[0]
+        engine = first["engine"]
+        style = STYLES[drawn.get(engine, 0) % len(STYLES)]
+        drawn[engine] = drawn.get(engine, 0) + 1
+        colour = COLOURS[engine]
+        contexts = [row["context"] for row in series]
+        times = [row["decode_ms"] for row in series]
+        width = 2.4 if engine == OURS else 1.3
+        panel.plot(contexts, times, style, color=colour, marker="o", markersize=3, linewidth=width)
+        names.append(f"{engine} {first['kv']}")
+        ends.append(times[-1])
+        colours.append(colour)
+    contexts = sorted({row["context"] for row in rows})
+    panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    panel.minorticks_off()
+    low, high = min(row["decode_ms"] for row in rows), max(row["decode_ms"] for row in rows)
+    panel.set_ylim(low * 0.8, high * 1.25)
+    ticks = _ticks(low * 0.8, high * 1.25)
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    for name, place, colour in zip(names, _apart(ends, panel.get_ylim()), colours, strict=True):
+        panel.annotate(
+            name, (1.01, place), xycoords="axes fraction", color=colour, va="center", fontsize=9
+        )
+    panel.set_xlabel("context, tokens")
+    panel.set_title(title, fontsize=10, loc="left")
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between `low` and `high`."""
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def _apart(ends: Sequence[float], limits: tuple[float, float]) -> list[float]:
+    """Places on the axis, 0 to 1, of labels at `ends`, moved up until none overlap."""
+    low, high = np.log(limits)
+    places = [(float(np.log(end)) - low) / (high - low) for end in ends]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    for below, above in itertools.pairwise(order):
+        places[above] = max(places[above], places[below] + LABEL_GAP)
+    return places

@@ -1,0 +1,150 @@
+"""What `kvq bench` says: one object with every number, and the same as tables. Times nothing."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvq_apps import output
+from kvq_apps.bench.engines import OURS
+from kvq_apps.bench.measure import Job
+from kvq_runtime.bundle import Bundle
+
+Row = Mapping[str, Any]
+
+
+def report(
+    bundle: Bundle, job: Job, threads: Sequence[int], machine: Row, rows: Sequence[Row]
+) -> dict[str, Any]:
+    """The object of `--json`. `medians` holds decode_ms by setting and depth."""
+    return {
+        "machine": dict(machine),
+        "model": bundle.manifest.name,
+        "weights": bundle.manifest.to_json()["weights"],
+        "threads": list(threads),
+        **_settings(job),
+        "rows": [dict(row) for row in rows],
+        "medians": {
+            label: {str(row["context"]): row["decode_ms"] for row in series}
+            for label, series in by_setting(rows).items()
+        },
+        "comparisons": list(comparisons(rows)),
+    }
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """The job's own fields; `rows` is the name of the results."""
+    settings = asdict(job)
+    settings["verify_rows"] = settings.pop("rows")
+    return settings
+
+
+def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of one engine, cache setting and thread count, under `kvq 4:2, 2 threads`."""
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        label = f"{row['engine']} {row['kv']}, {_threads(row['threads'])}"
+        series.setdefault(label, []).append(row)
+    return series
+
+
+def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each of our rows against the fastest row of any peer, and against our own shallowest."""
+    for row in rows:
+        if row["engine"] != OURS:
+            continue
+        beside = [other for other in rows if _same(other, row, "context", "threads")]
+        peers = [other for other in beside if other["engine"] != OURS]
+        own = [other for other in rows if _same(other, row, "engine", "kv", "threads")]
+        shallow = min(own, key=lambda other: other["context"])
+        decode = min(peers, key=lambda other: other["decode_ms"], default=None)
+        prefilled = [other for other in peers if other["prefill_tok_s"]]
+        prefill = max(prefilled, key=lambda other: other["prefill_tok_s"], default=None)
+        yield {
+            "kv": row["kv"],
+            "context": row["context"],
+            "threads": row["threads"],
+            "decode_ms": row["decode_ms"],
+            "decode_peer": decode and f"{decode['engine']} {decode['kv']}",
+            "decode_speedup": decode and decode["decode_ms"] / row["decode_ms"],
+            "prefill_peer": prefill and f"{prefill['engine']} {prefill['kv']}",
+            "prefill_speedup": _ratio(row["prefill_tok_s"], prefill and prefill["prefill_tok_s"]),
+            "growth": row["decode_ms"] / shallow["decode_ms"],
+            "growth_from": shallow["context"],
+            "verify_ratio": row["verify_ratio"],
+        }
+
+
+def print_report(data: Mapping[str, Any]) -> None:
+    """The tables: what was measured on, every row, and ours against the best peer."""
+    machine = data["machine"]
+    versions = ", ".join(f"{name} {text}" for name, text in machine["versions"].items())
+    features = " ".join(machine["features"][-3:])
+    output.print_table(
+        [
+            ("model", f"{data['model']}, {output.size_text(data['weights']['bytes'])} of weights"),
+            ("machine", f"{machine['processor']}, {machine['cores']} cores ({features})"),
+            ("versions", f"{versions}; kernels {machine['kernels']}"),
+            (
+                "load",
+                "unknown" if machine["load"] is None else f"{machine['load']:.1f} at the start",
+            ),
+        ]
+    )
+    output.print_data("")
+    prefill = f"prefill {data['prefill_tokens']}, tok/s"
+    header = ("engine", "kv", "threads", "context", "decode ms", "(min)", prefill, "ttft ms", "KV")
+    output.print_table(map(_cells, data["rows"]), header=header)
+    for row in data["rows"]:
+        if row["prefill_skipped"]:
+            where = f"{row['engine']} {row['kv']} at {row['context']}"
+            output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
+    output.print_data("")
+    header = ("ours", "threads", "context", "decode", "than", "prefill", "than", "growth", "verify")
+    output.print_table(
+        (_comparison_cells(one, data["verify_rows"]) for one in data["comparisons"]),
+        header=header,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row["engine"],
+        row["kv"],
+        str(row["threads"]),
+        str(row["context"]),
+        f"{row['decode_ms']:.2f}",
+        f"{row['decode_min_ms']:.2f}",
+        _text(row["prefill_tok_s"], "{:.1f}"),
+        _text(row["ttft_ms"], "{:.0f}"),
+        output.size_text(row["kv_bytes"]),
+    )
+
+
+def _comparison_cells(one: Row, rows: int) -> tuple[str, ...]:
+    return (
+        one["kv"],
+        str(one["threads"]),
+        str(one["context"]),
+        _text(one["decode_speedup"], "{:.2f} x"),
+        one["decode_peer"] or "-",
+        _text(one["prefill_speedup"], "{:.2f} x"),
+        one["prefill_peer"] or "-",
+        f"{one['growth']:.2f} x {one['growth_from']}",
+        _text(one["verify_ratio"], f"{rows} rows {{:.2f}} x"),
+    )
+
+
+def _same(one: Row, other: Row, *keys: str) -> bool:
+    return all(one[key] == other[key] for key in keys)
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above and below else None
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"

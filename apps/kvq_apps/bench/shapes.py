@@ -1,0 +1,122 @@
+"""Real models' shapes with random weights: speed and bytes without a download.
+
+Owns the configurations, as their publishers wrote them, and the bundles made from them in the
+cache folder. Knows no engine.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import BundleError, ModelError, UsageError
+from kvq.settings import cache_folder
+from kvq_apps import output
+from kvq_models.config import ModelConfig
+from kvq_models.registry import family_for
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+}
+
+
+def shape_config(name: str) -> ModelConfig:
+    """The model of shape `name`. Raises `UsageError` naming the shapes there are."""
+    if name not in SHAPES:
+        raise UsageError(f"--shape {name!r} is not known; choose {', '.join(SHAPES)}")
+    return family_for(SHAPES[name]).config(SHAPES[name])
+
+
+def shape_bundle(name: str) -> Path:
+    """The bundle of shape `name` in the cache folder, made the first time. Raises `ModelError`."""
+    from kvq_export.random_bundle import random_bundle
+    from kvq_runtime.bundle import VERSION
+
+    config = shape_config(name)
+    digest = hashlib.sha256(json.dumps([VERSION, dict(SHAPES[name])]).encode()).hexdigest()
+    destination = cache_folder() / "shapes" / f"{name}-{digest[:12]}"
+    if (destination / "kvq.json").exists():
+        return destination
+    output.print_note(f"making random weights once in {destination}")
+    progress = output.Progress()
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        return random_bundle(config, destination, progress=progress).path
+    except BundleError:
+        # Another process may have made the same bundle meanwhile.
+        if (destination / "kvq.json").exists():
+            return destination
+        raise
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written: {error.strerror}") from error
+    finally:
+        progress.clear()

@@ -1,0 +1,142 @@
+"""`kvq bench`: decode and prefill speed at given depths, also against other engines."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvq.config import parse_kv
+from kvq.errors import UsageError
+from kvq_apps import options, output
+
+if TYPE_CHECKING:
+    from kvq_apps.bench.measure import Job
+    from kvq_runtime.bundle import Bundle
+
+DEFAULT_CONTEXTS = (64, 4096)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `kvq bench`."""
+    parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
+    options.add_flags(
+        parser, "model", "context",
+        context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, qwen3-0.6b or "
+        "smollm2-135m",
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N,..",
+        type=options.wholes,
+        help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
+    )
+    parser.add_argument(
+        "--peer",
+        metavar="NAME,..",
+        help="engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
+    )
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw decode over context")
+    cache = parser.add_argument_group("cache")
+    options.add_flags(
+        cache, *options.KV_WIDTHS, "kv",
+        kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
+    )  # fmt: skip
+    measuring = parser.add_argument_group("measuring")
+    for name, read, text in (
+        ("rows", options.whole, "draft rows attention is verified with, 1 to 8 (default: 5)"),
+        ("repeat", options.whole, "rounds of three timed decode steps (default: 7)"),
+        ("prefill", options.whole, "tokens added to each depth at once (default: 256)"),
+        ("prefill-limit", options.number, "leave out a prefill of more seconds (default: 60)"),
+    ):
+        measuring.add_argument(f"--{name}", metavar="N", type=read, help=text)
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    peers = tuple(arguments.peer.split(",")) if arguments.peer else ()
+
+    from kvq_apps.bench import engines, machine, measure, plot, report
+
+    engines.check_engines(peers)
+    if arguments.plot is not None:
+        plot.check_plot(arguments.plot)
+    threads = _threads(arguments)
+    bundle = _bundle(arguments)
+    job = _job(arguments, bundle, peers)
+    found = machine.describe(peers)
+    progress = output.Progress(quiet=not sys.stderr.isatty())
+    rows: list[dict[str, Any]] = []
+    try:
+        for count in threads:
+            rows += measure.measure(bundle, job, count, progress)
+    finally:
+        progress.clear()
+    data = report.report(bundle, job, threads, found, rows)
+    if arguments.plot is not None:
+        plot.draw(arguments.plot, data)
+    if arguments.json:
+        output.print_json(data)
+    else:
+        report.print_report(data)
+    return 0
+
+
+def _threads(arguments: Namespace) -> tuple[int, ...]:
+    from kvq_runtime.device import default_threads
+
+    threads = arguments.threads or (default_threads(),)
+    # The environment gives a single number.
+    threads = (threads,) if isinstance(threads, int) else threads
+    if min(threads) < 1:
+        raise UsageError(f"--threads {min(threads)} is not possible: give 1 or more")
+    return tuple(dict.fromkeys(threads))
+
+
+def _bundle(arguments: Namespace) -> "Bundle":
+    from kvq_apps.bench.shapes import shape_bundle
+    from kvq_apps.model_path import resolve_model
+    from kvq_runtime.bundle import Bundle
+
+    written = [name for name in (arguments.bundle, arguments.shape) if name is not None]
+    written += [arguments.model] if options.written(arguments, "model") else []
+    if len(written) > 1:
+        raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
+    if arguments.shape is not None:
+        return Bundle.open(shape_bundle(arguments.shape))
+    return Bundle.open(resolve_model(arguments.bundle or arguments.model))
+
+
+def _job(arguments: Namespace, bundle: "Bundle", peers: tuple[str, ...]) -> "Job":
+    from kvq_apps.bench.measure import Job
+
+    return Job(
+        contexts=arguments.context or DEFAULT_CONTEXTS,
+        kv=_kv_settings(arguments, bundle),
+        peers=peers,
+        **options.given(
+            arguments,
+            rows="rows",
+            repeat="repeat",
+            prefill_tokens="prefill",
+            prefill_limit_s="prefill-limit",
+        ),
+    )
+
+
+def _kv_settings(arguments: Namespace, bundle: "Bundle") -> tuple[str, ...]:
+    """The settings of ours to measure, as `--kv` writes them, each once."""
+    several = arguments.kv is not None and "," in arguments.kv
+    if several:
+        if options.given(arguments, k="kbits", v="vbits"):
+            raise UsageError("--kbits and --vbits refine one setting; --kv names several")
+        pairs = [parse_kv(text) for text in arguments.kv.split(",")]
+    else:
+        bits = options.kv_bits(arguments)
+        plan = bundle.manifest.kv
+        pairs = [(bits.get("k_bits", plan.k_bits), bits.get("v_bits", plan.v_bits))]
+    return tuple(dict.fromkeys(output.kv_text(*pair) for pair in pairs))

@@ -1,0 +1,143 @@
+"""A native and a numpy cache given the same calls, for the tests that compare them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.cache import Cache
+from kvq.config import AttentionParams, CacheShape, KvPlan
+
+Float = NDArray[np.float32]
+
+UNROTATED: Float = np.zeros(0, np.float32)
+
+
+def frequencies(pairs: int) -> Float:
+    """RoPE frequencies of `pairs` rotated pairs, as most models have them."""
+    return (10000.0 ** (-np.arange(pairs) / max(pairs, 1))).astype(np.float32)
+
+
+def attention(shape: CacheShape, layer: int = 0, **changes: float) -> AttentionParams:
+    """The plain attention of a layer, with some attributes changed."""
+    values = {"scale": shape.head_dim**-0.5} | changes
+    return AttentionParams(
+        layer=layer,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def random_heads(
+    rng: np.random.Generator, shape: CacheShape, tokens: int
+) -> tuple[Float, Float, Float]:
+    """Zero-mean q [T, H, D], k and v [T, Hk, D]."""
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (rng.standard_normal((tokens, n, shape.head_dim), np.float32) for n in heads)
+    return q, k, v
+
+
+def structured_heads(
+    rng: np.random.Generator, shape: CacheShape, tokens: int, seed: int = 7
+) -> tuple[Float, Float, Float]:
+    """Heads as trained models make them: channels with means, one of them 50 times as loud.
+
+    The means come from `seed`, so that calls with one seed continue one sequence.
+    """
+    q, k, v = random_heads(rng, shape, tokens)
+    fixed = np.random.default_rng(seed)
+    means = fixed.standard_normal((2, shape.num_kv_heads, shape.head_dim)).astype(np.float32)
+    k = 0.5 * k + 3 * means[0]
+    k[:, :, 5] = 2.5
+    k[:, :, 11] *= 50
+    q[:, :, 11] *= np.float32(0.02)
+    v = 0.5 * v + means[1]
+    return q, k, v
+
+
+def pack_heads(q: Float, k: Float, v: Float) -> Float:
+    """Packed rows [T, (H + 2 Hk) * D] of the heads."""
+    return np.concatenate([part.reshape(len(q), -1) for part in (q, k, v)], axis=1)
+
+
+def forward(
+    cache: Cache,
+    layers: Sequence[AttentionParams],
+    qkv: Sequence[Float],
+    positions: NDArray[np.int64],
+    inv_freq: Float = UNROTATED,
+) -> list[Float]:
+    """`begin` and every layer's `attend`; the caller commits or aborts."""
+    cache.begin(len(positions))
+    return [
+        cache.attend(params, rows, positions, inv_freq)
+        for params, rows in zip(layers, qkv, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two caches; `demote`, `shift`, `mask` and `trim` go to both."""
+
+    native: Cache
+    numpy: Cache
+
+    @classmethod
+    def open(cls, shape: CacheShape, plan: KvPlan, budget_bytes: int, context_tokens: int, **options):
+        """Both caches on equal arenas."""
+        arguments = (shape, plan, budget_bytes, context_tokens)
+        return cls(Cache(*arguments, **options), Cache(*arguments, native=False, **options))
+
+    def __iter__(self):
+        return iter((self.native, self.numpy))
+
+    def fill(
+        self,
+        layers: Sequence[AttentionParams],
+        qkv: Sequence[Float],
+        inv_freq: Float = UNROTATED,
+        *,
+        chunk_tokens: int = 64,
+    ) -> None:
+        """Commits rows in chunks at the next positions."""
+        for start in range(0, len(qkv[0]), chunk_tokens):
+            part = [rows[start : start + chunk_tokens] for rows in qkv]
+            positions = np.arange(len(part[0])) + self.native.tokens
+            for cache in self:
+                forward(cache, layers, part, positions, inv_freq)
+                cache.commit(len(positions))
+
+    def demote(self, actions: Sequence[Sequence[int]]) -> None:
+        for cache in self:
+            cache.demote(np.array(actions, np.int32).reshape(-1, 5))
+
+    def shift(self, column: int, delta: int) -> None:
+        for cache in self:
+            cache.shift(column, delta)
+
+    def mask(self, column: int, mask: int) -> None:
+        for cache in self:
+            cache.mask(column, mask)
+
+    def trim(self, tokens: int) -> None:
+        for cache in self:
+            cache.trim(tokens)
+
+    def close(self) -> None:
+        for cache in self:
+            cache.close()
+
+
+def relative_rms(got: Float, want: Float) -> float:
+    """Root mean square of the error over that of the values."""
+    error = got.astype(np.float64) - want
+    return float(np.sqrt(np.mean(error**2) / max(np.mean(np.square(want, dtype=np.float64)), 1e-30)))
+
+
+def relative_max(got: Float, want: Float) -> float:
+    """Largest error over the largest value."""
+    error = np.abs(got.astype(np.float64) - want).max()
+    return float(error / max(float(np.abs(want).max()), 1e-30))
