@@ -522,6 +522,7 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     if (count < layout_.scratch) return KVQ_BAD_ARGUMENT;
     State incoming;
     std::memcpy(&incoming, bytes, sizeof incoming);
+    incoming.config.splits = config().splits;  // how work is shared out is no part of the contents
     const int64_t constants = incoming.pool.constants.high * layout_.sizes.constant_bytes;
     const int64_t granule = incoming.pool.granules.high * layout_.sizes.granule_bytes;
     if (std::memcmp(&incoming.config, &state_->config, sizeof(kvq_config)) ||
@@ -530,6 +531,7 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         incoming.columns > layout_.sizes.max_columns || incoming.tail_used > config().tail_rows)
         return KVQ_BAD_ARGUMENT;
     std::memcpy(arena_, bytes, static_cast<size_t>(layout_.scratch));
+    state_->config = incoming.config;
     std::memcpy(arena_ + layout_.pool, bytes + layout_.scratch, static_cast<size_t>(constants));
     std::memcpy(arena_ + layout_.pool + layout_.sizes.pool_bytes - granule,
                 bytes + layout_.scratch + constants, static_cast<size_t>(granule));

@@ -216,14 +216,28 @@ def budget_for_tokens(
     plan: KvPlan,
     tokens: int,
     *,
+    context_tokens: int | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     threads: int = 1,
 ) -> int:
-    """Smallest budget in bytes that holds `tokens` tokens without losing a bit."""
-    arena = arena_for(
+    """Smallest budget in bytes that holds `tokens` tokens without losing a bit.
+
+    A session whose context is longer than that spends more on its page table.
+    """
+    full = arena_for(
         shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads
     )
-    return arena.bytes_for_columns(arena.wanted_columns)
+    budget = full.bytes_for_columns(full.wanted_columns)
+    if not plan.quantized or context_tokens is None or context_tokens <= tokens:
+        return budget
+    arena = arena_for(
+        shape, plan, context_tokens=context_tokens, chunk_tokens=chunk_tokens, threads=threads
+    )
+    pages = full.wanted_columns * full.column_bytes(plan.k_bits, plan.v_bits)
+    budget = max(budget, arena.minimum_bytes)
+    while (short := pages - arena.divide(budget)[1]) > 0:
+        budget += short
+    return budget
 
 
 def budget_bytes(
@@ -240,7 +254,12 @@ def budget_bytes(
         return budget.num_bytes
     if budget.tokens is not None:
         return budget_for_tokens(
-            shape, plan, budget.tokens, chunk_tokens=chunk_tokens, threads=threads
+            shape,
+            plan,
+            budget.tokens,
+            context_tokens=context_tokens,
+            chunk_tokens=chunk_tokens,
+            threads=threads,
         )
     assert budget.fraction is not None
     return int(budget.fraction * shape.float_bytes_per_token * context_tokens)

@@ -228,6 +228,15 @@ def with_float_activations(bundle: Bundle) -> Bundle:
     return copy
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Torch's spinning threads make tiny steps many times slower on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=list(CASES))
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -124,11 +124,12 @@ class _Layers:
         return self._rows[rows]
 
 
-def fill(cache: Cache, config: ModelConfig, tokens: int) -> None:
+def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
     """Gives `cache` the keys and values of `tokens` random tokens.
 
-    A token sees only itself meanwhile: what is stored does not depend on what was seen, and
-    pages out of sight cost nothing, so the time grows with `tokens` and not with its square.
+    A token sees `window_tokens`, by default only itself: what is stored does not depend on what
+    was seen, and pages out of sight cost nothing, so the time grows with `tokens` and not with
+    its square.
     """
     layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
     qkv = layers.random_rows(cache.chunk_tokens)
@@ -137,6 +138,6 @@ def fill(cache: Cache, config: ModelConfig, tokens: int) -> None:
         positions = np.arange(start, start + count)
         cache.begin(count)
         for params, frequencies, norm in layers.attention:
-            alone = replace(params, window_tokens=1)
-            cache.attend(alone, qkv[:count], positions, frequencies, norm, norm)
+            narrow = replace(params, window_tokens=window_tokens)
+            cache.attend(narrow, qkv[:count], positions, frequencies, norm, norm)
         cache.commit(count)

@@ -39,6 +39,10 @@ def refusal(config: ModelConfig) -> str | None:
         f"rows that are not whole blocks of {BLOCK}": (
             config.hidden_size % BLOCK or config.intermediate_size % BLOCK
         ),
+        "heads not as wide together as its hidden states, refused of qwen2": (
+            config.model_type == "qwen2"
+            and config.num_heads * config.head_dim != config.hidden_size
+        ),
         "biases outside of q, k and v": config.output_bias or config.mlp_bias,
     }
     return next((f"it has {trait}" for trait, found in traits.items() if found), None)

@@ -38,50 +38,60 @@ def draw(path: Path, data: Mapping[str, Any]) -> None:
     threads = data["threads"]
     figure = Figure(figsize=(7.0 * len(threads), 4.6), layout="constrained")
     panels = figure.subplots(1, len(threads), sharey=True, squeeze=False)[0]
+    _scale_axes(panels[0], data["rows"])
     for panel, count in zip(panels, threads, strict=True):
         rows = [row for row in data["rows"] if row["threads"] == count]
         _draw_panel(panel, rows, f"{data['model']}, {count} thread{'s'[: count > 1]}")
-    panels[0].set_ylabel("decode, ms per token")
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
 
 
-def _draw_panel(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    panel.set_xscale("log", base=2)
+def _scale_axes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The time axis, which all panels share with this one."""
+    low = min(row["decode_ms"] for row in rows) * 0.8
+    high = max(row["decode_ms"] for row in rows) * 1.25
+    ticks = _ticks(low, high)
     panel.set_yscale("log")
-    drawn: dict[str, int] = {}
-    names, ends, colours = [], [], []
-    for series in by_setting(rows).values():
-        first = series[0]
-        engine = first["engine"]
-        style = STYLES[drawn.get(engine, 0) % len(STYLES)]
-        drawn[engine] = drawn.get(engine, 0) + 1
-        colour = COLOURS[engine]
-        contexts = [row["context"] for row in series]
-        times = [row["decode_ms"] for row in series]
-        width = 2.4 if engine == OURS else 1.3
-        panel.plot(contexts, times, style, color=colour, marker="o", markersize=3, linewidth=width)
-        names.append(f"{engine} {first['kv']}")
-        ends.append(times[-1])
-        colours.append(colour)
+    panel.set_ylim(low, high)
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.set_ylabel("decode, ms per token")
+
+
+def _draw_panel(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     contexts = sorted({row["context"] for row in rows})
+    panel.set_xscale("log", base=2)
     panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
     panel.minorticks_off()
-    low, high = min(row["decode_ms"] for row in rows), max(row["decode_ms"] for row in rows)
-    panel.set_ylim(low * 0.8, high * 1.25)
-    ticks = _ticks(low * 0.8, high * 1.25)
-    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    for name, place, colour in zip(names, _apart(ends, panel.get_ylim()), colours, strict=True):
+    panel.set_xlabel("context, tokens")
+    panel.set_title(title, fontsize=10, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+    lines = [_draw_line(panel, series, rows) for series in by_setting(rows).values()]
+    places = _apart([end for _, end, _ in lines], panel.get_ylim())
+    for (name, _, colour), place in zip(lines, places, strict=True):
         panel.annotate(
             name, (1.01, place), xycoords="axes fraction", color=colour, va="center", fontsize=9
         )
-    panel.set_xlabel("context, tokens")
-    panel.set_title(title, fontsize=10, loc="left")
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+
+
+def _draw_line(
+    panel: Any, series: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> tuple[str, float, str]:
+    """Draws one setting; returns its name, the height it ends at and its colour."""
+    engine, kv = series[0]["engine"], series[0]["kv"]
+    settings = list(dict.fromkeys(row["kv"] for row in rows if row["engine"] == engine))
+    panel.plot(
+        [row["context"] for row in series],
+        [row["decode_ms"] for row in series],
+        STYLES[settings.index(kv) % len(STYLES)],
+        color=COLOURS[engine],
+        marker="o",
+        markersize=3,
+        linewidth=2.4 if engine == OURS else 1.3,
+    )
+    return f"{engine} {kv}", series[-1]["decode_ms"], COLOURS[engine]
 
 
 def _ticks(low: float, high: float) -> list[float]:

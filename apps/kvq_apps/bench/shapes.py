@@ -98,6 +98,7 @@ def shape_config(name: str) -> ModelConfig:
 
 def shape_bundle(name: str) -> Path:
     """The bundle of shape `name` in the cache folder, made the first time. Raises `ModelError`."""
+    from kvq_export.config import ExportOptions
     from kvq_export.random_bundle import random_bundle
     from kvq_runtime.bundle import VERSION
 
@@ -110,7 +111,8 @@ def shape_bundle(name: str) -> Path:
     progress = output.Progress()
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        return random_bundle(config, destination, progress=progress).path
+        options = ExportOptions(name=name)
+        return random_bundle(config, destination, options=options, progress=progress).path
     except BundleError:
         # Another process may have made the same bundle meanwhile.
         if (destination / "kvq.json").exists():
