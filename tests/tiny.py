@@ -165,8 +165,8 @@ def make_checkpoint(
     `overrides` replace config keys; `dtype` is that of the saved weights, `shard_size` the
     largest file.
     """
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
+    import torch
+    import transformers
 
     transformers.utils.logging.disable_progress_bar()
     model_type, keys = CASES[case]
@@ -201,8 +201,8 @@ def weight_statistics(
 
 def transformers_logits(folder: Path, ids: np.ndarray, **kwargs: Any) -> np.ndarray:
     """Logits float32 [T, vocab] that transformers computes in float32 for ids int64 [T]."""
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
+    import torch
+    import transformers
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 from kvq.errors import KvqError
+from kvq.settings import terminal_is_plain
 
 
 def print_json(value: Any) -> None:
@@ -128,7 +129,4 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    from os import environ
-
-    plain = environ.get("NO_COLOR") or environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain
+    return stream.isatty() and not terminal_is_plain()

@@ -1,0 +1,1 @@
+"""From a Hugging Face checkpoint to a bundle."""

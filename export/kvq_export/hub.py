@@ -51,8 +51,8 @@ def locate(source: str | Path) -> Located:
 
 def _download(hub_id: str) -> Path:
     try:
-        import huggingface_hub  # noqa: PLC0415  a folder needs none of it
-        from huggingface_hub import errors  # noqa: PLC0415
+        import huggingface_hub
+        from huggingface_hub import errors
     except ImportError as error:
         raise BackendError(
             f"{hub_id} is not a folder, and downloading it needs huggingface_hub: "

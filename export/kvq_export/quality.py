@@ -107,8 +107,8 @@ def kv_name(plan: KvPlan) -> str:
 @contextmanager
 def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
     """Runs `bundle` with the fastest backend of this machine, in chunks of `CHUNK_TOKENS`."""
-    from kvq.cache import Cache, budget_for_tokens  # noqa: PLC0415  only a report needs an engine
-    from kvq_runtime import backends  # noqa: PLC0415
+    from kvq.cache import Cache, budget_for_tokens
+    from kvq_runtime import backends
 
     backend = backends.open_backend("auto", bundle, threads=threads)
     fastest = backends.PREFERENCE[0]

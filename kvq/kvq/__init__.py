@@ -19,7 +19,17 @@ _NAMES = {
     "Session": "kvq_runtime.session",
 }
 
-__all__ = sorted(_NAMES)
+__all__ = [
+    "AttentionParams",
+    "Budget",
+    "Cache",
+    "CacheShape",
+    "Engine",
+    "KvPlan",
+    "KvqError",
+    "Sampling",
+    "Session",
+]
 __version__ = "0.1.0"
 
 

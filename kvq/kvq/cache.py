@@ -23,9 +23,9 @@ DEFAULT_CHUNK_TOKENS = 256
 class Cache:
     """A quantised KV cache in exactly `budget_bytes`.
 
-    A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)` with
-    m <= n. Raises `BudgetError` when the budget cannot hold the sinks, the tail and one page, or the
-    tokens asked for.
+    A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)`
+    with m <= n. Raises `BudgetError` when the budget cannot hold the sinks, the tail and one page,
+    or the tokens asked for.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class Cache:
         self.context_tokens = context_tokens
         self.policy = policy_named(policy)
         self.windows = np.array(windows or [0] * shape.num_layers, np.int64)
-        self.arena = _arena_that_fits(shape, plan, budget_bytes, context_tokens, chunk_tokens, threads)
+        self.arena = _arena_that_fits(
+            shape, plan, budget_bytes, context_tokens, chunk_tokens, threads
+        )
         use_native = native and native_library.available()
         self._engine = (NativeCache if use_native else ReferenceCache)(self.arena, budget_bytes)
 
@@ -105,8 +107,8 @@ class Cache:
             short, columns = self._engine.missing(tokens)
         if short or columns:
             raise BudgetError(
-                f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at once; "
-                f"{format_bytes(self.budget_bytes + short)} can"
+                f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
+                f"once; {format_bytes(self.budget_bytes + short)} can"
             )
         self._engine.begin(tokens)
         assert self._engine.used_bytes <= self.budget_bytes
@@ -224,9 +226,7 @@ def budget_for_tokens(
 
     A session whose context is longer than that spends more on its page table.
     """
-    full = arena_for(
-        shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads
-    )
+    full = arena_for(shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads)
     budget = full.bytes_for_columns(full.wanted_columns)
     if not plan.quantized or context_tokens is None or context_tokens <= tokens:
         return budget

@@ -1,4 +1,4 @@
-"""What a cache is asked to be: its shape, its plan of widths, its budget. Knows no model and no file."""
+"""What a cache is asked to be: shape, plan of widths, budget. Knows no model and no file."""
 
 import re
 from dataclasses import dataclass

@@ -240,7 +240,7 @@ def layout(arena: Arena, budget_bytes: int) -> dict[str, int]:
     """The library's own count of the arena's bytes, to be compared with `formats.Arena`."""
     out = _Layout()
     library().kvq_layout_of(ctypes.byref(_config(arena)), budget_bytes, ctypes.byref(out))
-    return {name: getattr(out, name) for name, _ in _Layout._fields_}
+    return {field[0]: getattr(out, field[0]) for field in _Layout._fields_}
 
 
 class NativeCache:

@@ -7,6 +7,7 @@ being read over being quick, and knows no policy: which page loses bits is told 
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,10 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError
 from kvq.formats import FORMATS, Arena, constant_bytes, granule_bytes
 
-Float = NDArray[np.float32]
-Half = NDArray[np.float16]
-Bytes = NDArray[np.uint8]
+Float = NDArray[Any]  # float32
+Half = NDArray[Any]  # float16
+Bytes = NDArray[Any]  # uint8
+KeyPart = tuple[Float, Callable[[Float], Float]]  # keys, and what turns a query to meet them
 
 KEYS, VALUES = 0, 1
 
@@ -97,9 +99,9 @@ def nibble_plane(nibbles: Bytes, side: int) -> Bytes:
 def two_bit_plane(top: Bytes, side: int) -> Bytes:
     """Two-bit codes [64, D] as the 16*D bytes of their plane."""
     tiled = _tile(top, side, 4)
-    return (
-        tiled[..., 0] | tiled[..., 1] << 2 | tiled[..., 2] << 4 | tiled[..., 3] << 6
-    ).reshape(-1)
+    return (tiled[..., 0] | tiled[..., 1] << 2 | tiled[..., 2] << 4 | tiled[..., 3] << 6).reshape(
+        -1
+    )
 
 
 def planes(codes: Bytes, bits: int, side: int) -> Bytes:
@@ -188,9 +190,7 @@ class Page:
     bits: tuple[int, int]
 
     def read(self, side: int) -> Float:
-        return decode(
-            self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side
-        )
+        return decode(self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side)
 
     def stored(self, head_dim: int) -> bytes:
         """The page's bytes as the native cache keeps them: constants, then planes."""
@@ -306,7 +306,7 @@ class ReferenceCache:
             values, where, valid, parts = self._visible(params, head, inv_freq)
             for h in range(head * group, (head + 1) * group):
 
-                def logits_of(rows: Float, parts: list[tuple[Float, Callable[[Float], Float]]] = parts):
+                def logits_of(rows: Float, parts: list[KeyPart] = parts):
                     return np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
 
                 out[:, h] = softmax_attend(
@@ -320,16 +320,17 @@ class ReferenceCache:
         Float,
         NDArray[np.int64],
         NDArray[np.bool_],
-        list[tuple[Float, Callable[[Float], Float]]],
+        list[KeyPart],
     ]:
         """Values, positions, validity and (keys, query transform) of all a head can look at."""
         stream = params.layer * params.num_kv_heads + head
         values, where, valid = [], [], []
-        parts: list[tuple[Float, Callable[[Float], Float]]] = []
+        parts: list[KeyPart] = []
         for column in self.table:
             page = column.pages[stream]
             if page is None:
                 continue
+
             # The page's keys stay as they were rotated; the query turns back by the shift.
             def turn(rows: Float, delta: int = column.delta) -> Float:
                 if delta == 0:
@@ -469,7 +470,9 @@ class ReferenceCache:
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
         for c, column in enumerate(self.table):
             for stream, page in enumerate(column.pages):
-                for side in (KEYS, VALUES) if page else ():
+                for side in (KEYS, VALUES):
+                    if page is None:
+                        continue
                     name = f"page{c}.{stream}.{side}"
                     arrays[name] = page.codes[side]
                     arrays[name + "c"] = np.stack([page.scale[side], page.minimum[side]])

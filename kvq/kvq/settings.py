@@ -18,3 +18,8 @@ def cache_folder() -> Path:
     """Folder for files that can be made again (exported default model, hash records)."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "kvq"
+
+
+def terminal_is_plain() -> bool:
+    """Whether the user asked for output without escape codes (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"

@@ -27,7 +27,7 @@ class Attend(Protocol):
     Returns float32 [T, H * D].
     """
 
-    def __call__(  # noqa: PLR0917 - the parts of one attention call
+    def __call__(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
@@ -38,7 +38,7 @@ class Attend(Protocol):
     ) -> np.ndarray: ...
 
 
-def forward(  # noqa: PLR0917 - one call, its data in order of use
+def forward(
     config: ModelConfig,
     weight: Weights,
     ids: np.ndarray,
@@ -70,7 +70,7 @@ def forward(  # noqa: PLR0917 - one call, its data in order of use
     return softcap(logits, config.final_softcap)
 
 
-def _attention(  # noqa: PLR0917
+def _attention(
     config: ModelConfig,
     weight: Weights,
     layer: int,
@@ -166,7 +166,7 @@ class PlainAttention:
         self._values: dict[int, np.ndarray] = {}
         self._positions: dict[int, np.ndarray] = {}
 
-    def __call__(  # noqa: PLR0917 - the parts of one attention call
+    def __call__(
         self,
         params: AttentionParams,
         qkv: np.ndarray,

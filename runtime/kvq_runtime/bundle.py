@@ -220,7 +220,7 @@ class Bundle:
     @cached_property
     def _stored(self) -> Mapping[str, np.ndarray]:
         """Initializers of the graph by name, as read-only views of the data file."""
-        import onnx_ir  # noqa: PLC0415  only the numpy path reads weights; it loads slowly
+        import onnx_ir
 
         try:
             graph = onnx_ir.load(self.model_path).graph

@@ -319,7 +319,7 @@ inline uint64_t visible(int64_t position, int64_t first, int window) {
 constexpr float kNegligible = 32.0f;
 
 // Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
-// before is rescaled to it. False: all weights are negligible, p is left alone.
+// before is rescaled to it. False: all weights are negligible, p holds none.
 inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
     constexpr int kLanes = kPageTokens / 8;
     for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
@@ -477,8 +477,9 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32
         tile_logits<count()>(block.q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
     });
     for (int r = 0; r < block.rows; r++) {
-        F p[kPageTokens / 8] = {};
-        softmax_update(block, r, scores + r * kPageTokens, bits[r], p);
+        F p[kPageTokens / 8];
+        if (!softmax_update(block, r, scores + r * kPageTokens, bits[r], p))
+            for (F& weights : p) weights = set1(0.0f);
         for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
     }
     rows_of<4>(block.rows, [&](auto count, int r) {

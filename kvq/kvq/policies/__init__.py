@@ -49,6 +49,8 @@ class Policy(Protocol):
 def policy_named(name: str) -> Policy:
     """The policy `name` of the table. Raises `UsageError` naming the possible ones."""
     if name not in POLICIES:
-        raise UsageError(f"--kv-policy {name!r} is unknown; possible: {', '.join(sorted(POLICIES))}")
+        raise UsageError(
+            f"--kv-policy {name!r} is unknown; possible: {', '.join(sorted(POLICIES))}"
+        )
     module, attribute = POLICIES[name].split(":")
     return getattr(import_module(module), attribute)()

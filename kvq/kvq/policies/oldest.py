@@ -29,7 +29,9 @@ class Oldest:
                 break
             before = widths[chosen]
             after = np.minimum(before, (k_bits, v_bits))
-            bytes_short -= _bytes_of(before, evidence.head_dim) - _bytes_of(after, evidence.head_dim)
+            bytes_short -= _bytes_of(before, evidence.head_dim) - _bytes_of(
+                after, evidence.head_dim
+            )
             widths[chosen] = after
             columns_short -= int(k_bits == 0 and not widths[:, :, chosen[2][0]].any())
             actions.append(np.column_stack([*chosen, after]).astype(np.int32))

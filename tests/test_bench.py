@@ -1,0 +1,404 @@
+"""`kvq bench`: the peers compute the same model on the same weights, and what it reports."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import KvPlan
+from kvq.errors import BackendError, UsageError
+from kvq_apps.bench import engine_kvq, gguf_file, shapes
+from kvq_apps.bench.engines import ENGINES, check_engines, open_engine
+from kvq_apps.bench.llama_state import StateLayout
+from kvq_apps.bench.measure import Job, measure
+from kvq_apps.bench.report import comparisons
+from kvq_apps.cli import main
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.random_bundle import random_bundle
+from kvq_models.config import LayerConfig
+from kvq_models.registry import family_for
+from kvq_runtime.bundle import Bundle
+
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+SCALED_ROPE = shapes.SHAPES["llama-3.2-1b"]["rope_scaling"]
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_scaling": {**SCALED_ROPE, "original_max_position_embeddings": 16},
+    },
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "hidden_size": 256},
+    "qwen3": {"model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": True},
+}
+# RMS of the difference from our logits with an unquantised cache, relative to their RMS. Every
+# engine rounds activations to 8 bits before a matrix product, which costs about 0.015 by itself.
+TOLERANCE = {
+    ("onnxruntime", "fp32"): 0.03,
+    ("onnxruntime", "int8"): 0.06,
+    ("llama.cpp", "f16"): 0.04,
+    ("llama.cpp", "q8_0"): 0.05,
+    ("llama.cpp", "q4_0"): 0.4,
+}
+KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
+ROW_KEYS = {
+    "engine", "kv", "context", "threads", "decode_ms", "decode_min_ms", "decode_samples",
+    "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes", "attention_ms",
+    "attention_rows_ms", "verify_ratio",
+}  # fmt: skip
+
+Make = Callable[..., Bundle]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Tiny bundles with random weights, each made once."""
+    folder, made = tmp_path_factory.mktemp("bench"), {}
+
+    def bundle(case: str, **weights: int) -> Bundle:
+        key = f"{case}-{'-'.join(map(str, weights.values()))}"
+        if key not in made:
+            config_json = COMMON | CASES[case]
+            config = family_for(config_json).config(config_json)
+            options = ExportOptions(weights=WeightFormat(**weights))
+            made[key] = random_bundle(config, folder / key, options=options)
+        return made[key]
+
+    return bundle
+
+
+def need(engine: str) -> None:
+    """Skips a test whose engine is not installed."""
+    try:
+        check_engines([engine])
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+# The peers run the same weights
+
+
+def logits(bundle: Bundle, engine: str, kv: str) -> np.ndarray:
+    """After a prefill of 20 tokens, ten single ones and a second chunk; from an empty cache."""
+    ids = np.random.default_rng(0).integers(0, 512, 40)
+    opened = open_engine(engine, bundle, threads=1, kv_settings=("fp",))
+    sequence = opened.sequence(kv, 0, 64)
+    steps = [ids[:20], *np.split(ids[20:30], 10), ids[30:]]
+    rows = [sequence.forward(step).copy() for step in steps]
+    sequence.rollback()
+    np.testing.assert_allclose(sequence.forward(ids[:20]), rows[0], atol=1e-3)
+    sequence.close()
+    opened.close()
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("engine", "kv"), TOLERANCE)
+def test_a_peer_computes_the_same_logits(make: Make, case: str, engine: str, kv: str) -> None:
+    need(engine)
+    bundle = make(case)
+    ours, theirs = logits(bundle, "kvq", "fp"), logits(bundle, engine, kv)
+    difference = np.sqrt(np.mean((theirs - ours) ** 2) / np.mean(ours**2))
+    assert difference < TOLERANCE[engine, kv]
+
+
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    [("llama", {}), ("qwen2", {"block": 64}), ("qwen3", {"bits": 8, "embedding_bits": 4})],
+)
+def test_gguf_weights_are_the_bundles(
+    make: Make, tmp_path: Path, case: str, weights: dict[str, int]
+) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    from gguf.quants import dequantize
+
+    bundle = make(case, **weights)
+    config = bundle.config
+    gguf_file.write_gguf(bundle, tmp_path / "model.gguf")
+    tensors = {
+        tensor.name: dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    q_rows, kv_rows = config.num_heads * 64, config.num_kv_heads * 64
+    expected = {"token_embd.weight": bundle.read_weight("embed")}
+    expected["output_norm.weight"] = bundle.read_weight("final_norm")
+    if not config.tied_head:
+        expected["output.weight"] = bundle.read_weight("head")
+    for layer in range(config.num_layers):
+        parts = {}
+        for kind in ("weight", *(["bias"] if config.qkv_bias else [])):
+            name = f"layers.{layer}.qkv" + ("_bias" if kind == "bias" else "")
+            q, k, v = np.split(bundle.read_weight(name), [q_rows, q_rows + kv_rows])
+            if case == "llama":
+                q, k = neighbours(q, config.num_heads), neighbours(k, config.num_kv_heads)
+            parts |= {f"attn_q.{kind}": q, f"attn_k.{kind}": k, f"attn_v.{kind}": v}
+        gate, up = np.split(bundle.read_weight(f"layers.{layer}.gate_up"), 2)
+        parts |= {"ffn_gate.weight": gate, "ffn_up.weight": up}
+        names = {"attn_output": "o", "ffn_down": "down"}
+        names |= {"attn_norm": "attn_norm", "ffn_norm": "mlp_norm"}
+        names |= {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"} if config.qk_norm else {}
+        for theirs, ours in names.items():
+            parts[f"{theirs}.weight"] = bundle.read_weight(f"layers.{layer}.{ours}")
+        expected |= {f"blk.{layer}.{name}": value for name, value in parts.items()}
+    assert set(tensors) - {"rope_freqs.weight"} == set(expected)
+    for name, value in expected.items():
+        # Only the scales are rounded, to 11 significant bits.
+        np.testing.assert_allclose(tensors[name], value, rtol=2**-11, atol=1e-9, err_msg=name)
+
+
+def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Halves of a head become neighbouring rows, as llama.cpp's converter writes them."""
+    split = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_gguf_carries_a_scaled_rotary_table(make: Make, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    bundle = make("llama")
+    gguf_file.write_gguf(bundle, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    base = reader.fields["llama.rope.freq_base"].contents()
+    factors = next(t.data for t in reader.tensors if t.name == "rope_freqs.weight")
+    table = base ** (-np.arange(32) / 32) / factors
+    np.testing.assert_allclose(table, bundle.config.ropes[0].inv_freq, rtol=1e-5)
+
+
+def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
+    config = make("qwen2").config
+    assert gguf_file.refusal(config) is None
+    windows = replace(config, layers=(LayerConfig(window_tokens=8),) * 2)
+    assert gguf_file.refusal(windows) == "it has attention windows"
+    assert "gemma3_text" in str(gguf_file.refusal(replace(config, model_type="gemma3_text")))
+    assert "of qwen2" in str(gguf_file.refusal(replace(config, hidden_size=128)))
+    scaled = make("llama").config.ropes
+    assert "rotary" in str(gguf_file.refusal(replace(config, ropes=scaled)))
+
+
+# The depth is real
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_filled_cache_is_attended_to(make: Make, engine: str) -> None:
+    need(engine)
+    opened = open_engine(engine, make("qwen2"), threads=1, kv_settings=("4:2", "fp"))
+    token = np.array([7])
+    for kv in opened.kv_settings:
+        seen = []
+        for depth in (130, 300):
+            sequence = opened.sequence(kv, depth, 8)
+            first = sequence.forward(token).copy()
+            assert not np.allclose(sequence.forward(token), first, atol=1e-3)
+            sequence.rollback()
+            np.testing.assert_allclose(sequence.forward(token), first, atol=1e-3)
+            seen.append(first)
+            sequence.close()
+        assert not np.allclose(*seen, atol=1e-3)
+        assert np.isfinite(seen).all()
+    opened.close()
+
+
+def test_filling_stores_what_attending_would(make: Make) -> None:
+    config = make("qwen3").config
+    caches = []
+    for window in (1, 0):
+        plan, shape = KvPlan(), config.cache_shape
+        cache = Cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
+        engine_kvq.fill(cache, config, 400, window_tokens=window)
+        caches.append(cache)
+    quick, exact = caches
+    assert quick.tokens == exact.tokens == 400
+    columns = len(exact.columns()[0])
+    assert columns >= 4
+    for layer in range(2):
+        for head in range(2):
+            for column in range(columns):
+                assert quick.page(layer, head, column) == exact.page(layer, head, column)
+            for ours, theirs in zip(quick.tail(layer, head), exact.tail(layer, head), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_unknown_state_layout_is_refused() -> None:
+    with pytest.raises(BackendError, match="layout that is not known"):
+        StateLayout.read(bytes(200))
+
+
+# What is reported
+
+
+def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["bench", *words, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def quick_flags(bundle: Bundle) -> list[str]:
+    return [str(bundle.path), "--context", "150,20", "--repeat", "2", "--prefill", "16"]
+
+
+def test_every_engine_is_measured(
+    make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    bundle, peers = make("qwen2"), ["onnxruntime"]
+    if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
+        peers.append("llama.cpp")
+    picture = tmp_path / "decode.png"
+    data = bench(
+        capsys, *quick_flags(bundle), "--kv", "4:2,fp", "--threads", "1,2",
+        "--peer", ",".join(peers), "--plot", str(picture),
+    )  # fmt: skip
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    settings = [("kvq", "4:2"), ("kvq", "fp")]
+    settings += [case for case in TOLERANCE if case[0] in peers]
+    expected = [(*case, depth, n) for n in (1, 2) for depth in (20, 150) for case in settings]
+    found = [
+        tuple(row[key] for key in ("engine", "kv", "context", "threads")) for row in data["rows"]
+    ]
+    assert found == expected
+    for row in data["rows"]:
+        assert set(row) == ROW_KEYS
+        assert row["decode_ms"] >= row["decode_min_ms"] > 0
+        assert row["decode_samples"] == 6
+        assert row["prefill_samples"] == 3
+        assert row["ttft_ms"] == pytest.approx(16 / row["prefill_tok_s"] * 1e3)
+        if row["engine"] == "kvq":
+            assert row["verify_ratio"] == row["attention_rows_ms"] / row["attention_ms"]
+        else:
+            assert row["verify_ratio"] is None
+            # two layers of two heads, keys and values
+            assert row["kv_bytes"] == row["context"] * 8 * KV_ROW_BYTES[row["kv"]]
+    assert (data["threads"], data["peers"], data["verify_rows"]) == ([1, 2], peers, 5)
+    assert data["machine"]["cores"] >= 1
+    assert data["machine"]["versions"]["onnxruntime"][0].isdigit()
+    assert data["medians"]["kvq 4:2, 2 threads"]["150"] == expected_median(data["rows"])
+    assert len(data["comparisons"]) == 8
+
+
+def expected_median(rows: list[dict[str, Any]]) -> float:
+    wanted = {"engine": "kvq", "kv": "4:2", "context": 150, "threads": 2}
+    return next(row["decode_ms"] for row in rows if wanted.items() <= row.items())
+
+
+def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", *quick_flags(make("llama")), "--threads", "1", "--peer", "onnxruntime"]
+    assert main([*words, "--kbits", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny" not in out
+    assert all(text in out for text in ("decode ms", "kvq", "8:2", "fp32", "5 rows", "growth"))
+    assert out.count("onnxruntime  fp32") >= 2
+
+
+def row(engine: str, context: int, decode: float, prefill: float | None) -> dict[str, Any]:
+    return {
+        "engine": engine, "kv": "x", "context": context, "threads": 1, "decode_ms": decode,
+        "prefill_tok_s": prefill, "verify_ratio": 1.5,
+    }  # fmt: skip
+
+
+def test_comparisons_are_with_the_fastest_peer() -> None:
+    rows = [row("kvq", 64, 10.0, 200.0), row("kvq", 4096, 15.0, 100.0)]
+    rows += [row("llama.cpp", 64, 9.0, 150.0), row("onnxruntime", 64, 12.0, 250.0)]
+    rows += [row("llama.cpp", 4096, 45.0, None)]
+    shallow, deep = comparisons(rows)
+    assert (shallow["decode_peer"], shallow["decode_speedup"]) == ("llama.cpp x", 0.9)
+    assert (shallow["prefill_peer"], shallow["prefill_speedup"]) == ("onnxruntime x", 0.8)
+    assert (deep["decode_speedup"], deep["growth"], deep["growth_from"]) == (3.0, 1.5, 64)
+    assert deep["prefill_peer"] is deep["prefill_speedup"] is None
+
+
+def test_a_prefill_too_long_is_left_out(make: Make) -> None:
+    job = Job(contexts=(16, 500), kv=("4:2",), repeat=1, prefill_tokens=16, prefill_limit_s=1e-6)
+    shallow, deep = measure(make("llama"), job, 1, lambda done, total, label: None)
+    assert shallow["prefill_skipped"] is None
+    assert shallow["prefill_samples"] == 1
+    assert "--prefill-limit is" in deep["prefill_skipped"]
+    assert deep["prefill_tok_s"] is deep["ttft_ms"] is None
+    assert deep["decode_samples"] == 3
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_a_shape_has_the_parameters_of_its_model(name: str, parameters: int) -> None:
+    config = shapes.shape_config(name)
+    weights = family_for({"model_type": config.model_type}).weights(config)
+    assert sum(math.prod(source.shape) for source in weights.values()) == parameters
+
+
+def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"tiny": {**COMMON, **CASES["llama"]}}
+    monkeypatch.setattr(shapes, "SHAPES", tiny)
+    path = shapes.shape_bundle("tiny")
+    written = (path / "kvq.json").stat().st_mtime_ns
+    assert Bundle.open(path).manifest.name == "tiny"
+    assert shapes.shape_bundle("tiny") == path
+    assert (path / "kvq.json").stat().st_mtime_ns == written
+
+
+# What cannot be measured
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "gpt-5"], "choose qwen2.5-0.5b, llama-3.2-1b"),
+        (["--peer", "vllm"], "choose onnxruntime, llama.cpp"),
+        (["--threads", "0"], "--threads 0 is not possible"),
+        (["--rows", "9"], "give 1 to 8"),
+        (["--repeat", "0"], "--repeat 0"),
+        (["--context", "64,-1"], "--context -1"),
+        (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),
+        (["--kv", "4:2,fp", "--kbits", "8"], "refine one setting"),
+        (["--plot", "no/such/folder/p.png"], "there is no folder"),
+        (["--plot", "p.exe"], "must end in .png"),
+    ],
+)
+def test_bad_flags_are_refused(
+    make: Make, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    model = [] if "--shape" in words else [str(make("llama").path)]
+    assert main(["bench", *model, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_model_or_one_shape(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(make("llama").path), "--shape", "smollm2-135m"]) == 2
+    assert "name one model, or one --shape" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="pip install llama-cpp-python gguf"):
+        check_engines(["llama.cpp"])
+    with pytest.raises(BackendError, match="pip install onnxruntime"):
+        check_engines(["onnxruntime"])
+    with pytest.raises(UsageError, match="vllm"):
+        check_engines(["vllm"])

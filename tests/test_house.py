@@ -1,0 +1,77 @@
+"""The house's own rules: style, types, layers, what an import may load, what a file may say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("kvq", "models", "runtime", "specdraft", "export", "apps")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        ("pyright", "--pythonpath", sys.executable),
+        ("importlinter.cli",),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_checker_is_satisfied(command: tuple[str, ...]) -> None:
+    name, *arguments = command
+    if name == "importlinter.cli":
+        arguments = [
+            "-c",
+            "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())",
+        ]
+        finished = run(sys.executable, *arguments)
+    else:
+        finished = run(sys.executable, "-m", name, *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def python_files() -> list[Path]:
+    return [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = [
+        path.relative_to(ROOT).as_posix()
+        for path in python_files()
+        if re.search(r"\bos\.environ\b|\bgetenv\b|from os import environ", path.read_text())
+    ]
+    assert readers == ["kvq/kvq/settings.py"]
+
+
+def test_no_library_code_imports_torch_or_transformers() -> None:
+    pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
+    assert [path for path in python_files() if pattern.search(path.read_text())] == []
+
+
+def test_kernels_include_no_framework_header() -> None:
+    allowed = re.compile(
+        r'#include (<(c?\w+|immintrin\.h)>|"(kernels\.h|kernels\.inl|simd_\w+\.h|\.\./format\.h)")'
+    )
+    for path in (ROOT / "kvq/csrc/kernels").iterdir():
+        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        assert [line for line in includes if not allowed.match(line)] == [], path
+
+
+def test_every_module_and_folder_says_what_it_is() -> None:
+    for path in python_files():
+        assert path.read_text().startswith(('"""', "#!")), f"{path} has no module docstring"
+    for folder in (*SOURCES, "tests"):
+        assert (ROOT / folder / "README.md").stat().st_size > 0
+
+
+def test_module_names_say_what_is_inside() -> None:
+    vague = {"utils", "common", "misc", "manager", "base", "core", "types", "helpers"}
+    assert [path for path in python_files() if path.stem in vague] == []
