@@ -102,16 +102,15 @@ def parse_budget(text: str | int) -> Budget:
 
     Raises `UsageError` for anything else, zero and negative values included.
     """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z%]*)", str(text).strip())
+    match = re.fullmatch(r"([0-9]{0,15}\.?[0-9]{1,15})\s*([A-Za-z%]*)", str(text).strip())
     unit = match[2].lower() if match else "?"
     value = float(match[1]) if match else 0.0
-    if value > 0:
-        if unit == "%":
-            return Budget(fraction=value / 100)
-        if unit in ("tok", "token", "tokens"):
-            return Budget(tokens=int(value))
-        if unit in _UNITS:
-            return Budget(num_bytes=int(value * _UNITS[unit]))
+    if unit == "%" and value > 0:
+        return Budget(fraction=value / 100)
+    if unit in ("tok", "token", "tokens") and value >= 1:
+        return Budget(tokens=int(value))
+    if unit in _UNITS and value * _UNITS[unit] >= 1:
+        return Budget(num_bytes=int(value * _UNITS[unit]))
     raise UsageError(
         f"--kv-budget {text!r} is not possible: give bytes (64MiB, 1.5GiB, 67108864), "
         "tokens (4096tok) or a share of the fp16 cache (25%)"

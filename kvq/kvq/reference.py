@@ -31,14 +31,14 @@ def half_down(x: Float) -> Half:
     """Largest float16 not above x."""
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
-    return np.where(half > x, np.nextafter(half, np.float16(-np.inf)), half)
+        return np.where(half > x, np.nextafter(half, np.float16(-np.inf)), half)
 
 
 def half_up(x: Float) -> Half:
     """Smallest float16 not below x."""
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
-    return np.where(half < x, np.nextafter(half, np.float16(np.inf)), half)
+        return np.where(half < x, np.nextafter(half, np.float16(np.inf)), half)
 
 
 def encode(x: Float, side: int) -> tuple[Bytes, Half, Half]:
@@ -49,9 +49,9 @@ def encode(x: Float, side: int) -> tuple[Bytes, Half, Half]:
     float16 holds exactly gets scale 0 and code 0. Raises `CacheError` beyond float16's range.
     """
     axis = 0 if side == KEYS else 1
-    low = x.min(axis=axis)
+    low, high = x.min(axis=axis) + np.float32(0), x.max(axis=axis) + np.float32(0)  # no -0
     minimum = half_down(low)
-    scale = half_up((x.max(axis=axis) - minimum.astype(np.float32)) / np.float32(255))
+    scale = half_up((high - minimum.astype(np.float32)) / np.float32(255))
     if not (np.isfinite(minimum).all() and np.isfinite(scale).all() and np.isfinite(x).all()):
         raise CacheError("a key or value is not finite in float16, so it cannot be cached")
     wide_scale = np.expand_dims(np.maximum(scale.astype(np.float32), np.float32(1e-30)), axis)

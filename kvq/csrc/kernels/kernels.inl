@@ -319,7 +319,7 @@ inline uint64_t visible(int64_t position, int64_t first, int window) {
 constexpr float kNegligible = 32.0f;
 
 // Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
-// before is rescaled to it. False: all weights are negligible, p holds none.
+// before is rescaled to it. False: all weights are negligible, p holds logits still.
 inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
     constexpr int kLanes = kPageTokens / 8;
     for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
