@@ -64,9 +64,11 @@ inline void widen_constants(const uint16_t* constants, int n, int bits, Constant
 // Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 8 bits use
 // the fine part against their hi4 plane, or rounding x would cost more than the page's own rounding;
 // narrower reads do without.
+// Returns, lane by lane, what the middle of the code range adds to sums over these codes: the fine
+// part meets hi4 alone, whose values 16 * hi stand 120 from their middle.
 template <int Lanes, bool Fine>
-inline void round_codes(const F* x, float top, int8_t* code, int8_t* fine, float* scale,
-                        float* code_sum, float* fine_sum) {
+inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8_t* fine,
+                     float* scale) {
     const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
     I codes[4] = {}, rests[4] = {};
     I total = {}, rest_total = {};
@@ -80,18 +82,13 @@ inline void round_codes(const F* x, float top, int8_t* code, int8_t* fine, float
         }
     }
     store_codes(code, codes);
+    *scale = top * (1.0f / 127.0f);
+    F centre = to_float(total) * set1(half_range);
     if constexpr (Fine) {
         store_codes(fine, rests);
-        *fine_sum += static_cast<float>(reduce_add(rest_total));
+        centre = fma(to_float(rest_total), set1(120.0f / 254.0f), centre);
     }
-    *code_sum += static_cast<float>(reduce_add(total));
-    *scale = top * (1.0f / 127.0f);
-}
-
-// What the middle of the code range adds to a sum of scale * (code_sum + fine_sum / 254): the fine
-// part meets hi4 alone, whose values 16 * hi stand 120 from their middle.
-inline float centre_of(float half_range, float scale, float code_sum, float fine_sum) {
-    return scale * (half_range * code_sum + 120.0f / 254.0f * fine_sum);
+    return centre * set1(*scale);
 }
 
 // A query row folded into a page's key scales and rounded in groups of 32 channels, so that one loud
@@ -104,33 +101,30 @@ struct FoldedQuery {
 };
 
 template <int Lanes, bool Fine>
-inline void fold_group(const float* q, const Constants& k, int g, float half_range, F& mid_sum,
-                       float& centre, FoldedQuery& out) {
+inline F fold_group(const float* q, const Constants& k, int g, float half_range, FoldedQuery& out) {
     const int base = 32 * g;
     F scaled[Lanes];
-    F largest = set1(0.0f);
+    F constant = set1(0.0f), largest = set1(0.0f);
     for (int i = 0; i < Lanes; i++) {
         const F x = load(q + base + 8 * i);
         scaled[i] = x * load(k.step + base + 8 * i);
-        mid_sum = fma(x, load(k.mid + base + 8 * i), mid_sum);
+        constant = fma(x, load(k.mid + base + 8 * i), constant);
         largest = max(largest, abs(scaled[i]));
     }
-    float code_sum = 0.0f, fine_sum = 0.0f;
-    round_codes<Lanes, Fine>(scaled, reduce_max(largest), out.code + base, out.fine + base,
-                             out.scale + g, &code_sum, &fine_sum);
-    centre += centre_of(half_range, out.scale[g], code_sum, fine_sum);
+    return constant - round_codes<Lanes, Fine>(scaled, reduce_max(largest), half_range,
+                                               out.code + base, out.fine + base, out.scale + g);
 }
 
 template <int Bits>
 inline void fold_query(const float* q, const Constants& k, int head_dim, FoldedQuery& out) {
     constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
-    F mid_sum = set1(0.0f);
-    float centre = 0.0f;
+    F constant = set1(0.0f);
     const int whole = head_dim / 32;
     for (int g = 0; g < whole; g++)
-        fold_group<4, Bits == 8>(q, k, g, kHalfRange, mid_sum, centre, out);
-    if (head_dim % 32) fold_group<2, Bits == 8>(q, k, whole, kHalfRange, mid_sum, centre, out);
-    out.constant = reduce_add(mid_sum) - centre;
+        constant = constant + fold_group<4, Bits == 8>(q, k, g, kHalfRange, out);
+    if (head_dim % 32)
+        constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
+    out.constant = reduce_add(constant);
 }
 
 // Sum of code products of one row, the fine part included.
@@ -144,11 +138,51 @@ inline F combine(const Dot& high, const Dot* low, const Dot* fine, int r) {
     }
 }
 
+// Adds one group of Vectors * kChannels channels to the logits of eight tokens.
+template <int Bits, int N, int Vectors>
+inline void group_logits(const uint8_t* hi, const uint8_t* lo, const FoldedQuery* q, int g,
+                         F* logit) {
+    Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
+    for (int j = 0; j < Vectors; j++) {
+        const Bytes v = load_bytes(hi + 32 * j);
+        if constexpr (Bits == 2) {
+            const Bytes a = field<0, 3>(v), b = field<2, 3>(v);
+            const Bytes c = field<4, 3>(v), d = field<6, 3>(v);
+            for (int r = 0; r < N; r++) {
+                const int8_t* quad = q[r].code + 32 * g + 16 * j;
+                high[r].add(a, quad);
+                high[r].add(b, quad + 4);
+                high[r].add(c, quad + 8);
+                high[r].add(d, quad + 12);
+            }
+        } else {
+            const Bytes a = field<0, 15>(v), b = field<4, 15>(v);
+            for (int r = 0; r < N; r++) {
+                const int8_t* quad = q[r].code + 32 * g + 8 * j;
+                high[r].add(a, quad);
+                high[r].add(b, quad + 4);
+            }
+            if constexpr (Bits == 8) {
+                const Bytes w = load_bytes(lo + 32 * j);
+                const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
+                for (int r = 0; r < N; r++) {
+                    low[r].add(c, q[r].code + 32 * g + 8 * j);
+                    low[r].add(d, q[r].code + 32 * g + 8 * j + 4);
+                    fine[r].add(a, q[r].fine + 32 * g + 8 * j);
+                    fine[r].add(b, q[r].fine + 32 * g + 8 * j + 4);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < N; r++)
+        logit[r] = fma(combine<Bits>(high[r], low, fine, r), set1(q[r].scale[g]), logit[r]);
+}
+
 // scores [N][64]: the page's logits for N folded rows.
 template <int Bits, int N>
 void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float* scores) {
-    constexpr int kChannels = Bits == 2 ? 16 : 8;  // per 32-byte vector
-    const int vectors = head_dim / kChannels;
+    constexpr int kVectors = Bits == 2 ? 2 : 4;  // that hold 32 channels of eight tokens
+    const int whole = head_dim / 32;
     for (int group = 0; group < 8; group++) {
         const uint8_t* hi;
         const uint8_t* lo = nullptr;
@@ -161,43 +195,11 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
         }
         F logit[N];
         for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
-        for (int g = 0, j = 0; j < vectors; g++) {
-            Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
-            const int end = j + 32 / kChannels < vectors ? j + 32 / kChannels : vectors;
-            for (; j < end; j++) {
-                const Bytes v = load_bytes(hi + 32 * j);
-                if constexpr (Bits == 2) {
-                    const Bytes a = field<0, 3>(v), b = field<2, 3>(v);
-                    const Bytes c = field<4, 3>(v), d = field<6, 3>(v);
-                    for (int r = 0; r < N; r++) {
-                        const int8_t* quad = q[r].code + 16 * j;
-                        high[r].add(a, quad);
-                        high[r].add(b, quad + 4);
-                        high[r].add(c, quad + 8);
-                        high[r].add(d, quad + 12);
-                    }
-                } else {
-                    const Bytes a = field<0, 15>(v), b = field<4, 15>(v);
-                    for (int r = 0; r < N; r++) {
-                        high[r].add(a, q[r].code + 8 * j);
-                        high[r].add(b, q[r].code + 8 * j + 4);
-                    }
-                    if constexpr (Bits == 8) {
-                        const Bytes w = load_bytes(lo + 32 * j);
-                        const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
-                        for (int r = 0; r < N; r++) {
-                            low[r].add(c, q[r].code + 8 * j);
-                            low[r].add(d, q[r].code + 8 * j + 4);
-                            fine[r].add(a, q[r].fine + 8 * j);
-                            fine[r].add(b, q[r].fine + 8 * j + 4);
-                        }
-                    }
-                }
-            }
-            for (int r = 0; r < N; r++) {
-                logit[r] = fma(combine<Bits>(high[r], low, fine, r), set1(q[r].scale[g]), logit[r]);
-            }
-        }
+        for (int g = 0; g < whole; g++)
+            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g, logit);
+        if (head_dim % 32)
+            group_logits<Bits, N, kVectors / 2>(hi + whole * kVectors * 32,
+                                                lo + whole * kVectors * 32, q, whole, logit);
         for (int r = 0; r < N; r++) store(scores + r * kPageTokens + 8 * group, logit[r]);
     }
 }
@@ -222,11 +224,11 @@ inline void fold_weights(const F* p, const Constants& v, FoldedWeights& out) {
         largest = max(largest, scaled[i]);
     }
     const float top = reduce_max(largest);
-    float code_sum = 0.0f, fine_sum = 0.0f;
     for (int half = 0; half < 2; half++)
-        round_codes<4, Bits == 8>(scaled + 4 * half, top, out.code + 32 * half, out.fine + 32 * half,
-                                  &out.scale, &code_sum, &fine_sum);
-    out.constant = reduce_add(mid_sum) - centre_of(kHalfRange, out.scale, code_sum, fine_sum);
+        mid_sum = mid_sum - round_codes<4, Bits == 8>(scaled + 4 * half, top, kHalfRange,
+                                                      out.code + 32 * half, out.fine + 32 * half,
+                                                      &out.scale);
+    out.constant = reduce_add(mid_sum);
 }
 
 // acc [N][head_dim] += weights . V.
