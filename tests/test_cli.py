@@ -370,7 +370,7 @@ def test_export_prints_a_table_and_progress_apart(
     )
     assert finished.returncode == 0
     table = finished.stdout.decode()
-    assert "8 bits, block 32" in table
+    assert "8 bits, block 64" in table
     assert "8:4, 4 sink tokens" in table
     assert "weights_and_kv.mean_kld" in table
     assert b"100 %" in finished.stderr

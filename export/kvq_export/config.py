@@ -18,7 +18,7 @@ class WeightFormat:
     """
 
     bits: int = 4
-    block: int = 32
+    block: int = 64
     embedding_bits: int = 8
 
     def __post_init__(self) -> None:
