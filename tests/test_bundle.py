@@ -191,7 +191,7 @@ def test_weights_are_read_by_canonical_name(made: Path) -> None:
 
 def test_a_step_reads_all_weights_but_the_embedding(made: Path) -> None:
     bundle = Bundle.open(made)
-    embedding_bytes = 384 * (128 + 128 // 32 * 4)
+    embedding_bytes = 384 * (128 + 128 // 64 * 4)
     row_bytes = embedding_bytes // 384
     stored = bundle.manifest.weights.num_bytes
     assert bundle.weight_bytes_per_step == stored - embedding_bytes + row_bytes

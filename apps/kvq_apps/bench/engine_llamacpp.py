@@ -38,8 +38,6 @@ class LlamaCppEngine:
 
     def __init__(self, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> None:
         del kv_settings
-        import llama_cpp
-
         from kvq_apps.bench import gguf_file
 
         reason = gguf_file.refusal(bundle.config)
@@ -52,10 +50,11 @@ class LlamaCppEngine:
         # llama.cpp reports each tensor it loads; the wrapper prints from this level on, and takes
         # warnings for errors. A real failure shows in a status or a null pointer.
         logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-        llama_cpp.llama_backend_init()
+        library = _library()
+        library.llama_backend_init()
         path = _gguf(bundle)
-        parameters = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        parameters = library.llama_model_default_params()
+        self._model = library.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise BackendError(f"llama.cpp does not load {path}; delete it and try again")
 
@@ -78,9 +77,7 @@ class LlamaCppEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        import llama_cpp
-
-        llama_cpp.llama_model_free(self._model)
+        _library().llama_model_free(self._model)
 
 
 class LlamaCppSequence:
@@ -91,33 +88,27 @@ class LlamaCppSequence:
     ) -> None:
         self.kv_bytes = depth * _bytes_per_token(config, kv)
         self._vocab_size = config.vocab_size
-        self._depth = self._tokens = depth
+        self._depth = depth
         self._context = _open_context(model, kv, depth + room, threads)
         if depth:
             self._fill(kv)
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Sequence.forward`."""
-        import llama_cpp
-
+        library = _library()
         for start in range(0, len(ids), MICRO_BATCH):
-            tokens = (ctypes.c_int32 * len(ids[start : start + MICRO_BATCH]))(
-                *ids[start : start + MICRO_BATCH].tolist()
-            )
-            batch = llama_cpp.llama_batch_get_one(tokens, len(tokens))
-            status = llama_cpp.llama_decode(self._context, batch)
+            chunk = ids[start : start + MICRO_BATCH].tolist()
+            tokens = (ctypes.c_int32 * len(chunk))(*chunk)
+            batch = library.llama_batch_get_one(tokens, len(tokens))
+            status = library.llama_decode(self._context, batch)
             if status:
                 raise BackendError(f"llama.cpp could not decode: status {status}")
-        self._tokens += len(ids)
-        pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        pointer = library.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(pointer, (self._vocab_size,))
 
     def rollback(self) -> None:
         """See `Sequence.rollback`."""
-        import llama_cpp
-
-        llama_cpp.llama_memory_seq_rm(self._memory(), 0, self._depth, -1)
-        self._tokens = self._depth
+        _library().llama_memory_seq_rm(self._memory(), 0, self._depth, -1)
 
     def attend(self, rows: int) -> bool:
         """See `Sequence.attend`; its attention is inside the graph."""
@@ -125,45 +116,38 @@ class LlamaCppSequence:
 
     def close(self) -> None:
         """See `Sequence.close`."""
-        import llama_cpp
-
-        llama_cpp.llama_free(self._context)
+        _library().llama_free(self._context)
 
     def _memory(self) -> Any:
-        import llama_cpp
-
-        return llama_cpp.llama_get_memory(self._context)
+        return _library().llama_get_memory(self._context)
 
     def _fill(self, kv: str) -> None:
         """Puts a synthetic state in place of that of one real token."""
-        import llama_cpp
-
+        library = _library()
         self.forward(np.zeros(1, np.int64))
-        size = llama_cpp.llama_state_seq_get_size(self._context, 0)
+        size = library.llama_state_seq_get_size(self._context, 0)
         one = (ctypes.c_uint8 * size)()
-        llama_cpp.llama_state_seq_get_data(self._context, one, size, 0)
+        library.llama_state_seq_get_data(self._context, one, size, 0)
         state = StateLayout.read(bytes(one)).random_state(self._depth, kv)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        taken = llama_cpp.llama_state_seq_set_data(self._context, pointer, state.nbytes, 0)
-        last = llama_cpp.llama_memory_seq_pos_max(self._memory(), 0)
+        taken = library.llama_state_seq_set_data(self._context, pointer, state.nbytes, 0)
+        last = library.llama_memory_seq_pos_max(self._memory(), 0)
         if taken != state.nbytes or last != self._depth - 1:
             raise BackendError(
                 f"llama.cpp took {taken} of {state.nbytes} bytes of a {kv} cache of "
                 f"{self._depth} tokens; leave out --peer llama.cpp"
             )
-        self._tokens = self._depth
 
 
 def _open_context(model: Any, kv: str, tokens: int, threads: int) -> Any:
-    import llama_cpp
-
-    parameters = llama_cpp.llama_context_default_params()
+    library = _library()
+    parameters = library.llama_context_default_params()
     parameters.n_ctx = -(-tokens // CONTEXT_PADDING) * CONTEXT_PADDING
     parameters.n_batch = parameters.n_ubatch = MICRO_BATCH
     parameters.n_threads = parameters.n_threads_batch = threads
     parameters.type_k = parameters.type_v = TYPES[kv][0]
     parameters.flash_attn_type = FLASH_ATTENTION_ON
-    context = llama_cpp.llama_init_from_model(model, parameters)
+    context = library.llama_init_from_model(model, parameters)
     if not context:
         raise BackendError(f"llama.cpp does not open a {kv} context of {tokens} tokens")
     return context
@@ -171,21 +155,30 @@ def _open_context(model: Any, kv: str, tokens: int, threads: int) -> Any:
 
 def _gguf(bundle: Bundle) -> Path:
     """The bundle's weights as GGUF in the cache folder, written the first time."""
-    from kvq_apps.bench.gguf_file import write_gguf
+    from kvq_apps.bench.gguf_file import REVISION, write_gguf
 
     files = bundle.manifest.files
-    hashes = "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
+    hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
     digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
     path = cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}.gguf"
     if not path.exists():
         output.print_note(f"writing the weights once for llama.cpp: {path}")
-        write_gguf(bundle, path)
+        try:
+            write_gguf(bundle, path)
+        except OSError as error:
+            raise BackendError(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 
 def _bytes_per_token(config: ModelConfig, kv: str) -> int:
     blocks = config.num_kv_heads * config.head_dim // BLOCK
     return 2 * config.num_layers * blocks * TYPES[kv][1]
+
+
+def _library() -> Any:
+    import llama_cpp
+
+    return llama_cpp
 
 
 def _found(module: str) -> bool:

@@ -72,14 +72,14 @@ class Engine(Protocol):
         ...
 
 
-def check_engines(names: Many[str]) -> None:
-    """Raises `UsageError` for an unknown engine, `BackendError` naming what must be installed."""
+def check_peers(names: Many[str]) -> None:
+    """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
-        if name not in ENGINES:
+        if name not in PEERS:
             raise UsageError(f"--peer {name!r} is not known; choose {', '.join(PEERS)}")
         reason = _load(name).missing()
         if reason is not None:
-            raise BackendError(f"the engine {name} cannot run here: {reason}")
+            raise BackendError(f"the peer {name} cannot run here: {reason}")
 
 
 def open_engine(name: str, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> Engine:

@@ -20,6 +20,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # llama.cpp's llama rotates neighbouring channels; the others rotate halves, as checkpoints do.
 INTERLEAVED = ("llama",)
 BLOCK = 32
+# Counts the changes of what this file writes for the same bundle.
+REVISION = 1
 # Any base serves where factors describe the table: they are relative to it.
 NEUTRAL_BASE = 10_000.0
 

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -12,6 +12,7 @@ from kvq import native
 from kvq_runtime import device
 
 PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama-cpp-python"}
+BUSY_SHARE = 0.25
 
 
 def describe(peers: Sequence[str]) -> dict[str, Any]:
@@ -28,6 +29,12 @@ def describe(peers: Sequence[str]) -> dict[str, Any]:
             **{name: _version(name) for name in sorted(packages)},
         },
     }
+
+
+def busy(machine: Mapping[str, Any]) -> bool:
+    """Whether others used enough of the processor before the start to spoil a measurement."""
+    load = machine["load"]
+    return load is not None and load > BUSY_SHARE * machine["cores"]
 
 
 def _version(package: str) -> str:

@@ -183,34 +183,40 @@ def _attention(cases: Many[Case], job: Job, progress: Progress) -> None:
 def _prefill(cases: Many[Case], job: Job, progress: Progress) -> None:
     """From shallow to deep, so that a prefill too long is foreseen by the one before."""
     ids = np.arange(job.prefill_tokens, dtype=np.int64) % 64
-    before: dict[tuple[str, str], tuple[int, float]] = {}
+    before: dict[tuple[str, str], Case] = {}
     contexts = sorted({case.context for case in cases})
     for place, context in enumerate(contexts):
         here = [case for case in cases if case.context == context]
         for case in here:
-            case.prefill_skipped = _too_long(before.get((case.engine, case.kv)), context, job)
-        open_cases = [case for case in here if case.prefill_skipped is None]
-        for turn, case in _turns(open_cases, PREFILL_ROUNDS):
+            case.prefill_skipped = _too_long(case, before.get((case.engine, case.kv)), job)
+        willing = [case for case in here if case.prefill_skipped is None]
+        for turn, case in _turns(willing, PREFILL_ROUNDS):
             if sum(case.prefill_s) > job.prefill_limit_s / 2:
                 continue
-            share = place + turn / (PREFILL_ROUNDS * len(open_cases))
+            share = place + turn / (PREFILL_ROUNDS * len(willing))
             progress(share, len(contexts), f"prefill at {context}: {case.engine} {case.kv}")
             seconds = _seconds(lambda case=case: case.sequence.forward(ids))
             case.sequence.rollback()
-            if turn >= len(open_cases) or seconds > WARM_UP_S:
+            if turn >= len(willing) or seconds > WARM_UP_S:
                 case.prefill_s.append(seconds)
-        before |= {(case.engine, case.kv): (context, median(case.prefill_s)) for case in open_cases}
+        before |= {(case.engine, case.kv): case for case in willing}
 
 
-def _too_long(before: tuple[int, float] | None, context: int, job: Job) -> str | None:
-    """Why a prefill is left out: attention grows with the depth, so at most in its proportion."""
+def _too_long(case: Case, before: Case | None, job: Job) -> str | None:
+    """Why a prefill is left out, judged by the same setting's at a smaller depth.
+
+    Two bounds: time grows at most in proportion to the tokens attended to, and a row of a prefill
+    takes on at most what a decode step does.
+    """
     if before is None:
         return None
-    depth, seconds = before
-    expected = seconds * (context + job.prefill_tokens) / (depth + job.prefill_tokens)
+    seconds = median(before.prefill_s)
+    proportion = (case.context + job.prefill_tokens) / (before.context + job.prefill_tokens)
+    slower = max(0.0, min(case.decode_s) - min(before.decode_s))
+    expected = min(seconds * proportion, seconds + slower * job.prefill_tokens)
     if expected <= job.prefill_limit_s:
         return None
-    return f"up to {expected:.0f} s expected, --prefill-limit is {job.prefill_limit_s:.0f}"
+    return f"up to {expected:.0f} s expected, --prefill-limit is {job.prefill_limit_s:g}"
 
 
 def _turns(cases: Many[Case], rounds: int) -> Iterator[tuple[int, Case]]:

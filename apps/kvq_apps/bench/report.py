@@ -57,6 +57,7 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         own = [other for other in rows if _same(other, row, "engine", "kv", "threads")]
         shallow = min(own, key=lambda other: other["context"])
         decode = min(peers, key=lambda other: other["decode_ms"], default=None)
+        fastest = min((other["decode_min_ms"] for other in peers), default=None)
         prefilled = [other for other in peers if other["prefill_tok_s"]]
         prefill = max(prefilled, key=lambda other: other["prefill_tok_s"], default=None)
         yield {
@@ -66,8 +67,9 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "decode_ms": row["decode_ms"],
             "decode_peer": decode and f"{decode['engine']} {decode['kv']}",
             "decode_speedup": decode and decode["decode_ms"] / row["decode_ms"],
+            "decode_min_speedup": fastest and fastest / row["decode_min_ms"],
             "prefill_peer": prefill and f"{prefill['engine']} {prefill['kv']}",
-            "prefill_speedup": _ratio(row["prefill_tok_s"], prefill and prefill["prefill_tok_s"]),
+            "prefill_speedup": prefill and _ratio(row["prefill_tok_s"], prefill["prefill_tok_s"]),
             "growth": row["decode_ms"] / shallow["decode_ms"],
             "growth_from": shallow["context"],
             "verify_ratio": row["verify_ratio"],
@@ -99,7 +101,18 @@ def print_report(data: Mapping[str, Any]) -> None:
             where = f"{row['engine']} {row['kv']} at {row['context']}"
             output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
     output.print_data("")
-    header = ("ours", "threads", "context", "decode", "than", "prefill", "than", "growth", "verify")
+    header = (
+        "ours",
+        "threads",
+        "context",
+        "decode",
+        "than",
+        "(min)",
+        "prefill",
+        "than",
+        "growth",
+        "verify",
+    )
     output.print_table(
         (_comparison_cells(one, data["verify_rows"]) for one in data["comparisons"]),
         header=header,
@@ -127,6 +140,7 @@ def _comparison_cells(one: Row, rows: int) -> tuple[str, ...]:
         str(one["context"]),
         _text(one["decode_speedup"], "{:.2f} x"),
         one["decode_peer"] or "-",
+        _text(one["decode_min_speedup"], "{:.2f} x"),
         _text(one["prefill_speedup"], "{:.2f} x"),
         one["prefill_peer"] or "-",
         f"{one['growth']:.2f} x {one['growth_from']}",

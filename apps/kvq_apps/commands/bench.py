@@ -58,17 +58,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    peers = tuple(arguments.peer.split(",")) if arguments.peer else ()
+    peers = tuple(dict.fromkeys(arguments.peer.split(","))) if arguments.peer else ()
 
     from kvq_apps.bench import engines, machine, measure, plot, report
 
-    engines.check_engines(peers)
+    engines.check_peers(peers)
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
     threads = _threads(arguments)
     bundle = _bundle(arguments)
     job = _job(arguments, bundle, peers)
     found = machine.describe(peers)
+    if machine.busy(found):
+        output.print_note(
+            f"the machine is busy (load {found['load']:.1f} on {found['cores']} cores): "
+            "the medians will be too long, more so for engines that wait spinning"
+        )
     progress = output.Progress(quiet=not sys.stderr.isatty())
     rows: list[dict[str, Any]] = []
     try:
@@ -130,11 +135,11 @@ def _job(arguments: Namespace, bundle: "Bundle", peers: tuple[str, ...]) -> "Job
 
 def _kv_settings(arguments: Namespace, bundle: "Bundle") -> tuple[str, ...]:
     """The settings of ours to measure, as `--kv` writes them, each once."""
-    several = arguments.kv is not None and "," in arguments.kv
-    if several:
+    several = str(arguments.kv or "").split(",")
+    if len(several) > 1:
         if options.given(arguments, k="kbits", v="vbits"):
             raise UsageError("--kbits and --vbits refine one setting; --kv names several")
-        pairs = [parse_kv(text) for text in arguments.kv.split(",")]
+        pairs = [parse_kv(text) for text in several]
     else:
         bits = options.kv_bits(arguments)
         plan = bundle.manifest.kv
