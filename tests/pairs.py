@@ -60,7 +60,8 @@ def structured_heads(
 
 def pack_heads(q: Float, k: Float, v: Float) -> Float:
     """Packed rows [T, (H + 2 Hk) * D] of the heads."""
-    return np.concatenate([part.reshape(len(q), -1) for part in (q, k, v)], axis=1)
+    heads = np.concatenate([q, k, v], axis=1)
+    return heads.reshape(len(heads), heads.shape[1] * heads.shape[2])
 
 
 def forward(

@@ -53,8 +53,8 @@ FLOAT_KV = {"k_bits": 16, "v_bits": 16}
 GREEDY = Sampling(temperature=0)
 
 # The (largest, root mean square) difference of a logit, whose standard deviation is near 3, when
-# the peer rounds keys and values to float16 as the cache does. Float32 noise moves one in a
-# thousand across a rounding boundary; without that the difference would be 1e-4.
+# the peer rounds keys and values to float16 as the cache does. What is left is float32 noise that
+# rounds some to the next float16: 1 in 1000 in the first layer, up to 1 in 20 in the second.
 ROUNDED_TOLERANCE = 0.01, 6e-4
 
 
@@ -69,7 +69,7 @@ class Bounds:
 
     logit: float = 0.03
     shipped: float = 0.007
-    four_bit: float = 0.9
+    four_bit: float = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +84,10 @@ class Case:
 
 # Rows of which little is lost (a strong residual), or much (three layers, narrow rope).
 BOUNDS = {
-    "llama-yarn": Bounds(shipped=0.008, four_bit=1.2),
-    "qwen2-window": Bounds(shipped=0.008, four_bit=1.4),
-    "qwen3": Bounds(logit=0.015, shipped=0.003, four_bit=0.45),
-    "phi3-longrope": Bounds(shipped=0.008, four_bit=1.2),
+    "llama-yarn": Bounds(logit=0.04, shipped=0.009, four_bit=1.3),
+    "qwen2-window": Bounds(shipped=0.01, four_bit=1.6),
+    "qwen3": Bounds(logit=0.015, shipped=0.0035, four_bit=0.55),
+    "phi3-longrope": Bounds(logit=0.04, shipped=0.009, four_bit=1.4),
     "gemma3": Bounds(logit=0.006, shipped=1e-6, four_bit=1e-4),
 }
 CASES = {name: Case(row=name, bounds=BOUNDS.get(name, Bounds())) for name in tiny.CASES}
@@ -267,9 +267,9 @@ def session_logits(engine: Engine, ids: np.ndarray, **options: int) -> np.ndarra
 
 
 def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
-    largest, mean = ROUNDED_TOLERANCE
+    largest, root_mean_square = ROUNDED_TOLERANCE
     np.testing.assert_allclose(found, rounded, rtol=0, atol=largest)
-    assert np.sqrt(np.square(found - rounded).mean()) < mean
+    assert np.sqrt(np.square(found - rounded).mean()) < root_mean_square
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

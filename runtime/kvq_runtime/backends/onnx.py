@@ -20,12 +20,13 @@ from kvq_runtime.bundle import Bundle
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-# Threads wait for the next node by spinning, but not for long: never spinning costs a sixth of a
-# decode step on an idle machine, spinning without limit doubles it when another program runs.
+# Threads wait for the next node by spinning, but not for long: never spinning costs a quarter of a
+# decode step on an idle machine, spinning without limit burns a core between steps and doubles the
+# step when another program runs. A millisecond spans every node of a step.
 # Initializers go straight to the device.
 SESSION_ENTRIES = {
     "session.intra_op.allow_spinning": "1",
-    "session.intra_op.spin_duration_us": "50",
+    "session.intra_op.spin_duration_us": "1000",
     "session.use_device_allocator_for_initializers": "1",
 }
 ONLY_FATAL = 4
