@@ -1,5 +1,6 @@
 """The command line from outside: what it prints where, its exit codes, its lasting JSON keys."""
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from kvq import __version__
 from kvq.errors import UsageError
+from kvq.formats import format_bytes
 from kvq_apps import options, output
 from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
@@ -500,15 +502,15 @@ def test_progress_is_a_line_a_tenth_or_a_bar(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
         (1536, "1.5 KiB"),
         (64 << 20, "64.0 MiB"),
         (3 << 29, "1.50 GiB"),
     ],
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert output.size_text(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_an_interrupt_outside_a_loop_ends_with_130(
@@ -536,3 +538,14 @@ def test_our_fault_is_one_line_and_exit_code_1(
     assert json.loads(shown.out) == {"error": {"code": "internal", "message": message}}
     assert main(["doctor", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shown in ((Terminal(), "a\ufffd[31m\tb\n"), (io.StringIO(), "a\x1b[31m\tb\n")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        output.print_data("a\x1b[31m\tb")
+        assert stream.getvalue() == shown

@@ -13,12 +13,12 @@ import pytest
 import tiny
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq.reference import normalize
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
     forward,
     plain_attention,
-    rms_norm,
     rotate,
 )
 from kvq_models.registry import FAMILIES, family_for, read_checkpoint
@@ -297,7 +297,7 @@ def test_activations_equal_torch(name: str) -> None:
 
 
 def test_rms_norm_of_a_known_row() -> None:
-    row = rms_norm(np.float32([[3.0, 4.0]]), np.float32([1.0, 2.0]), 0.0)
+    row = normalize(np.float32([[3.0, 4.0]]), np.float32([1.0, 2.0]), 0.0)
     np.testing.assert_allclose(row, [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
 
 

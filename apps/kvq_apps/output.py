@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 from kvq.errors import KvqError
+from kvq.formats import format_bytes
 from kvq.settings import terminal_is_plain
 
 
@@ -18,9 +19,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2), flush=True)
 
 
+# A model's text may hold any control character; on a terminal all but these could move the cursor,
+# change colours or worse, so they are shown as U+FFFD. Pipes and files get the text as it is.
+_HARMLESS_CONTROLS = "\n\t"
+_CONTROLS = {
+    code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in _HARMLESS_CONTROLS
+}
+
+
 def print_data(text: str, end: str = "\n") -> None:
     """Data for the user or the next program, on stdout at once."""
-    sys.stdout.write(text + end)
+    shown = text.translate(_CONTROLS) if sys.stdout.isatty() else text
+    sys.stdout.write(shown + end)
     sys.stdout.flush()
 
 
@@ -39,22 +49,13 @@ def print_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> No
     sys.stdout.flush()
 
 
-def size_text(num_bytes: float) -> str:
-    """Bytes in the largest unit that keeps the number readable: 1536 -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
-
-
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Rows of a nested mapping: `{"a": {"b": 1}}` -> `("a.b", 1)`; sizes in bytes made readable."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
         elif key.endswith("_bytes") and isinstance(value, int):
-            yield prefix + key.removesuffix("_bytes"), size_text(value)
+            yield prefix + key.removesuffix("_bytes"), format_bytes(value)
         elif isinstance(value, float):
             yield prefix + key, f"{value:.6g}"
         else:

@@ -156,10 +156,10 @@ def arena_for(
 
 
 def format_bytes(count: float) -> str:
-    """`67108864` -> `64 MiB`: the largest unit that keeps three digits."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """Bytes in the largest unit that keeps the number readable: `1536` -> `1.5 KiB`."""
+    for unit, size, digits in (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
         if count >= size:
-            return f"{count / size:.4g} {unit}"
+            return f"{count / size:.{digits}f} {unit}"
     return f"{count:.0f} bytes"
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from kvq.config import AttentionParams
+from kvq.reference import normalize, rotate, split_heads
 from kvq_models.config import ModelConfig
 
 Weights = Callable[[str], np.ndarray]
@@ -65,7 +66,7 @@ def forward(
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         hidden = _mlp(config, weight, layer, hidden)
     hidden = hidden if rows is None else hidden[rows]
-    hidden = rms_norm(hidden, weight("final_norm"), config.norm_eps)
+    hidden = normalize(hidden, weight("final_norm"), config.norm_eps)
     logits = hidden @ (table if config.tied_head else weight("head")).T
     return softcap(logits, config.final_softcap)
 
@@ -81,7 +82,7 @@ def _attention(
     long_rope: bool,
 ) -> np.ndarray:
     name = f"layers.{layer}."
-    qkv = rms_norm(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
+    qkv = normalize(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
     if config.qkv_bias:
         qkv = qkv + weight(name + "qkv_bias")
     attended = attend(
@@ -96,14 +97,14 @@ def _attention(
     if config.output_bias:
         output = output + weight(name + "o_bias")
     if config.sandwich_norms:
-        output = rms_norm(output, weight(name + "post_attn_norm"), config.norm_eps)
+        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
     return hidden + output
 
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name = f"layers.{layer}."
     inner = (
-        rms_norm(hidden, weight(name + "mlp_norm"), config.norm_eps) @ weight(name + "gate_up").T
+        normalize(hidden, weight(name + "mlp_norm"), config.norm_eps) @ weight(name + "gate_up").T
     )
     if config.mlp_bias:
         inner = inner + weight(name + "gate_up_bias")
@@ -112,14 +113,8 @@ def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -
     if config.mlp_bias:
         output = output + weight(name + "down_bias")
     if config.sandwich_norms:
-        output = rms_norm(output, weight(name + "post_mlp_norm"), config.norm_eps)
+        output = normalize(output, weight(name + "post_mlp_norm"), config.norm_eps)
     return hidden + output
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Scales x to x / sqrt(mean(x^2) + eps) * weight over the last axis, float32."""
-    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
-    return x / np.sqrt(mean + np.float32(eps)) * weight
 
 
 def softcap(x: np.ndarray, cap: float) -> np.ndarray:
@@ -139,19 +134,6 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
-
-
-def rotate(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, factor: float) -> np.ndarray:
-    """Rotary embedding of x float32 [T, heads, D]: i < half turns with i + half, the rest pass.
-
-    Angles are float32 products position * inv_freq, cos and sin are multiplied by `factor`.
-    """
-    half = len(inv_freq)
-    angles = positions.astype(np.float32)[:, None] * inv_freq[None, :].astype(np.float32)
-    cos = (np.cos(angles) * np.float32(factor))[:, None, :]
-    sin = (np.sin(angles) * np.float32(factor))[:, None, :]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 class PlainAttention:
@@ -175,16 +157,14 @@ class PlainAttention:
         q_norm: np.ndarray | None,
         k_norm: np.ndarray | None,
     ) -> np.ndarray:
-        heads, kv_heads, dim = params.num_heads, params.num_kv_heads, params.head_dim
-        packed = qkv.astype(np.float32).reshape(len(qkv), heads + 2 * kv_heads, dim)
-        query, key = packed[:, :heads], packed[:, heads : heads + kv_heads]
+        query, key, value = split_heads(params, qkv.astype(np.float32))
         if q_norm is not None and k_norm is not None:
-            query = rms_norm(query, q_norm, params.norm_eps)
-            key = rms_norm(key, k_norm, params.norm_eps)
+            query = normalize(query, q_norm, params.norm_eps)
+            key = normalize(key, k_norm, params.norm_eps)
         query = rotate(query, positions, inv_freq, params.rope_factor)
         key = rotate(key, positions, inv_freq, params.rope_factor)
         keys = self._append(self._keys, params.layer, key)
-        values = self._append(self._values, params.layer, packed[:, heads + kv_heads :])
+        values = self._append(self._values, params.layer, value)
         seen = self._append(self._positions, params.layer, positions)
         return _attend(params, query, keys, values, positions[:, None] - seen[None, :])
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvq.formats import format_bytes
 from kvq_apps import output
 from kvq_apps.bench.engines import OURS
 from kvq_apps.bench.measure import Job
@@ -83,7 +84,7 @@ def print_report(data: Mapping[str, Any]) -> None:
     features = " ".join(machine["features"][-3:])
     output.print_table(
         [
-            ("model", f"{data['model']}, {output.size_text(data['weights']['bytes'])} of weights"),
+            ("model", f"{data['model']}, {format_bytes(data['weights']['bytes'])} of weights"),
             ("machine", f"{machine['processor']}, {machine['cores']} cores ({features})"),
             ("versions", f"{versions}; kernels {machine['kernels']}"),
             (
@@ -129,7 +130,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['decode_min_ms']:.2f}",
         _text(row["prefill_tok_s"], "{:.1f}"),
         _text(row["ttft_ms"], "{:.0f}"),
-        output.size_text(row["kv_bytes"]),
+        format_bytes(row["kv_bytes"]),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
+from kvq.formats import format_bytes
 from kvq_apps import options, output, text_input
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _print(report: dict[str, Any]) -> None:
         key: f"{value:.6g}" if isinstance(value, float) else value for key, value in report.items()
     }
     for key in ("kv_budget", "kv_bytes"):
-        texts[key] = output.size_text(report[key])
+        texts[key] = format_bytes(report[key])
     output.print_table(texts.items())
     if rows:
         output.print_data("")

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
+from kvq.formats import format_bytes
 from kvq_apps import options, output
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("model", f"{report['name']} ({report['model_type']})"),
         (
             "weights",
-            f"{output.size_text(weights['bytes'])}: {weights['bits']} bits, block "
+            f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block "
             f"{weights['block']}, embedding {weights['embedding_bits']} bits",
         ),
         (
@@ -101,7 +102,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
-        ("total", f"{output.size_text(report['bytes'])} in {report['seconds']:.1f} s"),
+        ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
     output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")

@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
+from kvq.formats import format_bytes
 from kvq_apps import options, output
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _print(report: dict[str, Any]) -> None:
         ("context", f"{report['context_length']} tokens"),
         (
             "weights",
-            f"{output.size_text(weights['bytes'])}: {weights['bits']} bits, block "
+            f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block "
             f"{weights['block']}, embedding {weights['embedding_bits']} bits",
         ),
         (
@@ -76,13 +77,13 @@ def _print(report: dict[str, Any]) -> None:
         ),
         (
             "KV at context",
-            output.size_text(report["bytes_per_token"] * report["context_length"]),
+            format_bytes(report["bytes_per_token"] * report["context_length"]),
         ),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *(
-            (name, f"{output.size_text(file['bytes'])}, sha256 {file['sha256'][:16]} ok")
+            (name, f"{format_bytes(file['bytes'])}, sha256 {file['sha256'][:16]} ok")
             for name, file in report["files"].items()
         ),
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
+from kvq.formats import format_bytes
 from kvq_apps import options, output, text_input
 from kvq_apps.interrupt import interruptible
 
@@ -160,6 +161,6 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['prompt_tokens']} prompt tokens, first token after {report['ttft_ms']:.0f} ms "
         f"({report['prefill_tok_s']:.0f} tok/s); {report['new_tokens']} new tokens at "
         f"{report['decode_tok_s']:.1f} tok/s, {report['bandwidth_gb_s']:.1f} GB/s; KV "
-        f"{report['kv']}: {output.size_text(report['kv_bytes_peak'])} of "
-        f"{output.size_text(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token"
+        f"{report['kv']}: {format_bytes(report['kv_bytes_peak'])} of "
+        f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token"
     )
