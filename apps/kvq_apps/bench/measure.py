@@ -220,8 +220,9 @@ def _too_long(case: Case, before: Case | None, job: Job) -> str | None:
 
 
 def _turns(cases: Many[Case], rounds: int) -> Iterator[tuple[int, Case]]:
-    """A B C A B C ..., numbered."""
-    return enumerate(case for _ in range(rounds) for case in cases)
+    """A B C, B C A, ..., numbered: each case follows each other one, so none always has a bad start."""
+    turned = (cases[(first + i) % len(cases)] for first in range(rounds) for i in range(len(cases)))
+    return enumerate(turned)
 
 
 def _seconds(work: Callable[[], object]) -> float:
