@@ -87,7 +87,9 @@ class Pair:
     numpy: Cache
 
     @classmethod
-    def open(cls, shape: CacheShape, plan: KvPlan, budget_bytes: int, context_tokens: int, **options):
+    def open(
+        cls, shape: CacheShape, plan: KvPlan, budget_bytes: int, context_tokens: int, **options
+    ):
         """Both caches on equal arenas."""
         arguments = (shape, plan, budget_bytes, context_tokens)
         return cls(Cache(*arguments, **options), Cache(*arguments, native=False, **options))
@@ -135,7 +137,9 @@ class Pair:
 def relative_rms(got: Float, want: Float) -> float:
     """Root mean square of the error over that of the values."""
     error = got.astype(np.float64) - want
-    return float(np.sqrt(np.mean(error**2) / max(np.mean(np.square(want, dtype=np.float64)), 1e-30)))
+    return float(
+        np.sqrt(np.mean(error**2) / max(np.mean(np.square(want, dtype=np.float64)), 1e-30))
+    )
 
 
 def relative_max(got: Float, want: Float) -> float:

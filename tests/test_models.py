@@ -12,8 +12,8 @@ import pytest
 
 import tiny
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq.reference import normalize
+from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -123,7 +123,7 @@ def test_longrope_picks_one_table_per_session(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", tiny.CASES)
 def test_inverse_frequencies_equal_transformers_within_one_bit(case: str, tmp_path: Path) -> None:
-    import transformers  # noqa: PLC0415
+    import transformers
 
     folder = tiny.make_checkpoint(case, tmp_path)
     _, config, _ = read_checkpoint(folder)
@@ -285,7 +285,7 @@ def test_rotation_depends_on_the_distance_only() -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_equal_torch(name: str) -> None:
-    import torch  # noqa: PLC0415
+    import torch
 
     peers = {
         "silu": torch.nn.functional.silu,

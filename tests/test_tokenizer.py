@@ -222,7 +222,7 @@ def test_control_tokens_survive_json(byte_level: Tokenizer) -> None:
 
 
 def test_chat_prompt_equals_transformers(folder: Path, byte_level: Tokenizer) -> None:
-    import transformers  # noqa: PLC0415
+    import transformers
 
     messages = [
         {"role": "system", "content": "Be brief."},

@@ -106,7 +106,7 @@ int64_t kvq_cache_state_bytes(int64_t handle) {
     return cache ? cache->state_bytes() : -1;
 }
 int kvq_cache_save(int64_t handle, uint8_t* bytes) {
-    KVQ_WITH_CACHE((cache->save(bytes), KVQ_OK));
+    KVQ_WITH_CACHE(cache->save(bytes));
 }
 int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count) {
     KVQ_WITH_CACHE(cache->load(bytes, count));

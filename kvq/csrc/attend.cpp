@@ -240,6 +240,8 @@ int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const in
                   const float* inv_freq, const float* q_norm, const float* k_norm, float* out,
                   const Parallel& parallel) {
     if (state_->broken || tokens != state_->pending) return KVQ_BAD_STATE;
+    // A chunk closes a layer's pages as it passes, so each layer sees it once and in order.
+    if (state_->staged && a.layer != state_->attended) return KVQ_BAD_STATE;
     if (a.layer < 0 || a.layer >= config().layers || a.heads != config().heads ||
         a.kv_heads != config().kv_heads || a.head_dim != config().head_dim ||
         a.rotary_pairs < 0 || 2 * a.rotary_pairs > a.head_dim)
@@ -261,7 +263,7 @@ int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const in
         parallel.context, [](void* user, size_t i) { static_cast<AttendJob*>(user)->run(i); },
         static_cast<size_t>(a.kv_heads * job.blocks * job.splits), &job);
     if (job.splits > 1) job.merge();
-    state_->attended++;
+    state_->attended += a.layer == state_->attended;
     return state_->staged ? close_layer(a.layer, state_->closing, tokens) : KVQ_OK;
 }
 

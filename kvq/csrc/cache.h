@@ -68,7 +68,7 @@ public:
     int64_t page(int layer, int head, int column, uint8_t* bytes) const;
     int tail(int layer, int head, uint16_t* k, uint16_t* v, int32_t* positions) const;
     int64_t state_bytes() const;
-    void save(uint8_t* bytes) const;
+    int save(uint8_t* bytes) const;
     int load(const uint8_t* bytes, int64_t count);
 
 private:
@@ -102,6 +102,7 @@ private:
     void lower_side(Entry& e, int side, int from, int to);
     void take(Entry& e, int k_bits, int v_bits);
     void release(Entry& e);
+    template <class Part> void visit(Part&& part) const;
     void drop_column(int column);
     void note_peak();
     void move_item(int kind, uint32_t to, uint32_t owner);

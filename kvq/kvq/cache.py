@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvq import native as native_library
 from kvq.config import PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
-from kvq.errors import BudgetError, UsageError
+from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import Arena, arena_for, bytes_per_token, format_bytes
 from kvq.native import NativeCache
 from kvq.policies import Evidence, policy_named
@@ -93,6 +93,11 @@ class Cache:
                 f"{self.tokens} + {tokens} tokens exceed this session's context of "
                 f"{self.context_tokens}; open it with a larger --ctx-size"
             )
+        if not 1 <= tokens <= self.chunk_tokens:
+            raise BudgetError(
+                f"one forward pass takes 1 to {self.chunk_tokens} tokens in this budget, "
+                f"{tokens} were given; split them"
+            )
         short, columns = self._engine.missing(tokens)
         if short or columns:
             facts, widths = self._engine.columns()
@@ -127,7 +132,31 @@ class Cache:
         qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
         float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D].
         """
+        self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         return self._engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+
+    def _check_shapes(
+        self,
+        params: AttentionParams,
+        qkv: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        norms: tuple[NDArray[np.float32] | None, ...],
+    ) -> None:
+        """Native code trusts what it is given, so a wrong shape must not get there."""
+        shape = self.shape
+        sizes = (params.num_heads, params.num_kv_heads, params.head_dim)
+        if sizes != (shape.num_heads, shape.num_kv_heads, shape.head_dim) or not (
+            0 <= params.layer < shape.num_layers
+        ):
+            raise CacheError(f"layer {params.layer} with heads {sizes} is none of {shape}")
+        wanted = (len(positions), (sizes[0] + 2 * sizes[1]) * sizes[2])
+        if qkv.shape != wanted or positions.ndim != 1:
+            raise CacheError(f"qkv of shape {qkv.shape} is not the {wanted} of these positions")
+        if inv_freq.ndim != 1 or 2 * len(inv_freq) > params.head_dim:
+            raise CacheError(f"{inv_freq.shape} frequencies do not fit {params.head_dim} channels")
+        if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
+            raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
     def commit(self, tokens: int) -> None:
         """Keeps the first `tokens` of the pending tokens and closes full pages."""
@@ -198,10 +227,17 @@ def _arena_that_fits(
             chunk_tokens=chunk_tokens,
             threads=threads,
         )
-        pages = min(-(-chunk_tokens // PAGE_TOKENS), arena.wanted_columns)
-        if chunk_tokens <= PAGE_TOKENS or budget_bytes >= arena.bytes_for_columns(pages):
+        if chunk_tokens <= PAGE_TOKENS or _chunk_fits(arena, budget_bytes):
             return arena
         chunk_tokens = max(PAGE_TOKENS, chunk_tokens // 2)
+
+
+def _chunk_fits(arena: Arena, budget_bytes: int) -> bool:
+    if budget_bytes < arena.minimum_bytes:
+        return False
+    pages = min(-(-arena.chunk_tokens // PAGE_TOKENS), arena.wanted_columns)
+    needed = pages * arena.column_bytes(arena.plan.k_bits, arena.plan.v_bits) if pages else 0
+    return arena.divide(budget_bytes)[1] >= needed
 
 
 def minimum_budget(

@@ -111,7 +111,8 @@ class Arena:
         if columns:
             pages = self.column_bytes(self.plan.k_bits, self.plan.v_bits)
             least = columns * (self._row_bytes() + pages)
-        table = 4 * (least // granule_bytes(self.shape.head_dim) + 1)
+        # The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
+        table = 4 * (least // (granule_bytes(self.shape.head_dim) - 4) + 1)
         return self.fixed_bytes(0, 0) + least + table + 8 * ALIGNMENT
 
     @property
@@ -127,10 +128,14 @@ class Arena:
                 f"and one page; {format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) can"
             )
         room = budget_bytes - self.fixed_bytes(0, 0) - 8 * ALIGNMENT
-        smallest = self.column_bytes(2, 2)
-        table = 4 * (smallest // granule_bytes(self.shape.head_dim) + 1)
-        each = self._row_bytes() + smallest + table
-        columns = min(self.wanted_columns, max(1, room // each))
+        columns = 0
+        if self.wanted_columns:
+            free = room - room // granule_bytes(self.shape.head_dim) * 4
+            row = self._row_bytes()
+            first = self.column_bytes(self.plan.k_bits, self.plan.v_bits)
+            # No more rows than leave one page of every stream at full width.
+            most = min(free // (row + self.column_bytes(2, 2)), (free - first) // row)
+            columns = min(self.wanted_columns, most)
         return columns, budget_bytes - self.fixed_bytes(columns, room)
 
 

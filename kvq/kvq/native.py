@@ -321,7 +321,10 @@ class NativeCache:
             len(inv_freq),
         )
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
-        norms = [None if w is None else _floats(np.ascontiguousarray(w)) for w in (q_norm, k_norm)]
+        norms = [
+            None if w is None else _floats(np.ascontiguousarray(w, np.float32))
+            for w in (q_norm, k_norm)
+        ]
         _check(
             self._library.kvq_cache_attend(
                 self.handle,
@@ -392,6 +395,7 @@ class NativeCache:
         return k.view(np.float16), v.view(np.float16), positions
 
     def state(self) -> bytes:
+        self._stats()  # refuses a closed cache
         out = np.zeros(self._library.kvq_cache_state_bytes(self.handle), np.uint8)
         _check(self._library.kvq_cache_save(self.handle, _bytes(out)))
         return out.tobytes()

@@ -8,12 +8,13 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.errors import CacheError
+from kvq.errors import CacheError, SnapshotError
 from kvq.formats import FORMATS, Arena, constant_bytes, granule_bytes
 
 Float = NDArray[Any]  # float32
@@ -130,7 +131,7 @@ def codes_of(stored: Bytes, bits: int, side: int, head_dim: int) -> Bytes:
 def normalize(x: Float, weight: Float, eps: float) -> Float:
     """RMSNorm over the last axis (2302.13971 and others)."""
     mean = np.mean(np.square(x.astype(np.float64)), axis=-1, keepdims=True).astype(np.float32)
-    return x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight
+    return x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight.astype(np.float32)
 
 
 def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: float = 1.0) -> Float:
@@ -272,6 +273,7 @@ class ReferenceCache:
             raise CacheError(f"no room was made for {tokens} tokens")
         self.pending = tokens
         self._fresh = {}
+        self._fresh_positions = self._positions[:0]
 
     def attend(
         self,
@@ -285,7 +287,7 @@ class ReferenceCache:
         """Stores the new keys and values and returns the attention output [T, H * D]."""
         if len(qkv) != self.pending:
             raise CacheError(f"begin() was not called for {len(qkv)} tokens")
-        q, k, v = split_heads(params, qkv)
+        q, k, v = split_heads(params, qkv.astype(np.float32))
         if q_norm is not None:
             q = normalize(q, q_norm, params.norm_eps)
         if k_norm is not None:
@@ -352,18 +354,24 @@ class ReferenceCache:
 
     def commit(self, tokens: int) -> None:
         """Keeps the first `tokens` pending tokens; closes pages if enough rows stand."""
-        if tokens > self.pending or (tokens and len(self._fresh) < self.arena.shape.num_layers):
-            raise CacheError(f"{tokens} tokens cannot be committed: {self.pending} were computed")
+        computed = self.pending if len(self._fresh) == self.arena.shape.num_layers else 0
+        if not self.pending or not 0 <= tokens <= computed:
+            raise CacheError(f"{tokens} tokens cannot be committed: {computed} were computed")
+        sinks, pages = self.arena.plan.sink_tokens, self._closing(tokens)
+        positions = np.concatenate([self._positions, self._fresh_positions[:tokens]])
+        closing = positions[sinks : sinks + pages * PAGE_TOKENS].reshape(pages, PAGE_TOKENS)
+        if (np.diff(closing, axis=1) != 1).any():
+            raise CacheError("the tokens of a page must stand at consecutive positions")
         heads = self.arena.shape.num_kv_heads
         for layer, rows in self._fresh.items():
             for head in range(heads):
                 tail = self._tail[layer * heads + head]
                 tail.k = np.concatenate([tail.k, rows[head].k[:tokens]])
                 tail.v = np.concatenate([tail.v, rows[head].v[:tokens]])
-        self._positions = np.concatenate([self._positions, self._fresh_positions[:tokens]])
+        self._positions = positions
         self.tokens += tokens
         self.pending = 0
-        for _ in range(self._closing(0)):
+        for _ in range(pages):
             self._close_page()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
@@ -414,22 +422,44 @@ class ReferenceCache:
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
-        heads = self.arena.shape.num_kv_heads
-        for layer, head, column, k_bits, v_bits in actions.tolist():
-            page = self.table[column].pages[layer * heads + head]
-            if k_bits == 0 and v_bits == 0:
-                self.table[column].pages[layer * heads + head] = None
-            elif page is None or k_bits > page.bits[0] or v_bits > page.bits[1]:
+        self._check_idle()
+        for layer, head, column, *bits in actions.tolist():
+            page = self._page(layer, head, column)
+            held = page.bits if page else (0, 0)
+            lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
+            if not lower and any(bits):
                 raise CacheError("a page's widths only fall")
-            else:
+        for layer, head, column, k_bits, v_bits in actions.tolist():
+            page = self._page(layer, head, column)
+            if not k_bits:
+                stream = layer * self.arena.shape.num_kv_heads + head
+                self.table[column].pages[stream] = None
+            elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
                 page.bits = (k_bits, v_bits)
         self.table = [column for column in self.table if any(column.pages)]
 
     def shift(self, column: int, delta: int) -> None:
-        self.table[column].delta = delta
+        self._check_idle()
+        self._column(column).delta = delta
 
     def mask(self, column: int, mask: int) -> None:
-        self.table[column].mask = mask
+        self._check_idle()
+        self._column(column).mask = mask & (1 << PAGE_TOKENS) - 1
+
+    def _check_idle(self) -> None:
+        if self.pending:
+            raise CacheError("a forward pass is under way: commit() or abort() it first")
+
+    def _column(self, column: int) -> Column:
+        if not 0 <= column < len(self.table):
+            raise CacheError(f"there is no page {column} among {len(self.table)}")
+        return self.table[column]
+
+    def _page(self, layer: int, head: int, column: int) -> Page | None:
+        heads = self.arena.shape.num_kv_heads
+        if not (0 <= layer < self.arena.shape.num_layers and 0 <= head < heads):
+            raise CacheError(f"there is no layer {layer}, head {head}")
+        return self._column(column).pages[layer * heads + head]
 
     # -- views --
 
@@ -450,7 +480,7 @@ class ReferenceCache:
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """A page's stored bytes; empty once evicted."""
-        page = self.table[column].pages[layer * self.arena.shape.num_kv_heads + head]
+        page = self._page(layer, head, column)
         return page.stored(self.arena.shape.head_dim) if page else b""
 
     def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
@@ -464,6 +494,7 @@ class ReferenceCache:
         """Everything a later `load_state` needs, as an npz archive."""
         facts, widths = self.columns()
         arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
+        arrays["arena"] = self._identity()
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         arrays["positions"] = self._positions
         for stream, rows in enumerate(self._tail):
@@ -480,33 +511,49 @@ class ReferenceCache:
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
+    def _identity(self) -> NDArray[np.str_]:
+        """What two caches must share to read each other's snapshots; threads are no part of it."""
+        arena, budget = self.arena, self.fixed_bytes + self.pool_bytes
+        return np.array(f"{arena.shape} {arena.plan} {arena.tail_rows} {budget}")
+
     def load_state(self, state: bytes) -> None:
         """Restores what `state` returned for a cache of the same arena."""
-        with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
-            self.tokens, self.peak_bytes = map(int, arrays["counts"])
-            self._positions = arrays["positions"]
-            streams = range(self.arena.streams)
-            self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
-            widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
-            self.table = []
-            for c, (pos0, delta, first_token, mask) in enumerate(arrays["facts"].tolist()):
-                column = Column(
-                    pos0=pos0, first_token=first_token, delta=delta, mask=mask & (1 << 64) - 1
-                )
-                for stream in streams:
-                    k_bits, v_bits = map(int, widths[stream, c])
-                    page = None
-                    if k_bits:
-                        names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
-                        constants = [arrays[name + "c"] for name in names]
-                        page = Page(
-                            codes=(arrays[names[0]], arrays[names[1]]),
-                            scale=(constants[0][0], constants[1][0]),
-                            minimum=(constants[0][1], constants[1][1]),
-                            bits=(k_bits, v_bits),
-                        )
-                    column.pages.append(page)
-                self.table.append(column)
+        try:
+            with np.load(io.BytesIO(state), allow_pickle=False) as archive:
+                arrays = dict(archive)
+        except (ValueError, TypeError, OSError, EOFError, BadZipFile) as error:
+            raise SnapshotError("the saved cache is damaged") from error
+        if arrays.get("arena") != self._identity():
+            raise SnapshotError(
+                "the saved cache has another shape, plan or budget than this session"
+            )
+        self._restore(arrays)
+
+    def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self.tokens, self.peak_bytes = map(int, arrays["counts"])
+        self._positions = arrays["positions"]
+        streams = range(self.arena.streams)
+        self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
+        widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
+        self.table = []
+        for c, (pos0, delta, first_token, mask) in enumerate(arrays["facts"].tolist()):
+            column = Column(
+                pos0=pos0, first_token=first_token, delta=delta, mask=mask & (1 << 64) - 1
+            )
+            for stream in streams:
+                k_bits, v_bits = map(int, widths[stream, c])
+                page = None
+                if k_bits:
+                    names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
+                    constants = [arrays[name + "c"] for name in names]
+                    page = Page(
+                        codes=(arrays[names[0]], arrays[names[1]]),
+                        scale=(constants[0][0], constants[1][0]),
+                        minimum=(constants[0][1], constants[1][1]),
+                        bits=(k_bits, v_bits),
+                    )
+                column.pages.append(page)
+            self.table.append(column)
         self.pending = 0
 
     def close(self) -> None:

@@ -220,7 +220,7 @@ def _too_long(case: Case, before: Case | None, job: Job) -> str | None:
 
 
 def _turns(cases: Many[Case], rounds: int) -> Iterator[tuple[int, Case]]:
-    """A B C, B C A, ..., numbered: each case follows each other one, so none always has a bad start."""
+    """A B C, B C A, ..., numbered: none always follows the same other one."""
     turned = (cases[(first + i) % len(cases)] for first in range(rounds) for i in range(len(cases)))
     return enumerate(turned)
 

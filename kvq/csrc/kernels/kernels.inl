@@ -504,6 +504,8 @@ inline bool finite_half(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
 
 // Stores scale and min so that no value of [low, high] leaves codes 0..255.
 inline bool encode_constants(float low, float high, uint16_t* scale, uint16_t* minimum) {
+    low += 0.0f;  // -0 becomes 0, or equal pages would have different bytes
+    high += 0.0f;
     *minimum = half_down(low);
     *scale = half_up((high - half_to_float(*minimum)) / 255.0f);
     return low == low && high == high && finite_half(*minimum) && finite_half(*scale);

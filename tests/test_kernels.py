@@ -1,0 +1,505 @@
+"""Native kernels against the reference, for every instruction set this machine runs.
+
+Bytes must be equal. Attention must be within `tolerances.py`; where the data are such that the
+kernels' own rounding is exact (`sharp_heads`, `flat_heads`), within float32's: a token too many or
+too few shows there.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import HEAD_DIMS, CacheShape, KvPlan
+from kvq.errors import BackendError, CacheError
+from kvq.reference import encode, planes, two_bit_plane
+from pairs import (
+    UNROTATED,
+    Float,
+    Pair,
+    attention,
+    forward,
+    frequencies,
+    pack_heads,
+    random_heads,
+    relative_max,
+    relative_rms,
+    structured_heads,
+)
+from tolerances import (
+    BETWEEN_KERNELS,
+    BETWEEN_SPLITS,
+    EXACT,
+    FLOAT_PAIR,
+    PAIRS,
+    RANDOM,
+    ROTATED,
+    STRUCTURED,
+    Tolerance,
+)
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+KERNELS = native.isas() if native.available() else []
+ROWS = 8
+SINKS = 4
+
+
+@pytest.fixture(autouse=True)
+def _kernels_restored() -> Iterator[None]:
+    before = native.isa()
+    yield
+    native.select_isa(before)
+
+
+def assert_close(got: Float, want: Float, tolerance: Tolerance) -> None:
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert relative_rms(got, want) <= tolerance.rms
+    assert relative_max(got, want) <= tolerance.top
+
+
+# ---- encoding ----------------------------------------------------------------------------------
+
+
+def adversarial(tokens: int, dim: int) -> dict[str, Float]:
+    """Pages float32 [tokens, dim] that have broken quantisers before."""
+    rng = np.random.default_rng(100 * dim + tokens)
+    noise = rng.standard_normal((tokens, dim)).astype(np.float32)
+    constant, loud = noise.copy(), noise.copy()
+    constant[:, ::3] = rng.standard_normal(len(range(0, dim, 3))).astype(np.float16)
+    loud[:, dim // 2] *= 50
+    return {
+        "noise": noise,
+        "constant channels": constant,
+        "constant tokens": np.repeat(noise[:, :1].astype(np.float16), dim, 1).astype(np.float32),
+        "loud channel": loud,
+        "far from zero": noise - 100,
+        "huge": (65504 * np.tanh(noise)).astype(np.float32),
+        "denormal": noise * np.float32(1e-7),
+        "float denormal": noise * np.float32(1e-41),
+        "zeros of both signs": np.copysign(np.float32(0), noise),
+        "not negative": np.maximum(noise, 0),
+        "not positive": np.minimum(noise, 0),
+        "ties": rng.integers(-4, 5, (tokens, dim)).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
+@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: int) -> None:
+    native.select_isa(kernels)
+    for tokens in (64, 1, 7, 63):
+        for name, x in adversarial(tokens, dim).items():
+            stored, constants = native.pack(x, side)
+            codes, scale, minimum = encode(x, side)
+            page = np.zeros((64, dim), np.uint8)
+            page[:tokens] = codes
+            assert (stored == planes(page, 8, side)).all(), (name, tokens)
+            wanted = np.zeros_like(constants)
+            wanted[0, : len(scale)], wanted[1, : len(minimum)] = scale, minimum
+            assert (constants.view(np.uint16) == wanted.view(np.uint16)).all(), (name, tokens)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -65520.0, 2e7])
+@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> None:
+    native.select_isa(kernels)
+    for where in ((0, 0), (63, 79), (31, 40)):
+        x = adversarial(64, 80)["noise"]
+        x[where] = value
+        with pytest.raises(CacheError, match="not finite in float16"):
+            native.pack(x, side)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("dim", [16, *HEAD_DIMS])
+def test_the_two_bit_plane_is_the_top_of_the_high_plane(dim: int, side: int) -> None:
+    codes = np.random.default_rng(dim).integers(0, 256, (64, dim)).astype(np.uint8)
+    high = planes(codes, 4, side)
+    assert (native.repack(high, dim) == two_bit_plane(codes >> 6, side)).all()
+
+
+def test_kernels_are_chosen_by_name() -> None:
+    assert KERNELS[-1] == "generic"
+    assert native.isa() in KERNELS
+    for name in KERNELS:
+        native.select_isa(name)
+        assert native.isa() == name
+    with pytest.raises(
+        BackendError, match=r"kernels 'neon' cannot run here; choose from .*generic"
+    ):
+        native.select_isa("neon")
+    assert native.isa() == "generic"
+
+
+# ---- attention on data with a tolerance --------------------------------------------------------
+
+
+def filled(
+    shape: CacheShape,
+    widths: tuple[int, int],
+    heads: Callable[..., tuple[Float, Float, Float]],
+    tokens: int,
+    *,
+    inv_freq: Float = UNROTATED,
+    seed: int = 0,
+    more: int = 4 * ROWS,
+) -> tuple[Pair, np.random.Generator]:
+    """One-layer caches holding `tokens` tokens at full width, with room for `more`."""
+    rng = np.random.default_rng(seed)
+    plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=SINKS)
+    context = tokens + more
+    budget = budget_for_tokens(shape, plan, context)
+    pair = Pair.open(shape, plan, budget, context)
+    pair.fill([attention(shape)], [pack_heads(*heads(rng, shape, tokens))], inv_freq)
+    return pair, rng
+
+
+def attend_by_each_kernel(
+    pair: Pair, rows: Float, inv_freq: Float = UNROTATED, **changes: float
+) -> dict[str, Float]:
+    """Outputs of the rows at the next positions, per kernels; nothing is committed."""
+    layers = [attention(pair.native.shape, 0, **changes)]
+    positions = np.arange(len(rows)) + pair.native.tokens
+    outputs = {}
+    for name in KERNELS:
+        native.select_isa(name)
+        outputs[name] = forward(pair.native, layers, [rows], positions, inv_freq)[0]
+        pair.native.abort()
+    return outputs
+
+
+def attend_by_reference(
+    pair: Pair, rows: Float, inv_freq: Float = UNROTATED, **changes: float
+) -> Float:
+    layers = [attention(pair.native.shape, 0, **changes)]
+    positions = np.arange(len(rows)) + pair.native.tokens
+    out = forward(pair.numpy, layers, [rows], positions, inv_freq)[0]
+    pair.numpy.abort()
+    return out
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 4, 7])
+def test_attention_is_the_references_for_every_width_pair(head_dim: int, group: int) -> None:
+    """M = 8 rows; the first m of them see what m rows see, so m rows must give the same bits."""
+    shape = CacheShape(num_layers=1, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
+    inv_freq = frequencies(head_dim // 2)
+    for heads, limits in ((random_heads, RANDOM), (structured_heads, STRUCTURED)):
+        for widths in (*PAIRS, FLOAT_PAIR):
+            pair, rng = filled(shape, widths, heads, 200, inv_freq=inv_freq, seed=head_dim + group)
+            rows = pack_heads(*heads(rng, shape, ROWS))
+            want = attend_by_reference(pair, rows, inv_freq)
+            outputs = attend_by_each_kernel(pair, rows, inv_freq)
+            for got in outputs.values():
+                assert_close(got, want, limits[widths])
+                assert_close(got, outputs["generic"], BETWEEN_KERNELS)
+            alike = heads is random_heads and widths[0] == widths[1]
+            for count in range(1, ROWS) if alike else ():
+                fewer = attend_by_each_kernel(pair, rows[:count], inv_freq)
+                for name, got in fewer.items():
+                    assert (got == outputs[name][:count]).all()
+            pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("widths", [(8, 8), (4, 2), FLOAT_PAIR])
+def test_eight_rows_equal_eight_steps(kernels: str, widths: tuple[int, int]) -> None:
+    """Verifying drafts gives bit for bit what decoding them one by one gives."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
+    inv_freq = frequencies(32)
+    pair, rng = filled(shape, widths, random_heads, 300, inv_freq=inv_freq)
+    rows = pack_heads(*random_heads(rng, shape, ROWS))
+    cache, layers = pair.native, [attention(shape)]
+    at_once = forward(cache, layers, [rows], np.arange(300, 300 + ROWS), inv_freq)[0]
+    cache.abort()
+    for step in range(ROWS):
+        out = forward(cache, layers, [rows[step : step + 1]], np.array([300 + step]), inv_freq)[0]
+        assert (out == at_once[step]).all()
+        cache.commit(1)
+    assert len(cache.columns()[0]) == (3 if widths != FLOAT_PAIR else 0)
+    pair.close()
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (4, 4), (4, 2), (2, 8), FLOAT_PAIR])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+def test_prefill_in_chunks_is_the_references(widths: tuple[int, int], chunk: int) -> None:
+    """Chunks over pages, tail and staged rows; the last chunk's rows are compared."""
+    shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
+    inv_freq = frequencies(32)
+    for name in KERNELS:
+        native.select_isa(name)
+        pair, rng = filled(shape, widths, random_heads, 290, inv_freq=inv_freq, more=chunk)
+        rows = pack_heads(*random_heads(rng, shape, chunk))
+        got, want = (
+            forward(cache, [attention(shape)], [rows], np.arange(290, 290 + chunk), inv_freq)[0]
+            for cache in pair
+        )
+        assert_close(got, want, RANDOM[widths])
+        pair.close()
+
+
+# ---- attention where the kernels' rounding is exact --------------------------------------------
+
+
+def sharp_heads(
+    rng: np.random.Generator, shape: CacheShape, tokens: int
+) -> tuple[Float, Float, Float]:
+    """One loud channel per 32 in q: its codes are exact. Constant values rows: scale 0, also exact.
+
+    Only channels below 32 of the first 64 are loud, so that with 32 rotated pairs a rotated query
+    still has one per 32. Every logit counts, and every value is told from every other.
+    """
+    q, k, v = random_heads(rng, shape, tokens)
+    loud = np.zeros(shape.head_dim, bool)
+    loud[int(rng.integers(32))] = True
+    loud[64::32] = True
+    q[:, :, ~loud] = 0
+    v[:] = v[:, :, :1].astype(np.float16)
+    return 4 * q, k, v
+
+
+def flat_heads(
+    rng: np.random.Generator, shape: CacheShape, tokens: int
+) -> tuple[Float, Float, Float]:
+    """Keys of zero: equal weights. Values of one range per token: equal folded weights, exact."""
+    q, k, v = random_heads(rng, shape, tokens)
+    v = np.clip(v, -1, 1)
+    v[:, :, 7], v[:, :, 3] = 1, -1
+    return q, 0 * k, v
+
+
+EXACT_HEADS = pytest.mark.parametrize("heads", [sharp_heads, flat_heads])
+
+
+def plain(pair: Pair) -> None:
+    """Pages as they were closed."""
+
+
+def holes(pair: Pair) -> None:
+    """Masks: every third token, none, one token, all but the ends."""
+    pair.mask(0, 0x9249249249249249)
+    pair.mask(1, 0)
+    pair.mask(2, 1 << 37)
+    pair.mask(3, (1 << 63) - 2)
+
+
+def moved(pair: Pair) -> None:
+    """Shifts: two that differ, none, one repeated, and one beyond the queries."""
+    for column, delta in enumerate((7, -3, 0, 7, 5000)):
+        pair.shift(column, delta)
+
+
+def moved_before_the_start(pair: Pair) -> None:
+    pair.shift(0, -300)
+    pair.shift(3, -199)
+
+
+def moved_among_the_queries(pair: Pair) -> None:
+    """Each query sees one token more of page 0, and none of page 2 but for the last query."""
+    pair.shift(0, 400 - SINKS - 20)
+    pair.shift(2, 400 + ROWS - 1 - SINKS - 128)
+
+
+def gone_for_one_head(pair: Pair) -> None:
+    columns = len(pair.native.columns()[0])
+    pair.demote([(0, 1, column, 0, 0) for column in range(columns)])
+
+
+def scattered(pair: Pair) -> None:
+    """Evictions of some heads, then of whole columns, so that the table closes up."""
+    pair.demote([(0, 0, 0, 0, 0), (0, 1, 3, 0, 0)])
+    pair.demote([(0, 0, 2, 0, 0), (0, 1, 2, 0, 0)])
+    pair.shift(1, -11)
+
+
+CASES = pytest.mark.parametrize(
+    "change",
+    [
+        plain,
+        holes,
+        moved,
+        moved_before_the_start,
+        moved_among_the_queries,
+        gone_for_one_head,
+        scattered,
+    ],
+)
+
+
+@EXACT_HEADS
+@CASES
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_exactly_the_visible_tokens_are_attended(
+    heads: Callable[..., tuple[Float, Float, Float]],
+    change: Callable[[Pair], None],
+    head_dim: int,
+) -> None:
+    """Masks, shifts and evictions under windows and soft caps."""
+    shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=head_dim)
+    inv_freq = frequencies(32)
+    for widths in ((8, 8), (4, 2), (2, 4)):
+        pair, rng = filled(shape, widths, heads, 400, seed=head_dim)
+        change(pair)
+        q, k, v = heads(rng, shape, ROWS)
+        rows = pack_heads(q, 0 * k, v)  # zero keys rotate to themselves in any arithmetic
+        for window, softcap in ((0, 0.0), (150, 0.0), (1, 0.0), (201, 3.0), (0, 0.5)):
+            options = {"window_tokens": window, "softcap": softcap}
+            want = attend_by_reference(pair, rows, inv_freq, **options)
+            for got in attend_by_each_kernel(pair, rows, inv_freq, **options).values():
+                assert_close(got, want, EXACT)
+        pair.close()
+
+
+@EXACT_HEADS
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pages_of_mixed_widths_are_merged_exactly(
+    heads: Callable[..., tuple[Float, Float, Float]], head_dim: int
+) -> None:
+    """Demoted pages beside full ones, at every head_dim."""
+    shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    inv_freq = frequencies(32)
+    pair, rng = filled(shape, (8, 8), heads, 400, seed=head_dim)
+    steps = [(4, 8), (2, 4), (8, 2), (2, 2)]
+    pair.demote([(0, head, c, *steps[(c + head) % 4]) for c in range(4) for head in (0, 1)])
+    q, k, v = heads(rng, shape, ROWS)
+    rows = pack_heads(q, 0 * k, v)
+    want = attend_by_reference(pair, rows, inv_freq)
+    for got in attend_by_each_kernel(pair, rows, inv_freq).values():
+        assert_close(got, want, EXACT)
+    pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("widths", [(8, 8), (4, 2), (2, 2)])
+def test_loud_and_faint_keys_keep_the_softmax_stable(kernels: str, widths: tuple[int, int]) -> None:
+    """Logits of thousands: the best token wins in whatever page it is, all others vanish."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
+    for winner in (0, 5, 70, 131, 260, 398):
+
+        def heads(
+            rng: np.random.Generator, shape: CacheShape, tokens: int, winner: int = winner
+        ) -> tuple[Float, Float, Float]:
+            q, k, v = random_heads(rng, shape, tokens)
+            q[:], k[:] = 0, 0
+            q[:, :, 0], k[:, :, 0] = 300, -300
+            v[:] = np.arange(tokens, dtype=np.float32)[:, None, None]
+            if tokens > winner:
+                k[winner, :, 0] = 300
+            return q, k, v
+
+        pair, rng = filled(shape, widths, heads, 400)
+        q, k, v = heads(rng, shape, 3)
+        out = attend_by_each_kernel(pair, pack_heads(q, k, v))[kernels]
+        assert (out == winner).all()
+        pair.close()
+
+
+@EXACT_HEADS
+def test_splits_only_change_the_order_of_sums(
+    heads: Callable[..., tuple[Float, Float, Float]],
+) -> None:
+    """Work divided over page ranges for threads, empty ranges included."""
+    shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=1, head_dim=64)
+    plan = KvPlan(k_bits=4, v_bits=4)
+    outputs = []
+    for threads in (1, 2, 3):
+        budget = budget_for_tokens(shape, plan, 2100, threads=threads)
+        cache = Cache(shape, plan, budget, 2100, threads=threads)
+        rng = np.random.default_rng(3)
+        qkv = pack_heads(*heads(rng, shape, 2000))
+        for start in range(0, 2000, 250):
+            positions = np.arange(start, start + 250)
+            forward(cache, [attention(shape)], [qkv[start : start + 250]], positions)
+            cache.commit(250)
+        assert len(cache.columns()[0]) == 30
+        rows = pack_heads(*heads(rng, shape, ROWS))
+        for window in (0, 300):
+            layers = [attention(shape, 0, window_tokens=window)]
+            outputs.append(forward(cache, layers, [rows], np.arange(2000, 2000 + ROWS))[0])
+            cache.abort()
+        cache.close()
+    for whole, *others in (outputs[0::2], outputs[1::2]):
+        for other in others:
+            assert_close(other, whole, BETWEEN_SPLITS)
+
+
+# ---- what happens to rows before they are cached -----------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("pairs", [0, 1, 16, 24, 40])
+@pytest.mark.parametrize("norms", ["none", "q", "k", "both"])
+def test_rotation_and_norms_are_the_references(kernels: str, pairs: int, norms: str) -> None:
+    """Partial rotary, a rotary factor, and RMSNorm of q and k; floating-point cache."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=3, head_dim=80)
+    plan = KvPlan(k_bits=16, v_bits=16)
+    pair = Pair.open(shape, plan, budget_for_tokens(shape, plan, 100), 100)
+    rng = np.random.default_rng(pairs)
+    weights = [rng.uniform(0.5, 2, 80).astype(np.float32) for _ in range(2)]
+    q_norm = weights[0] if norms in ("q", "both") else None
+    k_norm = weights[1] if norms in ("k", "both") else None
+    params = attention(shape, rope_factor=1.1, norm_eps=1e-3)
+    for start, count in ((0, 1), (1, 70), (71, 8)):
+        rows = pack_heads(*random_heads(rng, shape, count))
+        positions = np.arange(start, start + count)
+        outputs = []
+        for cache in pair:
+            cache.begin(count)
+            inv_freq = frequencies(pairs)
+            outputs.append(cache.attend(params, rows, positions, inv_freq, q_norm, k_norm))
+            cache.commit(count)
+        assert_close(*outputs, ROTATED)
+    for head in range(3):
+        got, want = (cache.tail(0, head) for cache in pair)
+        assert np.abs(got[0].astype(np.float32) - want[0]).max() <= 0.004
+        assert (got[1] == want[1]).all()
+        assert got[2].tolist() == list(range(79))
+    pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_empty_and_one_token_caches(kernels: str) -> None:
+    native.select_isa(kernels)
+    for head_dim, plan in itertools.product(HEAD_DIMS, (KvPlan(), KvPlan(k_bits=16, v_bits=16))):
+        shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+        pair = Pair.open(shape, plan, 4 << 20, 64)
+        rng = np.random.default_rng(head_dim)
+        q, k, v = random_heads(rng, shape, 1)
+        outputs = [
+            forward(cache, [attention(shape)], [pack_heads(q, k, v)], np.array([0]))[0]
+            for cache in pair
+        ]
+        own = np.repeat(v.astype(np.float16).astype(np.float32), 2, axis=1).reshape(1, -1)
+        assert (outputs[0] == own).all()
+        assert (outputs[1] == own).all()
+        for cache in pair:
+            cache.commit(1)
+        rows = pack_heads(*random_heads(rng, shape, ROWS))
+        want = attend_by_reference(pair, rows)
+        assert_close(attend_by_each_kernel(pair, rows)[kernels], want, RANDOM[FLOAT_PAIR])
+        pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_one_token_pages(kernels: str) -> None:
+    """Rolling back into a page leaves a mask of one token; rows written after it are seen."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
+    pair, rng = filled(shape, (8, 8), sharp_heads, 300)
+    pair.trim(SINKS + 64 + 1)
+    facts = pair.native.columns()[0]
+    assert facts[:, 3].tolist() == [-1, 1]
+    rows = pack_heads(*sharp_heads(rng, shape, ROWS))
+    want = attend_by_reference(pair, rows)
+    assert_close(attend_by_each_kernel(pair, rows)[kernels], want, EXACT)
+    pair.close()

@@ -1,0 +1,227 @@
+"""`kvq::Attention` inside ONNX Runtime: the same numbers as the C ABI, and errors as sentences."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from kvq import native
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import AttentionParams, CacheShape, KvPlan
+from pairs import Float, attention, forward, frequencies, pack_heads, random_heads
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
+WIDTH = (6 + 2 * 2) * 64
+CONTEXT = 2400
+
+
+def model(params: AttentionParams, norms: tuple[bool, bool] = (False, False)) -> bytes:
+    """One `kvq::Attention` node; absent norms in front of a present one are empty names."""
+    names = ["q_norm" if norms[0] else "", "k_norm" if norms[1] else ""]
+    inputs = [
+        helper.make_tensor_value_info("qkv", TensorProto.FLOAT, ["T", "W"]),
+        helper.make_tensor_value_info("positions", TensorProto.INT64, ["P"]),
+        helper.make_tensor_value_info("cache", TensorProto.INT64, ["one"]),
+        helper.make_tensor_value_info("inv_freq", TensorProto.FLOAT, ["pairs"]),
+        *(helper.make_tensor_value_info(n, TensorProto.FLOAT, ["D"]) for n in names if n),
+    ]
+    node = helper.make_node(
+        "Attention",
+        ["qkv", "positions", "cache", "inv_freq", *_without_tail(names)],
+        ["out"],
+        name="attention",
+        domain="kvq",
+        **asdict(params),
+    )
+    output = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["T", "O"])
+    graph = helper.make_graph([node], "attention", inputs, [output])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvq", 1)]
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return made.SerializeToString()
+
+
+def _without_tail(names: list[str]) -> list[str]:
+    """Optional inputs, trailing absent ones left out as exporters do."""
+    while names and not names[-1]:
+        names = names[:-1]
+    return names
+
+
+def session(graph: bytes, threads: int = 1) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(native.library_path()))
+    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def feed(cache: Cache | int, rows: Float, positions: np.ndarray, **extra: Float) -> dict:
+    handle = cache if isinstance(cache, int) else cache.handle
+    return {
+        "qkv": rows,
+        "positions": positions,
+        "cache": np.array([handle]),
+        "inv_freq": frequencies(32),
+        **extra,
+    }
+
+
+@pytest.fixture
+def caches() -> Iterator[list[Cache]]:
+    """Two equal caches, divided for two threads."""
+    plan = KvPlan(k_bits=4, v_bits=2)
+    budget = budget_for_tokens(SHAPE, plan, CONTEXT, threads=2)
+    made = [Cache(SHAPE, plan, budget, CONTEXT, threads=2) for _ in range(2)]
+    yield made
+    for cache in made:
+        cache.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_session_computes_what_attend_computes(caches: list[Cache], threads: int) -> None:
+    """Prefill in chunks, decoding and drafts, windows and soft caps: equal outputs and bytes."""
+    layers = [
+        attention(SHAPE, 0, softcap=30.0, rope_factor=1.2),
+        attention(SHAPE, 1, window_tokens=700),
+    ]
+    runs = [session(model(params), threads) for params in layers]
+    rng = np.random.default_rng(threads)
+    through_graph, direct = caches
+    for count in (1, 200, 256, 63, 8, 256, 256, 256, 256, 256, 256, 5, 1, 1):
+        rows = [pack_heads(*random_heads(rng, SHAPE, count)) for _ in layers]
+        positions = np.arange(count) + direct.tokens
+        wanted = forward(direct, layers, rows, positions, frequencies(32))
+        through_graph.begin(count)
+        for run, row, want in zip(runs, rows, wanted, strict=True):
+            (got,) = run.run(None, feed(through_graph, row, positions))
+            assert got.shape == (count, 6 * 64)
+            assert (got == want).all()
+        for cache in caches:
+            cache.commit(count)
+    assert through_graph.tokens == direct.tokens == 2071
+    assert through_graph.state() == direct.state()
+
+
+@pytest.mark.parametrize("norms", [(True, False), (False, True), (True, True)])
+def test_norms_are_optional_inputs(caches: list[Cache], norms: tuple[bool, bool]) -> None:
+    params = attention(SHAPE, 0, norm_eps=1e-5)
+    run = session(model(params, norms))
+    rng = np.random.default_rng(5)
+    weights = rng.uniform(0.5, 2, (2, 64)).astype(np.float32)
+    given = {"q_norm": weights[0]} if norms[0] else {}
+    given |= {"k_norm": weights[1]} if norms[1] else {}
+    rows, positions = pack_heads(*random_heads(rng, SHAPE, 30)), np.arange(30)
+    through_graph, direct = caches
+    for cache in caches:
+        cache.begin(30)
+    (got,) = run.run(None, feed(through_graph, rows, positions, **given))
+    q_norm, k_norm = given.get("q_norm"), given.get("k_norm")
+    want = direct.attend(params, rows, positions, frequencies(32), q_norm, k_norm)
+    assert (got == want).all()
+    plain = direct.attend(params, rows, positions, frequencies(32))
+    assert np.abs(got - plain).max() > 0.01
+
+
+FIRST = attention(SHAPE, 0)
+
+
+def rows_of(count: int, width: int = WIDTH) -> Float:
+    return np.ones((count, width), np.float32)
+
+
+def expect_error(message: str, run: ort.InferenceSession, inputs: dict) -> None:
+    with pytest.raises(Exception, match=f"kvq::Attention: {message}") as caught:
+        run.run(None, inputs)
+    assert type(caught.value).__module__.startswith("onnxruntime")
+
+
+def test_an_unknown_or_closed_handle_is_an_exception(caches: list[Cache]) -> None:
+    run = session(model(FIRST))
+    expect_error("no open cache has handle 0", run, feed(0, rows_of(1), np.array([0])))
+    expect_error("no open cache has handle -7", run, feed(-7, rows_of(1), np.array([0])))
+    stale = caches[0].handle
+    caches[0].close()
+    expect_error(f"no open cache has handle {stale}", run, feed(stale, rows_of(1), np.array([0])))
+    caches[1].begin(1)
+    assert (run.run(None, feed(caches[1], rows_of(1), np.array([0])))[0] == 1).all()
+
+
+def test_begin_must_have_been_called(caches: list[Cache]) -> None:
+    run = session(model(FIRST))
+    message = r"begin\(\) was not called for this many tokens"
+    expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
+    caches[0].begin(3)
+    expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
+    assert (run.run(None, feed(caches[0], rows_of(3), np.arange(3)))[0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ("qkv", np.ones((2, WIDTH - 64), np.float32)),
+        ("qkv", np.ones((3, WIDTH), np.float32)),
+        ("positions", np.arange(3)),
+        ("cache", np.array([1, 1])),
+        ("q_norm", np.ones(63, np.float32)),
+        ("k_norm", np.ones(128, np.float32)),
+    ],
+)
+def test_wrong_shapes_are_refused(caches: list[Cache], changed: str, value: np.ndarray) -> None:
+    run = session(model(FIRST, (True, True)))
+    norms = {"q_norm": np.ones(64, np.float32), "k_norm": np.ones(64, np.float32)}
+    caches[0].begin(2)
+    good = feed(caches[0], rows_of(2), np.arange(2), **norms)
+    expect_error("input shapes do not match the attributes", run, good | {changed: value})
+    assert run.run(None, good)[0].shape == (2, 6 * 64)
+
+
+@pytest.mark.parametrize(
+    ("params", "inputs"),
+    [
+        (attention(SHAPE, 2), {}),
+        (attention(SHAPE, -1), {}),
+        (attention(CacheShape(num_layers=1, num_heads=8, num_kv_heads=1, head_dim=64)), {}),
+        (attention(CacheShape(num_layers=1, num_heads=3, num_kv_heads=1, head_dim=128)), {}),
+        (FIRST, {"inv_freq": np.ones(33, np.float32)}),
+        (FIRST, {"positions": np.array([-1])}),
+        (FIRST, {"positions": np.array([1 << 31])}),
+    ],
+)
+def test_a_node_that_does_not_fit_the_cache_is_refused(
+    caches: list[Cache], params: AttentionParams, inputs: dict[str, np.ndarray]
+) -> None:
+    run = session(model(params))
+    width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
+    caches[0].begin(1)
+    given = feed(caches[0], rows_of(1, width), np.array([0])) | inputs
+    expect_error("shape, layer or positions do not fit the cache", run, given)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e5])
+@pytest.mark.parametrize("where", [6 * 64, 8 * 64 + 5], ids=["key", "value"])
+def test_numbers_beyond_float16_are_refused(caches: list[Cache], value: float, where: int) -> None:
+    run = session(model(FIRST))
+    rows = rows_of(2)
+    rows[1, where] = value
+    caches[0].begin(2)
+    expect_error(
+        "a key or value is not finite in float16", run, feed(caches[0], rows, np.arange(2))
+    )
+    caches[0].abort()
+    caches[0].begin(2)
+    assert (run.run(None, feed(caches[0], rows_of(2), np.arange(2)))[0] == 1).all()
+
+
+def test_a_missing_attribute_is_named() -> None:
+    made = onnx.load_from_string(model(FIRST))
+    kept = [a for a in made.graph.node[0].attribute if a.name != "window_tokens"]
+    del made.graph.node[0].attribute[:]
+    made.graph.node[0].attribute.extend(kept)
+    with pytest.raises(Exception, match="window_tokens"):
+        session(made.SerializeToString())
