@@ -246,8 +246,8 @@ def test_a_tight_budget_shortens_the_chunk() -> None:
         (1023, "1023 bytes"),
         (1024, "1.0 KiB"),
         (67108864, "64.0 MiB"),
-        (1536 << 20, "1.5 GiB"),
-        (12_345_678, "11.77 MiB"),
+        (1536 << 20, "1.50 GiB"),
+        (12_345_678, "11.8 MiB"),
     ],
 )
 def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:

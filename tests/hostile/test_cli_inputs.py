@@ -124,7 +124,7 @@ def test_a_budget_too_small_names_one_that_works(
     bundle: str, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refused("run", bundle, "hello", "--kv-budget", "10KiB")
-    assert "10 KiB of KV budget cannot hold this model's sinks, tail and one page" in line
+    assert "10.0 KiB of KV budget cannot hold this model's sinks, tail and one page" in line
     smallest = int(line.split("(")[1].split(" bytes)")[0])
     words = ("run", bundle, "hello", "-n", "4", "--json", "--kv-budget")
     assert main([*words, str(smallest)]) == 0
