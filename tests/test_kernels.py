@@ -191,7 +191,8 @@ def test_attention_is_the_references_for_every_width_pair(head_dim: int, group: 
     """M = 8 rows; the first m of them see what m rows see, so m rows must give the same bits."""
     shape = CacheShape(num_layers=1, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
     inv_freq = frequencies(head_dim // 2)
-    for heads, limits in ((random_heads, RANDOM), (structured_heads, STRUCTURED)):
+    kinds = [(random_heads, RANDOM), (structured_heads, STRUCTURED)]
+    for heads, limits in kinds if group in (1, 4) else kinds[:1]:
         for widths in (*PAIRS, FLOAT_PAIR):
             pair, rng = filled(shape, widths, heads, 200, inv_freq=inv_freq, seed=head_dim + group)
             rows = pack_heads(*heads(rng, shape, ROWS))

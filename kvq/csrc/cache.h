@@ -10,6 +10,10 @@
 
 namespace kvq {
 
+constexpr int64_t kAlign = 64;
+inline bool quantized(const kvq_config& c) { return c.k_bits <= 8; }
+inline bool valid_width(int bits) { return bits == 8 || bits == 4 || bits == 2; }
+
 // Tokens one forward may bring without counting as a chunk: drafts being verified.
 constexpr int kDraftTokens = 8;
 

@@ -15,7 +15,7 @@ from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import Arena, arena_for, bytes_per_token, format_bytes
 from kvq.native import NativeCache
 from kvq.policies import Evidence, policy_named
-from kvq.reference import ReferenceCache
+from kvq.reference_cache import ReferenceCache
 
 DEFAULT_CHUNK_TOKENS = 256
 

@@ -1,0 +1,117 @@
+// Saving a cache to bytes and back.
+#include <algorithm>
+#include <cstring>
+
+#include "cache.h"
+
+namespace kvq {
+
+// A snapshot: this header, the columns, two widths per entry, the tail's rows in use, then every
+// page's bytes. It names no place in the arena, so what is held alone decides its bytes.
+namespace {
+struct Header {
+    kvq_config config;
+    int32_t columns, tail_used, tokens;
+    int64_t budget, peak;
+};
+static_assert(sizeof(Header) == 72, "no padding may reach a file");
+}  // namespace
+
+// Calls part(address, bytes) on the tail's rows in use and on every page, in the file's order.
+template <class Part> void Cache::visit(Part&& part) const {
+    part(tail_positions_, int64_t{4} * state_->tail_used);
+    for (int s = 0; s < streams(); s++)
+        for (int side = 0; side < 2; side++)
+            part(tail_rows(s, side), int64_t{2} * state_->tail_used * config().head_dim);
+    for (int s = 0; s < streams(); s++) {
+        for (int c = 0; c < state_->columns; c++) {
+            const Entry& e = entry(s, c);
+            if (!e.k_bits) continue;
+            part(pool_.constant(e.constants),
+                 static_cast<int64_t>(k_constant_bytes(config().head_dim) + v_constant_bytes()));
+            for (uint32_t g : e.granule)
+                if (g != kNone) part(pool_.granule(g), layout_.sizes.granule_bytes);
+        }
+    }
+}
+
+int64_t Cache::state_bytes() const {
+    int64_t bytes = sizeof(Header) + state_->columns * static_cast<int64_t>(sizeof(Column)) +
+                    int64_t{2} * streams() * state_->columns;
+    visit([&](const void*, int64_t count) { bytes += count; });
+    return bytes;
+}
+
+int Cache::save(uint8_t* bytes) const {
+    if (state_->pending || state_->broken) return KVQ_BAD_STATE;
+    const auto write = [&](const void* from, int64_t count) {
+        std::memcpy(bytes, from, static_cast<size_t>(count));
+        bytes += count;
+    };
+    const Header header{config(), state_->columns, state_->tail_used,
+                        state_->tokens, state_->budget, state_->peak};
+    write(&header, sizeof header);
+    write(columns_, state_->columns * static_cast<int64_t>(sizeof(Column)));
+    for (int s = 0; s < streams(); s++)
+        for (int c = 0; c < state_->columns; c++) write(&entry(s, c).k_bits, 2);
+    visit(write);
+    return KVQ_OK;
+}
+
+int Cache::load(const uint8_t* bytes, int64_t count) {
+    Header header;
+    if (count < static_cast<int64_t>(sizeof header)) return KVQ_BAD_ARGUMENT;
+    std::memcpy(&header, bytes, sizeof header);
+    header.config.splits = config().splits;  // how work is shared out is no part of the contents
+    const int64_t columns = header.columns, rows = header.tail_used;
+    if (std::memcmp(&header.config, &config(), sizeof(kvq_config)) ||
+        header.budget != state_->budget || columns < 0 || columns > layout_.sizes.max_columns ||
+        rows < 0 || rows > config().tail_rows || header.tokens < 0 || header.peak > header.budget)
+        return KVQ_BAD_ARGUMENT;
+    int64_t expected = sizeof header + columns * static_cast<int64_t>(sizeof(Column)) +
+                       int64_t{2} * streams() * columns +
+                       rows * (4 + int64_t{4} * streams() * config().head_dim);
+    if (count < expected) return KVQ_BAD_ARGUMENT;
+    const uint8_t* widths = bytes + sizeof header + columns * static_cast<int64_t>(sizeof(Column));
+    int64_t pages = 0, planes = 0;
+    for (int64_t i = 0; i < streams() * columns; i++) {
+        const int k_bits = widths[2 * i], v_bits = widths[2 * i + 1];
+        if (k_bits == 0 && v_bits == 0) continue;
+        if (!valid_width(k_bits) || !valid_width(v_bits)) return KVQ_BAD_ARGUMENT;
+        pages++;
+        planes += granules(k_bits) + granules(v_bits);
+    }
+    expected += pages * static_cast<int64_t>(k_constant_bytes(config().head_dim) + v_constant_bytes()) +
+                planes * layout_.sizes.granule_bytes;
+    if (count != expected || pages * layout_.sizes.constant_bytes +
+                                     planes * layout_.sizes.granule_bytes > layout_.sizes.pool_bytes)
+        return KVQ_BAD_ARGUMENT;
+
+    pool_.clear();
+    std::memcpy(columns_, bytes + sizeof header, sizeof(Column) * static_cast<size_t>(columns));
+    state_->columns = header.columns;
+    state_->tail_used = header.tail_used;
+    state_->tokens = header.tokens;
+    state_->pending = state_->broken = 0;
+    for (int s = 0; s < streams(); s++) {
+        for (int c = 0; c < columns; c++, widths += 2) {
+            Entry& e = entry(s, c);
+            if (widths[0]) {
+                take(e, widths[0], widths[1]);
+                continue;
+            }
+            e = {};
+            for (uint32_t& g : e.granule) g = kNone;
+            e.constants = kNone;
+        }
+    }
+    bytes = widths;
+    visit([&](void* to, int64_t part) {
+        std::memcpy(to, bytes, static_cast<size_t>(part));
+        bytes += part;
+    });
+    state_->peak = std::max(header.peak, layout_.sizes.fixed_bytes + pool_.used_bytes());
+    return KVQ_OK;
+}
+
+}  // namespace kvq

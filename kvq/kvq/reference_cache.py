@@ -1,0 +1,411 @@
+"""The cache in numpy: the same calls, bytes and meaning as the native one.
+
+What the native cache is tested against, and what runs without a compiler. Knows no policy: which
+page loses bits is told from outside.
+"""
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.config import PAGE_TOKENS, AttentionParams
+from kvq.errors import CacheError, SnapshotError
+from kvq.formats import FORMATS, Arena, constant_bytes, granule_bytes
+from kvq.reference import (
+    KEYS,
+    VALUES,
+    Bytes,
+    Float,
+    Half,
+    KeyPart,
+    decode,
+    encode,
+    normalize,
+    planes,
+    rotate,
+    softmax_attend,
+    split_heads,
+)
+
+
+@dataclass(slots=True)
+class Page:
+    """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
+
+    codes: tuple[Bytes, Bytes]
+    scale: tuple[Half, Half]
+    minimum: tuple[Half, Half]
+    bits: tuple[int, int]
+
+    def read(self, side: int) -> Float:
+        return decode(self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side)
+
+    def stored(self, head_dim: int) -> bytes:
+        """The page's bytes as the native cache keeps them: constants, then planes."""
+        constants = [
+            part.astype(np.float16).tobytes()
+            for side in (KEYS, VALUES)
+            for part in (self.scale[side], self.minimum[side])
+        ]
+        sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
+        return b"".join(constants + sides)
+
+
+@dataclass(slots=True)
+class Column:
+    """Positions of one page of all streams; `pages[stream]` is None once evicted."""
+
+    pos0: int
+    first_token: int
+    delta: int = 0
+    mask: int = (1 << PAGE_TOKENS) - 1
+    pages: list[Page | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Floating-point rows of one stream, float16 [n, D] each."""
+
+    k: Half
+    v: Half
+
+
+class ReferenceCache:
+    """The cache in numpy: same calls, same bytes and same meaning as the native one."""
+
+    def __init__(self, arena: Arena, budget_bytes: int) -> None:
+        self.arena = arena
+        self.max_columns, self.pool_bytes = arena.divide(budget_bytes)
+        self.fixed_bytes = budget_bytes - self.pool_bytes
+        self.table: list[Column] = []
+        empty = np.zeros((0, arena.shape.head_dim), np.float16)
+        self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
+        self._fresh: dict[int, list[_Rows]] = {}
+        self._positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._fresh_positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.tokens = 0
+        self.pending = 0
+        self.peak_bytes = self.used_bytes
+
+    # -- bytes --
+
+    @property
+    def used_bytes(self) -> int:
+        dim = self.arena.shape.head_dim
+        pages = [page for column in self.table for page in column.pages if page]
+        granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
+        return self.fixed_bytes + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+
+    def missing(self, tokens: int) -> tuple[int, int]:
+        """(bytes, columns) still missing before `tokens` more can be taken."""
+        plan = self.arena.plan
+        pages = self._closing(tokens)
+        needed = pages * self.arena.column_bytes(plan.k_bits, plan.v_bits) if pages else 0
+        over = self.used_bytes - self.fixed_bytes + needed - self.pool_bytes
+        return max(0, over), max(0, len(self.table) + pages - self.max_columns)
+
+    def _closing(self, tokens: int) -> int:
+        rows = len(self._positions) + tokens - self.arena.plan.sink_tokens
+        full = self.arena.plan.quantized and rows >= 2 * PAGE_TOKENS
+        return rows // PAGE_TOKENS - 1 if full else 0
+
+    # -- a forward pass --
+
+    def begin(self, tokens: int) -> None:
+        if self.pending:
+            raise CacheError("begin() was called twice without commit() or abort()")
+        if not 1 <= tokens <= self.arena.chunk_tokens or any(self.missing(tokens)):
+            raise CacheError(f"no room was made for {tokens} tokens")
+        if not self.arena.plan.quantized and len(self._positions) + tokens > self.arena.tail_rows:
+            raise CacheError(f"no room was made for {tokens} tokens")
+        self.pending = tokens
+        self._fresh = {}
+        self._fresh_positions = self._positions[:0]
+
+    def attend(
+        self,
+        params: AttentionParams,
+        qkv: Float,
+        positions: NDArray[np.int64],
+        inv_freq: Float,
+        q_norm: Float | None = None,
+        k_norm: Float | None = None,
+    ) -> Float:
+        """Stores the new keys and values and returns the attention output [T, H * D]."""
+        if len(qkv) != self.pending:
+            raise CacheError(f"begin() was not called for {len(qkv)} tokens")
+        q, k, v = split_heads(params, qkv.astype(np.float32))
+        if q_norm is not None:
+            q = normalize(q, q_norm, params.norm_eps)
+        if k_norm is not None:
+            k = normalize(k, k_norm, params.norm_eps)
+        q = rotate(q, positions, inv_freq, params.rope_factor)
+        k = rotate(k, positions, inv_freq, params.rope_factor)
+        with np.errstate(over="ignore"):
+            halves = k.astype(np.float16), v.astype(np.float16)
+        if not all(np.isfinite(half).all() for half in halves):
+            raise CacheError("a key or value is not finite in float16, so it cannot be cached")
+        self._fresh_positions = positions
+        self._fresh[params.layer] = [
+            _Rows(halves[0][:, head], halves[1][:, head]) for head in range(params.num_kv_heads)
+        ]
+        group = params.num_heads // params.num_kv_heads
+        out = np.empty_like(q)
+        for head in range(params.num_kv_heads):
+            values, where, valid, parts = self._visible(params, head, inv_freq)
+            for h in range(head * group, (head + 1) * group):
+
+                def logits_of(rows: Float, parts: list[KeyPart] = parts):
+                    return np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
+
+                out[:, h] = softmax_attend(
+                    params, q[:, h], positions, logits_of, values, where, valid
+                )
+        return out.reshape(len(qkv), -1)
+
+    def _visible(
+        self, params: AttentionParams, head: int, inv_freq: Float
+    ) -> tuple[
+        Float,
+        NDArray[np.int64],
+        NDArray[np.bool_],
+        list[KeyPart],
+    ]:
+        """Values, positions, validity and (keys, query transform) of all a head can look at."""
+        stream = params.layer * params.num_kv_heads + head
+        values, where, valid = [], [], []
+        parts: list[KeyPart] = []
+        for column in self.table:
+            page = column.pages[stream]
+            if page is None:
+                continue
+
+            # The page's keys stay as they were rotated; the query turns back by the shift.
+            def turn(rows: Float, delta: int = column.delta) -> Float:
+                if delta == 0:
+                    return rows
+                back = np.full(len(rows), -delta, np.int64)
+                return rotate(rows[:, None, :], back, inv_freq)[:, 0]
+
+            parts.append((page.read(KEYS), turn))
+            values.append(page.read(VALUES))
+            where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
+            valid.append(np.array([column.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_))
+        fresh = self._fresh[params.layer][head]
+        for rows, at in ((self._tail[stream], self._positions), (fresh, self._fresh_positions)):
+            parts.append((rows.k.astype(np.float32), lambda x: x))
+            values.append(rows.v.astype(np.float32))
+            where.append(at)
+            valid.append(np.ones(len(at), np.bool_))
+        return np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts
+
+    def commit(self, tokens: int) -> None:
+        """Keeps the first `tokens` pending tokens; closes pages if enough rows stand."""
+        computed = self.pending if len(self._fresh) == self.arena.shape.num_layers else 0
+        if not self.pending or not 0 <= tokens <= computed:
+            raise CacheError(f"{tokens} tokens cannot be committed: {computed} were computed")
+        sinks, pages = self.arena.plan.sink_tokens, self._closing(tokens)
+        positions = np.concatenate([self._positions, self._fresh_positions[:tokens]])
+        closing = positions[sinks : sinks + pages * PAGE_TOKENS].reshape(pages, PAGE_TOKENS)
+        if (np.diff(closing, axis=1) != 1).any():
+            raise CacheError("the tokens of a page must stand at consecutive positions")
+        heads = self.arena.shape.num_kv_heads
+        for layer, rows in self._fresh.items():
+            for head in range(heads):
+                tail = self._tail[layer * heads + head]
+                tail.k = np.concatenate([tail.k, rows[head].k[:tokens]])
+                tail.v = np.concatenate([tail.v, rows[head].v[:tokens]])
+        self._positions = positions
+        self.tokens += tokens
+        self.pending = 0
+        for _ in range(pages):
+            self._close_page()
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _close_page(self) -> None:
+        sinks, plan = self.arena.plan.sink_tokens, self.arena.plan
+        chosen = slice(sinks, sinks + PAGE_TOKENS)
+        keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._positions)]
+        first_token = self.tokens - (len(self._positions) - sinks)
+        column = Column(pos0=int(self._positions[sinks]), first_token=first_token)
+        for rows in self._tail:
+            sides = [
+                encode(half[chosen].astype(np.float32), side)
+                for side, half in ((KEYS, rows.k), (VALUES, rows.v))
+            ]
+            codes, scale, minimum = zip(*sides, strict=True)
+            bits = (plan.k_bits, plan.v_bits)
+            column.pages.append(Page(codes=codes, scale=scale, minimum=minimum, bits=bits))
+            rows.k, rows.v = rows.k[keep], rows.v[keep]
+        self._positions = self._positions[keep]
+        self.table.append(column)
+
+    def abort(self) -> None:
+        self.pending = 0
+
+    # -- changes between forward passes --
+
+    def trim(self, tokens: int) -> None:
+        """Rolls back to the first `tokens` tokens."""
+        if not 0 <= tokens <= self.tokens or self.pending:
+            raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
+        sinks = min(self.arena.plan.sink_tokens, len(self._positions))
+        first_in_tail = self.tokens - (len(self._positions) - sinks)
+        kept = len(self._positions) - (self.tokens - tokens)
+        if tokens < first_in_tail:
+            kept = min(tokens, sinks)
+            while self.table:
+                last = self.table[-1]
+                inside = tokens - last.first_token
+                if inside < PAGE_TOKENS:
+                    last.mask &= (1 << max(inside, 0)) - 1
+                if last.mask:
+                    break
+                self.table.pop()
+        for rows in self._tail:
+            rows.k, rows.v = rows.k[:kept], rows.v[:kept]
+        self._positions = self._positions[:kept]
+        self.tokens = tokens
+
+    def demote(self, actions: NDArray[np.int32]) -> None:
+        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
+        self._check_idle()
+        for layer, head, column, *bits in actions.tolist():
+            page = self._page(layer, head, column)
+            held = page.bits if page else (0, 0)
+            lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
+            if not lower and any(bits):
+                raise CacheError("a page's widths only fall")
+        for layer, head, column, k_bits, v_bits in actions.tolist():
+            page = self._page(layer, head, column)
+            if not k_bits:
+                stream = layer * self.arena.shape.num_kv_heads + head
+                self.table[column].pages[stream] = None
+            elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
+                page.bits = (k_bits, v_bits)
+        self.table = [column for column in self.table if any(column.pages)]
+
+    def shift(self, column: int, delta: int) -> None:
+        self._check_idle()
+        self._column(column).delta = delta
+
+    def mask(self, column: int, mask: int) -> None:
+        self._check_idle()
+        self._column(column).mask = mask & (1 << PAGE_TOKENS) - 1
+
+    def _check_idle(self) -> None:
+        if self.pending:
+            raise CacheError("a forward pass is under way: commit() or abort() it first")
+
+    def _column(self, column: int) -> Column:
+        if not 0 <= column < len(self.table):
+            raise CacheError(f"there is no page {column} among {len(self.table)}")
+        return self.table[column]
+
+    def _page(self, layer: int, head: int, column: int) -> Page | None:
+        heads = self.arena.shape.num_kv_heads
+        if not (0 <= layer < self.arena.shape.num_layers and 0 <= head < heads):
+            raise CacheError(f"there is no layer {layer}, head {head}")
+        return self._column(column).pages[layer * heads + head]
+
+    # -- views --
+
+    def columns(self) -> tuple[NDArray[np.int64], Bytes]:
+        """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
+        shape = self.arena.shape
+        facts = np.array(
+            [
+                (c.pos0, c.delta, c.first_token, np.uint64(c.mask).astype(np.int64))
+                for c in self.table
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        widths = np.array(
+            [[page.bits if page else (0, 0) for page in c.pages] for c in self.table], np.uint8
+        ).reshape(len(self.table), shape.num_layers, shape.num_kv_heads, 2)
+        return facts, np.ascontiguousarray(widths.transpose(1, 2, 0, 3))
+
+    def page(self, layer: int, head: int, column: int) -> bytes:
+        """A page's stored bytes; empty once evicted."""
+        page = self._page(layer, head, column)
+        return page.stored(self.arena.shape.head_dim) if page else b""
+
+    def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
+        """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
+        rows = self._tail[layer * self.arena.shape.num_kv_heads + head]
+        return rows.k, rows.v, self._positions.astype(np.int32)
+
+    # -- snapshots --
+
+    def state(self) -> bytes:
+        """Everything a later `load_state` needs, as an npz archive."""
+        facts, widths = self.columns()
+        arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
+        arrays["arena"] = self._identity()
+        arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
+        arrays["positions"] = self._positions
+        for stream, rows in enumerate(self._tail):
+            arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
+        for c, column in enumerate(self.table):
+            for stream, page in enumerate(column.pages):
+                for side in (KEYS, VALUES):
+                    if page is None:
+                        continue
+                    name = f"page{c}.{stream}.{side}"
+                    arrays[name] = page.codes[side]
+                    arrays[name + "c"] = np.stack([page.scale[side], page.minimum[side]])
+        buffer = io.BytesIO()
+        np.savez(buffer, allow_pickle=False, **arrays)
+        return buffer.getvalue()
+
+    def _identity(self) -> NDArray[np.str_]:
+        """What two caches must share to read each other's snapshots; threads are no part of it."""
+        arena, budget = self.arena, self.fixed_bytes + self.pool_bytes
+        return np.array(f"{arena.shape} {arena.plan} {arena.tail_rows} {budget}")
+
+    def load_state(self, state: bytes) -> None:
+        """Restores what `state` returned for a cache of the same arena."""
+        try:
+            with np.load(io.BytesIO(state), allow_pickle=False) as archive:
+                arrays = dict(archive)
+        except (ValueError, TypeError, OSError, EOFError, BadZipFile) as error:
+            raise SnapshotError("the saved cache is damaged") from error
+        if arrays.get("arena") != self._identity():
+            raise SnapshotError(
+                "the saved cache has another shape, plan or budget than this session"
+            )
+        self._restore(arrays)
+
+    def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self.tokens, self.peak_bytes = map(int, arrays["counts"])
+        self._positions = arrays["positions"]
+        streams = range(self.arena.streams)
+        self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
+        widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
+        self.table = []
+        for c, (pos0, delta, first_token, mask) in enumerate(arrays["facts"].tolist()):
+            column = Column(
+                pos0=pos0, first_token=first_token, delta=delta, mask=mask & (1 << 64) - 1
+            )
+            for stream in streams:
+                k_bits, v_bits = map(int, widths[stream, c])
+                page = None
+                if k_bits:
+                    names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
+                    constants = [arrays[name + "c"] for name in names]
+                    page = Page(
+                        codes=(arrays[names[0]], arrays[names[1]]),
+                        scale=(constants[0][0], constants[1][0]),
+                        minimum=(constants[0][1], constants[1][1]),
+                        bits=(k_bits, v_bits),
+                    )
+                column.pages.append(page)
+            self.table.append(column)
+        self.pending = 0
+
+    def close(self) -> None:
+        """Nothing to give back: numpy owns the arrays."""
