@@ -176,7 +176,7 @@ def _bytes_per_token(config: ModelConfig, kv: str) -> int:
 
 
 def _library() -> Any:
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     return llama_cpp
 
