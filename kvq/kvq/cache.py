@@ -113,7 +113,7 @@ class Cache:
         if short or columns:
             raise BudgetError(
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
-                f"once; {format_bytes(self.budget_bytes + short)} can"
+                f"once; {self.budget_bytes + short} bytes can"
             )
         self._engine.begin(tokens)
         assert self._engine.used_bytes <= self.budget_bytes
