@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from kvq.errors import BundleError, ModelError, UnsupportedModelError
@@ -57,20 +58,31 @@ def _default_checkpoint() -> str:
 
 def _exported(source: str, name: str) -> Path:
     """The bundle of `source` in the cache folder, made now if it is not there yet."""
-    destination = cache_folder() / "bundles" / f"{name}-{_fingerprint(source)}"
-    if (destination / "kvq.json").exists():
-        return destination
     from kvq_export.config import ExportOptions
     from kvq_export.export import export_model
 
-    output.print_note(f"exporting {source} once into {destination}")
+    options = ExportOptions(name=name, quality=False)
+    return made_once(
+        cache_folder() / "bundles" / f"{name}-{_fingerprint(source)}",
+        f"exporting {source} once into",
+        lambda destination, progress: export_model(source, destination, options, progress).path,
+    )
+
+
+def made_once(destination: Path, note: str, make: Callable[[Path, output.Progress], Path]) -> Path:
+    """The bundle at `destination`, made by `make(destination, progress)` if it is not there yet.
+
+    Raises `ModelError` when the folder cannot be written.
+    """
+    if (destination / "kvq.json").exists():
+        return destination
+    output.print_note(f"{note} {destination}")
     progress = output.Progress()
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        options = ExportOptions(name=name, quality=False)
-        return export_model(source, destination, options, progress).path
+        return make(destination, progress)
     except BundleError:
-        # Another process may have finished the same export meanwhile.
+        # Another process may have finished the same bundle meanwhile.
         if (destination / "kvq.json").exists():
             return destination
         raise

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError
 from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends.onnx import SESSION_ENTRIES
+from kvq_runtime.backends.onnx import session_options
 from kvq_runtime.bundle import Bundle
 
 DTYPES: Mapping[str, type[np.generic]] = {"fp32": np.float32, "int8": np.int8}
 # Where external initializers of a model given as bytes are looked for.
 WEIGHT_FOLDER = "session.model_external_initializers_file_folder_path"
-ONLY_FATAL = 4
 
 
 class OnnxRuntimeEngine:
@@ -127,12 +126,7 @@ class _Step:
 def _session(bundle: Bundle, kv: str, threads: int) -> Any:
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = ONLY_FATAL
-    for key, value in SESSION_ENTRIES.items():
-        options.add_session_config_entry(key, value)
+    options = session_options(threads)
     options.add_session_config_entry(WEIGHT_FOLDER, str(bundle.path))
     model = gqa_model(bundle, int8=kv == "int8")
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

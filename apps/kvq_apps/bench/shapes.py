@@ -7,12 +7,13 @@ cache folder. Knows no engine.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import BundleError, ModelError, UsageError
+from kvq.errors import UsageError
 from kvq.settings import cache_folder
-from kvq_apps import output
+from kvq_apps.model_path import made_once
 from kvq_models.config import ModelConfig
 from kvq_models.registry import family_for
 
@@ -103,22 +104,13 @@ def shape_bundle(name: str) -> Path:
     from kvq_runtime.bundle import VERSION
 
     config = shape_config(name)
-    digest = hashlib.sha256(json.dumps([VERSION, dict(SHAPES[name])]).encode()).hexdigest()
-    destination = cache_folder() / "shapes" / f"{name}-{digest[:12]}"
-    if (destination / "kvq.json").exists():
-        return destination
-    output.print_note(f"making random weights once in {destination}")
-    progress = output.Progress()
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        options = ExportOptions(name=name)
-        return random_bundle(config, destination, options=options, progress=progress).path
-    except BundleError:
-        # Another process may have made the same bundle meanwhile.
-        if (destination / "kvq.json").exists():
-            return destination
-        raise
-    except OSError as error:
-        raise ModelError(f"{destination} cannot be written: {error.strerror}") from error
-    finally:
-        progress.clear()
+    options = ExportOptions(name=name)
+    parts = [VERSION, asdict(options.weights), dict(SHAPES[name])]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return made_once(
+        cache_folder() / "shapes" / f"{name}-{digest[:12]}",
+        "making random weights once in",
+        lambda destination, progress: (
+            random_bundle(config, destination, options=options, progress=progress).path
+        ),
+    )

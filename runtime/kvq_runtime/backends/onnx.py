@@ -6,7 +6,7 @@ past or present tensors cross Python.
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,8 @@ class OnnxBackend:
         del self._session
 
 
-def _open(bundle: Bundle, threads: int) -> "InferenceSession":
+def session_options(threads: int) -> Any:
+    """Options every session of ours runs with, `kvq bench`'s peer included."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -84,6 +85,13 @@ def _open(bundle: Bundle, threads: int) -> "InferenceSession":
     options.log_severity_level = ONLY_FATAL
     for key, value in SESSION_ENTRIES.items():
         options.add_session_config_entry(key, value)
+    return options
+
+
+def _open(bundle: Bundle, threads: int) -> "InferenceSession":
+    import onnxruntime
+
+    options = session_options(threads)
     path = bundle.model_path
     try:
         options.register_custom_ops_library(str(native.library_path()))
