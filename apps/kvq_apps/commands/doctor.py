@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
 def _report() -> dict[str, Any]:
     from kvq import native
     from kvq.settings import cache_folder
-    from kvq_runtime import backends, device
+    from kvq_runtime import backends, device, huge_pages
 
     found = device.probe()
     path = native.library_path()
@@ -46,6 +46,7 @@ def _report() -> dict[str, Any]:
         "backend": next(name for name, reason in reasons.items() if reason is None),
         "backends": {name: reason or "ok" for name, reason in reasons.items()},
         "device": asdict(found),
+        "huge_pages": huge_pages.state(),
         "threads": device.default_threads(),
         "paths": {"package": str(Path(kvq.__file__).parent), "cache": str(cache_folder())},
     }

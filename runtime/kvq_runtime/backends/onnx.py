@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
+from kvq_runtime import huge_pages
 from kvq_runtime.backends import ForwardInput
 from kvq_runtime.bundle import Bundle
 
@@ -43,7 +44,9 @@ class OnnxBackend:
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the onnx backend cannot run: {reason}")
+        before = huge_pages.regions()
         self._session = _open(bundle, threads)
+        self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
 
