@@ -116,6 +116,12 @@ def test_large_vocabulary_top_p_is_the_shortest_run(spread: float) -> None:
     assert ids.tolist() == order[:count].tolist()
 
 
+def test_a_sum_of_exactly_top_p_is_enough() -> None:
+    # Four equal logits have probabilities of exactly a quarter, so two sum to exactly a half.
+    ids, probabilities = candidates(np.zeros(4, np.float32), plain(top_p=0.5), [])
+    assert (ids.tolist(), probabilities.tolist()) == ([0, 1], [0.5, 0.5])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

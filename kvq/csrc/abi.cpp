@@ -145,6 +145,5 @@ const char* kvq_isa_available(void) { return kvq::available_kernels(); }
 int kvq_isa_select(const char* name) {
     return kvq::select_kernels(name) ? KVQ_OK : KVQ_BAD_ARGUMENT;
 }
-const char* kvq_version(void) { return "1"; }
 
 }  // extern "C"

@@ -96,7 +96,6 @@ KVQ_EXPORT int kvq_repack(uint8_t *plane, int32_t head_dim);
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */
 KVQ_EXPORT int kvq_isa_select(const char *name);
-KVQ_EXPORT const char *kvq_version(void);
 
 #ifdef __cplusplus
 }

@@ -6,7 +6,7 @@ policy and holds no data.
 
 from dataclasses import dataclass
 
-from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, CacheShape, KvPlan
+from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 from kvq.errors import BudgetError
 
 DRAFT_TOKENS = 8
@@ -170,17 +170,3 @@ def format_bytes(count: float) -> str:
 
 def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-__all__ = [
-    "DRAFT_TOKENS",
-    "FLOAT_WIDTH",
-    "FORMATS",
-    "Arena",
-    "arena_for",
-    "bytes_per_token",
-    "constant_bytes",
-    "format_bytes",
-    "granule_bytes",
-    "page_bytes",
-]

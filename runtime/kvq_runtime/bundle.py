@@ -167,11 +167,6 @@ class Bundle:
         return self.path / MODEL_FILE
 
     @property
-    def tokenizer_path(self) -> Path | None:
-        """`tokenizer.json`, or None for a bundle that takes token ids only."""
-        return self.path / TOKENIZER_FILE if TOKENIZER_FILE in self.manifest.files else None
-
-    @property
     def chat_template(self) -> str | None:
         """The chat template, or None for a model without one."""
         if TEMPLATE_FILE not in self.manifest.files:
