@@ -93,6 +93,12 @@ int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
 int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
     KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
 }
+int kvq_cache_evidence(int64_t handle, float* facts, float* queries) {
+    KVQ_WITH_CACHE(cache->evidence(facts, queries));
+}
+int kvq_cache_constants(int64_t handle, uint16_t* keys, uint16_t* values) {
+    KVQ_WITH_CACHE((cache->constants(keys, values), KVQ_OK));
+}
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
     Cache* cache = find_cache(handle);
     return cache ? cache->page(layer, head, column, bytes) : -1;

@@ -41,6 +41,14 @@ void fill_rope(float position, const float* inv_freq, int pairs, float factor, f
 
 }  // namespace
 
+void counter_rotate(const Block& block, int32_t delta, const float* inv_freq, int pairs,
+                    float* rows) {
+    float cos[kMaxHeadDim / 2], sin[kMaxHeadDim / 2];
+    fill_rope(-static_cast<float>(delta), inv_freq, pairs, 1.0f, cos, sin);
+    std::memcpy(rows, block.q, sizeof(float) * static_cast<size_t>(block.rows * block.head_dim));
+    for (int r = 0; r < block.rows; r++) rotate(rows + r * block.head_dim, cos, sin, pairs);
+}
+
 // Everything the parallel parts of one attend call share.
 struct AttendJob {
     const Cache& cache;
@@ -103,24 +111,11 @@ struct AttendJob {
             if (!e.k_bits) continue;
             if (c + 1 < end) prefetch(cache.entry(stream, c + 1));
             const Column& column = cache.columns_[c];
-            PageView page;
-            for (int g = 0; g < granules(e.k_bits); g++)
-                page.k[g] = cache.pool_.granule(e.granule[g]);
-            for (int g = 0; g < granules(e.v_bits); g++)
-                page.v[g] = cache.pool_.granule(e.granule[kGranulesPerSide + g]);
-            const uint8_t* constants = cache.pool_.constant(e.constants);
-            page.k_constants = reinterpret_cast<const uint16_t*>(constants);
-            page.v_constants =
-                reinterpret_cast<const uint16_t*>(constants + k_constant_bytes(a.head_dim));
-            page.k_bits = e.k_bits;
-            page.v_bits = e.v_bits;
-            page.position = int64_t{column.pos0} + column.delta;
-            page.mask = column.mask;
             if (column.delta != 0 && column.delta != shift) {
                 shift = column.delta;
-                counter_rotate(block, shift, shifted);
+                counter_rotate(block, shift, inv_freq, a.rotary_pairs, shifted);
             }
-            kernel.page(block, column.delta ? shifted : block.q, page);
+            kernel.page(block, column.delta ? shifted : block.q, cache.page_view(e, column));
         }
     }
 
@@ -139,15 +134,6 @@ struct AttendJob {
             __builtin_prefetch(constants + i, 0, 2);
         // Without an effect the compiler can name, it would drop this function.
         asm volatile("" ::: "memory");
-    }
-
-    // q . (R_delta k) = (R_-delta q) . k, so a moved page costs a rotation of the query.
-    void counter_rotate(const Block& block, int32_t delta, float* out_rows) const {
-        float cos[kMaxHeadDim / 2], sin[kMaxHeadDim / 2];
-        fill_rope(-static_cast<float>(delta), inv_freq, a.rotary_pairs, 1.0f, cos, sin);
-        std::memcpy(out_rows, block.q, sizeof(float) * static_cast<size_t>(block.rows * a.head_dim));
-        for (int r = 0; r < block.rows; r++)
-            rotate(out_rows + r * a.head_dim, cos, sin, a.rotary_pairs);
     }
 
     void attend_floats(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* where,
@@ -236,6 +222,32 @@ int Cache::store_keys_values(const kvq_attention& a, int tokens, const float* qk
     return finite ? KVQ_OK : KVQ_NOT_FINITE;
 }
 
+void Cache::keep_probes(const kvq_attention& a, int tokens, const float* qkv,
+                        const int64_t* positions, const float* inv_freq, const float* q_norm) {
+    LayerFacts& facts = *layer_facts(a.layer);
+    facts.attention = a;
+    std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
+    const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
+    for (int t = 0; t < tokens; t++) {
+        const int32_t token = state_->tokens + t;
+        const int slot = probe_slot(token);
+        if (slot < 0) continue;
+        if (a.layer == 0) probes_[slot] = {token, static_cast<int32_t>(positions[t])};
+        const float* cos = rope_ + int64_t{t} * 2 * a.rotary_pairs;
+        for (int head = 0; head < a.heads; head++) {
+            float q[kMaxHeadDim];
+            std::memcpy(q, qkv + int64_t{t} * stride + head * dim,
+                        sizeof(float) * static_cast<size_t>(dim));
+            if (q_norm) normalize(q, q_norm, dim, a.norm_eps);
+            rotate(q, cos, cos + a.rotary_pairs, a.rotary_pairs);
+            for (int i = 0; i < dim; i++) q[i] *= a.scale;
+            // A query that float16 cannot hold is no probe.
+            if (!kernels().to_half(q, probe_rows(slot, a.layer) + head * dim, dim))
+                probes_[slot].token = -1;
+        }
+    }
+}
+
 int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
                   const float* inv_freq, const float* q_norm, const float* k_norm, float* out,
                   const Parallel& parallel) {
@@ -255,6 +267,7 @@ int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const in
     if (const int status = store_keys_values(a, tokens, qkv, positions, k_norm)) return status;
     if (state_->staged && !closing_rows_consecutive(state_->tail_used + tokens, state_->closing))
         return KVQ_BAD_ARGUMENT;
+    if (config().probes) keep_probes(a, tokens, qkv, positions, inv_freq, q_norm);
     AttendJob job{*this, a, tokens, qkv, positions, inv_freq, q_norm, out, 1, 1};
     job.blocks = (job.rows() + kBlockRows - 1) / kBlockRows;
     if (tokens <= kDraftTokens)

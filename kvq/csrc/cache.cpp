@@ -39,6 +39,9 @@ std::unique_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     std::memset(cache->state_, 0, sizeof(State));
     cache->state_->config = config;
     cache->state_->budget = budget;
+    for (int slot = 0; config.probes && slot < kProbeSlots; slot++) cache->probes_[slot] = {-1, 0};
+    if (config.probes)
+        std::memset(cache->layer_facts_, 0, sizeof(LayerFacts) * static_cast<size_t>(config.layers));
     cache->pool_.clear();
     cache->note_peak();
     return cache;
@@ -53,6 +56,9 @@ void Cache::place(uint8_t* arena) {
     entries_ = reinterpret_cast<Entry*>(arena + layout_.entries);
     tail_positions_ = reinterpret_cast<int32_t*>(arena + layout_.tail_positions);
     tail_ = reinterpret_cast<uint16_t*>(arena + layout_.tail);
+    probes_ = reinterpret_cast<Probe*>(arena + layout_.probes);
+    probe_rows_ = reinterpret_cast<uint16_t*>(arena + layout_.probe_rows);
+    layer_facts_ = reinterpret_cast<LayerFacts*>(arena + layout_.layer_facts);
     staging_positions_ = reinterpret_cast<int32_t*>(arena + layout_.staging_positions);
     staging_ = reinterpret_cast<uint16_t*>(arena + layout_.staging);
     rope_ = reinterpret_cast<float*>(arena + layout_.rope);
@@ -241,7 +247,7 @@ void Cache::release(Entry& e) {
     }
     pool_.give_constant(e.constants);
     e.constants = kNone;
-    e.k_bits = e.v_bits = 0;
+    e.k_bits = e.v_bits = e.peak_mass = e.mean_mass = 0;
 }
 
 void Cache::write_side(Entry& e, int side, int bits, const uint8_t* planes) {
@@ -398,6 +404,22 @@ void Cache::columns(int64_t* facts, uint8_t* widths) const {
             *widths++ = entry(s, c).v_bits;
         }
     }
+}
+
+PageView Cache::page_view(const Entry& e, const Column& column) const {
+    PageView page;
+    for (int g = 0; g < granules(e.k_bits); g++) page.k[g] = pool_.granule(e.granule[g]);
+    for (int g = 0; g < granules(e.v_bits); g++)
+        page.v[g] = pool_.granule(e.granule[kGranulesPerSide + g]);
+    const uint8_t* constants = pool_.constant(e.constants);
+    page.k_constants = reinterpret_cast<const uint16_t*>(constants);
+    page.v_constants =
+        reinterpret_cast<const uint16_t*>(constants + k_constant_bytes(config().head_dim));
+    page.k_bits = e.k_bits;
+    page.v_bits = e.v_bits;
+    page.position = int64_t{column.pos0} + column.delta;
+    page.mask = column.mask;
+    return page;
 }
 
 int64_t Cache::page(int layer, int head, int column, uint8_t* bytes) const {

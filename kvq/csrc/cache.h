@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "format.h"
+#include "kernels/kernels.h"
 #include "kvq.h"
 #include "pool.h"
 
@@ -41,8 +42,21 @@ struct Parallel {
 };
 extern const Parallel kSerial;
 
+// The token a probe slot holds a query of, -1 for none, and the position it looked from.
+struct Probe {
+    int32_t token;
+    int32_t position;
+};
+
+// What a layer's attention was last asked to compute: evidence repeats it.
+struct LayerFacts {
+    kvq_attention attention;
+    float inv_freq[kMaxHeadDim / 2];
+};
+
 struct Layout {
     int64_t columns, entries, constant_owner, granule_owner, tail_positions, tail;  // offsets
+    int64_t probes, probe_rows, layer_facts;
     int64_t scratch, staging_positions, staging, rope, partials, pool;
     kvq_layout sizes;
 };
@@ -67,6 +81,8 @@ public:
     int shift(int column, int32_t delta);
     int mask(int column, uint64_t mask);
 
+    int evidence(float* facts, float* queries);
+    void constants(uint16_t* keys, uint16_t* values) const;
     void stats(kvq_stats& out) const;
     void columns(int64_t* facts, uint8_t* widths) const;
     int64_t page(int layer, int head, int column, uint8_t* bytes) const;
@@ -96,6 +112,20 @@ private:
         return row < state_->tail_used ? tail_positions_[row]
                                        : staging_positions_[row - state_->tail_used];
     }
+    uint16_t* probe_rows(int slot, int layer) const {  // [heads][head_dim]
+        return probe_rows_ + (int64_t{slot} * config().layers + layer) * config().heads *
+                                 config().head_dim;
+    }
+    LayerFacts* layer_facts(int layer) const { return layer_facts_ + layer; }
+    PageView page_view(const Entry& e, const Column& column) const;
+    static int probe_slot(int64_t token);  // -1: not a probe
+    void keep_probes(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
+                     const float* inv_freq, const float* q_norm);
+    int usable_probes(int* slots) const;
+    void load_probes(Block& block, const LayerFacts& layer, int kv_head, const int* slots, int count,
+                     int first) const;
+    void observe(Block& block, const LayerFacts& layer, int stream, float unit, float* facts,
+                 int64_t pages) const;
     bool closing_rows_consecutive(int rows, int pages) const;
     int store_keys_values(const kvq_attention& a, int tokens, const float* qkv,
                           const int64_t* positions, const float* k_norm);
@@ -107,6 +137,7 @@ private:
     void take(Entry& e, int k_bits, int v_bits);
     void release(Entry& e);
     template <class Part> void visit(Part&& part) const;
+    int64_t probe_bytes() const;
     void drop_column(int column);
     void note_peak();
     void move_item(int kind, uint32_t to, uint32_t owner);
@@ -118,12 +149,19 @@ private:
     Entry* entries_ = nullptr;
     int32_t* tail_positions_ = nullptr;
     uint16_t* tail_ = nullptr;
+    Probe* probes_ = nullptr;
+    uint16_t* probe_rows_ = nullptr;
+    LayerFacts* layer_facts_ = nullptr;
     int32_t* staging_positions_ = nullptr;
     uint16_t* staging_ = nullptr;
     float* rope_ = nullptr;
     float* partials_ = nullptr;
     Pool pool_;
 };
+
+// q . (R_delta k) = (R_-delta q) . k, so a moved page costs a rotation of the query: the block's rows
+// turned back by `delta`.
+void counter_rotate(const Block& block, int32_t delta, const float* inv_freq, int pairs, float* rows);
 
 // The cache a handle names, or null.
 Cache* find_cache(int64_t handle);

@@ -40,6 +40,15 @@ static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits a
 static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
 static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
 
+// Query rows kept as probes of what attention looks at: the newest of every kProbeStride tokens, and
+// one token of every run of kPageTokens, chosen by a hash. Each ring has room for what a rejected
+// draft may overwrite, so that it leaves the probes of sequential decoding.
+constexpr int kProbeStride = 8;
+constexpr int kProbes = 4;  // of each kind that are used
+constexpr int kRecentSlots = kProbes + 1;
+constexpr int kSampledSlots = kProbes + 2;
+constexpr int kProbeSlots = kRecentSlots + kSampledSlots;
+
 // One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
 struct Column {
     int32_t pos0;
@@ -50,13 +59,15 @@ struct Column {
 };
 static_assert(sizeof(Column) == 24);
 
-// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted.
+// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The two masses are the page's
+// history of attention received, as `mass_code` (0: never observed).
 struct Entry {
     uint32_t granule[2 * kGranulesPerSide];  // K then V
     uint32_t constants;
     uint8_t k_bits;
     uint8_t v_bits;
-    uint16_t reserved;
+    uint8_t peak_mass;
+    uint8_t mean_mass;
 };
 static_assert(sizeof(Entry) == 40);
 

@@ -27,6 +27,7 @@ typedef struct {
     int32_t chunk_tokens;       /* most tokens of one forward that does not fit the tail */
     int32_t context_tokens;     /* most tokens a session will ever hold */
     int32_t splits;             /* parts a KV head's pages are divided into for threads */
+    int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for */
 } kvq_config;
 
 typedef struct {
@@ -76,6 +77,17 @@ KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 /* Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
    [layers, kv_heads, columns, 2]. */
 KVQ_EXPORT int kvq_cache_columns(int64_t handle, int64_t *facts, uint8_t *widths);
+/* What the probe queries see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
+   columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
+   mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */
+enum kvq_evidence_fact {
+    KVQ_MASS, KVQ_PEAK_MASS, KVQ_MEAN_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR,
+    KVQ_EVIDENCE_FACTS
+};
+KVQ_EXPORT int kvq_cache_evidence(int64_t handle, float *facts, float *queries);
+/* Every page's constants as stored, float16: keys [layers, kv_heads, columns, 2, head_dim] and
+   values [layers, kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, uint16_t *keys, uint16_t *values);
 /* Copies one page's bytes: constants, then its granules in order; returns the byte count or -1. */
 KVQ_EXPORT int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                                   uint8_t *bytes);

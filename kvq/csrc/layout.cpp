@@ -14,7 +14,7 @@ bool valid(const kvq_config& c) {
     return c.layers > 0 && c.kv_heads > 0 && c.heads > 0 && c.heads % c.kv_heads == 0 &&
            c.head_dim >= 16 && c.head_dim <= kMaxHeadDim && c.head_dim % 16 == 0 && widths &&
            c.sink_tokens >= 0 && c.sink_tokens <= kPageTokens && c.chunk_tokens >= kDraftTokens &&
-           c.context_tokens > 0 && c.splits >= 1 &&
+           c.context_tokens > 0 && c.splits >= 1 && (c.probes == 0 || c.probes == 1) &&
            c.tail_rows >= (quantized(c) ? c.sink_tokens + 2 * kPageTokens + kDraftTokens
                                         : c.context_tokens);
 }
@@ -27,6 +27,7 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     const int64_t granule = static_cast<int64_t>(granule_bytes(c.head_dim));
     const int64_t constant = static_cast<int64_t>(constant_bytes(c.head_dim));
     const int64_t tail = streams * 2 * c.tail_rows * c.head_dim * 2;
+    const int64_t slots = c.probes ? kProbeSlots : 0;
     const int64_t staging = quantized(c) ? int64_t{c.kv_heads} * 2 * c.chunk_tokens * c.head_dim * 2 : 0;
     const int64_t rope = int64_t{c.chunk_tokens} * c.head_dim * 4;
     const int64_t partials = int64_t{c.kv_heads} * c.splits * kDraftTokens *
@@ -45,6 +46,9 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
         out.granule_owner = region(pool / granule * 4);
         out.tail_positions = region(int64_t{c.tail_rows} * 4);
         out.tail = region(tail);
+        out.probes = region(slots * static_cast<int64_t>(sizeof(Probe)));
+        out.probe_rows = region(slots * c.layers * c.heads * c.head_dim * 2);
+        out.layer_facts = region(slots ? c.layers * static_cast<int64_t>(sizeof(LayerFacts)) : 0);
         out.scratch = out.staging_positions = region(int64_t{c.chunk_tokens} * 4);
         out.staging = region(staging);
         out.rope = region(rope);

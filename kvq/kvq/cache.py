@@ -14,7 +14,7 @@ from kvq.config import PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import Arena, arena_for, bytes_per_token, format_bytes
 from kvq.native import NativeCache
-from kvq.policies import Evidence, policy_named
+from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.reference_cache import ReferenceCache
 
 DEFAULT_CHUNK_TOKENS = 256
@@ -22,6 +22,9 @@ DEFAULT_CHUNK_TOKENS = 256
 
 class Cache:
     """A quantised KV cache in exactly `budget_bytes`.
+
+    `observed`: keep probe queries for `evidence`; None: if the policy asks for attention and the
+    budget cannot hold the whole context at the plan's widths.
 
     A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)`
     with m <= n. Raises `BudgetError` when the budget cannot hold the sinks, the tail and one page,
@@ -39,6 +42,8 @@ class Cache:
         policy: str = "oldest",
         threads: int = 1,
         windows: Sequence[int] = (),
+        sensitivity: Sensitivity | None = None,
+        observed: bool | None = None,
         native: bool = True,
     ) -> None:
         self.shape = shape
@@ -47,11 +52,29 @@ class Cache:
         self.context_tokens = context_tokens
         self.policy = policy_named(policy)
         self.windows = np.array(windows or [0] * shape.num_layers, np.int64)
+        self.sensitivity = sensitivity
         self.arena = _arena_that_fits(
-            shape, plan, budget_bytes, context_tokens, chunk_tokens, threads
+            shape,
+            plan,
+            budget_bytes,
+            context_tokens=context_tokens,
+            chunk_tokens=chunk_tokens,
+            threads=threads,
+            probes=self._observed(budget_bytes, chunk_tokens, threads)
+            if observed is None
+            else observed,
         )
         use_native = native and native_library.available()
         self._engine = (NativeCache if use_native else ReferenceCache)(self.arena, budget_bytes)
+
+    def _observed(self, budget_bytes: int, chunk_tokens: int, threads: int) -> bool:
+        """Whether the policy will ever look at attention: not where nothing can be short."""
+        if "attention" not in self.policy.needs or not self.plan.quantized:
+            return False
+        tokens = self.context_tokens
+        return budget_bytes < budget_for_tokens(
+            self.shape, self.plan, tokens, chunk_tokens=chunk_tokens, threads=threads
+        )
 
     @property
     def handle(self) -> int:
@@ -100,15 +123,7 @@ class Cache:
             )
         short, columns = self._engine.missing(tokens)
         if short or columns:
-            facts, widths = self._engine.columns()
-            evidence = Evidence(
-                facts=facts,
-                widths=widths,
-                windows=self.windows,
-                tokens=self.tokens,
-                head_dim=self.shape.head_dim,
-            )
-            self._engine.demote(self.policy.relieve(evidence, short, columns))
+            self._engine.demote(self.policy.relieve(self.evidence(), short, columns))
             short, columns = self._engine.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -117,6 +132,43 @@ class Cache:
             )
         self._engine.begin(tokens)
         assert self._engine.used_bytes <= self.budget_bytes
+
+    def evidence(self) -> Evidence:
+        """What the policy decides by. One observation more in the pages' history of attention."""
+        facts, widths = self._engine.columns()
+        return Evidence(
+            facts=facts,
+            widths=widths,
+            windows=self.windows,
+            tokens=self.tokens,
+            head_dim=self.shape.head_dim,
+            attention=self._attention() if self.arena.probes else None,
+            constants=self._constants() if "constants" in self.policy.needs else None,
+            sensitivity=self.sensitivity,
+        )
+
+    def _attention(self) -> Attention:
+        facts, queries = self._engine.evidence()
+        return Attention(
+            mass=facts[0],
+            peak_mass=facts[1],
+            mean_mass=facts[2],
+            key_error=facts[3],
+            value_error=facts[4],
+            evict_error=facts[5],
+            query_mean=queries[0],
+            query_square=queries[1],
+            output_square=queries[2],
+        )
+
+    def _constants(self) -> Constants:
+        keys, values = (part.astype(np.float32) for part in self._engine.constants())
+        return Constants(
+            key_min=keys[..., 1, :],
+            key_range=255 * keys[..., 0, :],
+            value_min=values[..., 1, :],
+            value_range=255 * values[..., 0, :],
+        )
 
     def attend(
         self,
@@ -214,9 +266,11 @@ def _arena_that_fits(
     shape: CacheShape,
     plan: KvPlan,
     budget_bytes: int,
+    *,
     context_tokens: int,
     chunk_tokens: int,
     threads: int,
+    probes: bool,
 ) -> Arena:
     """The arena with the largest chunk, halved down to one page, whose pages fit the pool."""
     while True:
@@ -226,6 +280,7 @@ def _arena_that_fits(
             context_tokens=context_tokens,
             chunk_tokens=chunk_tokens,
             threads=threads,
+            probes=probes,
         )
         if chunk_tokens <= PAGE_TOKENS or _chunk_fits(arena, budget_bytes):
             return arena

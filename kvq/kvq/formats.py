@@ -14,6 +14,13 @@ STATE_BYTES = 120
 COLUMN_BYTES = 24
 ENTRY_BYTES = 40
 ALIGNMENT = 64
+# Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
+PROBE_STRIDE = 8
+PROBES = 4
+RECENT_SLOTS, SAMPLED_SLOTS = PROBES + 1, PROBES + 2
+PROBE_SLOTS = RECENT_SLOTS + SAMPLED_SLOTS
+PROBE_BYTES = 8
+LAYER_FACTS_BYTES = 552
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +73,7 @@ class Arena:
     chunk_tokens: int
     context_tokens: int
     splits: int
+    probes: bool = False
 
     @property
     def streams(self) -> int:
@@ -87,6 +95,7 @@ class Arena:
         shape, dim = self.shape, self.shape.head_dim
         staging = shape.num_kv_heads * self.chunk_tokens * dim * 4 if self.plan.quantized else 0
         group = shape.num_heads // shape.num_kv_heads
+        slots = PROBE_SLOTS if self.probes else 0
         regions = (
             STATE_BYTES,
             columns * COLUMN_BYTES,
@@ -95,6 +104,9 @@ class Arena:
             pool_bytes // granule_bytes(dim) * 4,
             self.tail_rows * 4,
             self.streams * self.tail_rows * dim * 4,
+            slots * PROBE_BYTES,
+            slots * shape.num_layers * shape.num_heads * dim * 2,
+            shape.num_layers * LAYER_FACTS_BYTES if slots else 0,
             self.chunk_tokens * 4,
             staging,
             self.chunk_tokens * dim * 4,
@@ -146,8 +158,12 @@ def arena_for(
     context_tokens: int,
     chunk_tokens: int,
     threads: int,
+    probes: bool = False,
 ) -> Arena:
-    """The arena of a session: tail rows and work splits follow from the plan and the threads."""
+    """The arena of a session: tail rows and work splits follow from the plan and the threads.
+
+    `probes`: keep query rows for policies that ask what attention looks at.
+    """
     tail = plan.sink_tokens + 2 * PAGE_TOKENS + DRAFT_TOKENS
     splits = 1 if threads == 1 else -(-2 * threads // shape.num_kv_heads)
     return Arena(
@@ -157,6 +173,7 @@ def arena_for(
         chunk_tokens=max(chunk_tokens, DRAFT_TOKENS),
         context_tokens=context_tokens,
         splits=splits,
+        probes=probes and plan.quantized,
     )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import AttentionParams
+from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
 from kvq.formats import Arena
 from kvq.settings import environment
 
 LIBRARY = "libkvq_native.so"
+EVIDENCE_FACTS = 6
 _STATUS = {
     1: "the pool has no room",
     2: "an argument does not fit the cache",
@@ -46,6 +47,7 @@ class _Config(ctypes.Structure):
             "chunk_tokens",
             "context_tokens",
             "splits",
+            "probes",
         )
     )
 
@@ -112,6 +114,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
     "kvq_cache_columns": (c_int32, (c_int64, _INTS, _BYTES)),
+    "kvq_cache_evidence": (c_int32, (c_int64, _FLOATS, _FLOATS)),
+    "kvq_cache_constants": (c_int32, (c_int64, _HALVES, _HALVES)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES, POINTER(c_int32))),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
@@ -233,6 +237,7 @@ def _config(arena: Arena) -> _Config:
         arena.chunk_tokens,
         arena.context_tokens,
         arena.splits,
+        arena.probes,
     )
 
 
@@ -367,6 +372,23 @@ class NativeCache:
         pointer = facts.ctypes.data_as(_INTS)
         _check(self._library.kvq_cache_columns(self.handle, pointer, _bytes(widths)))
         return facts, widths
+
+    def evidence(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        shape, count = self.arena.shape, self._stats().columns
+        streams = (shape.num_layers, shape.num_kv_heads)
+        facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
+        queries = np.zeros((3, *streams, shape.head_dim), np.float32)
+        _check(self._library.kvq_cache_evidence(self.handle, _floats(facts), _floats(queries)))
+        return facts, queries
+
+    def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+        shape, count = self.arena.shape, self._stats().columns
+        pages = (shape.num_layers, shape.num_kv_heads, count, 2)
+        keys = np.zeros((*pages, shape.head_dim), np.uint16)
+        values = np.zeros((*pages, PAGE_TOKENS), np.uint16)
+        pointers = keys.ctypes.data_as(_HALVES), values.ctypes.data_as(_HALVES)
+        _check(self._library.kvq_cache_constants(self.handle, *pointers))
+        return keys.view(np.float16), values.view(np.float16)
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim

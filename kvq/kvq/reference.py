@@ -148,20 +148,18 @@ def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Floa
     return heads[:, : params.num_heads], heads[:, params.num_heads : last], heads[:, last:]
 
 
-def softmax_attend(
+def attention_weights(
     params: AttentionParams,
-    q: Float,
+    logits: Float,
     query_positions: NDArray[np.int64],
-    logits_of: Callable[[Float], Float],
-    values: Float,
     key_positions: NDArray[np.int64],
     valid: NDArray[np.bool_],
-) -> Float:
-    """Output [T, D] of one query head q [T, D] over keys that `logits_of` scores.
+) -> tuple[Float, NDArray[np.bool_]]:
+    """Softmax weights float64 [T, n] of scaled logits, and which keys each query sees [T, n].
 
     A key is seen if it is valid, not later than the query, and inside the window.
     """
-    logits = logits_of(q).astype(np.float64) * params.scale
+    logits = logits.astype(np.float64)
     if params.softcap > 0:
         logits = params.softcap * np.tanh(logits / params.softcap)
     distance = query_positions[:, None] - key_positions[None, :]
@@ -171,4 +169,68 @@ def softmax_attend(
     top = np.max(np.where(seen, logits, -1e30), axis=1, keepdims=True, initial=-1e30)
     weights = np.where(seen, np.exp(np.minimum(logits - top, 0)), 0)
     total = weights.sum(axis=1, keepdims=True)
-    return (weights @ values / np.where(total > 0, total, 1)).astype(np.float32)
+    return weights / np.where(total > 0, total, 1), seen
+
+
+def softmax_attend(
+    params: AttentionParams,
+    q: Float,
+    query_positions: NDArray[np.int64],
+    logits_of: Callable[[Float], Float],
+    values: Float,
+    key_positions: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+) -> Float:
+    """Output [T, D] of one query head q [T, D] over keys that `logits_of` scores."""
+    weights, _ = attention_weights(
+        params, logits_of(q) * params.scale, query_positions, key_positions, valid
+    )
+    return (weights @ values).astype(np.float32)
+
+
+# ---- evidence --------------------------------------------------------------------------------
+
+# A row that gives a page less than this much of its attention counts in its mass only.
+OBSERVED_MASS = 1 / 4096
+# How a page's history of masses is kept: in sixteenths of an octave below 1, which is code 255.
+PEAK_STEP, MEAN_SHARE = 4, 0.2
+
+
+def sampled_token(run: int) -> int:
+    """The token of the 64 from `run` * 64 on that is a probe: splitmix64 of the run, odd."""
+    mask = (1 << 64) - 1
+    x = (run + 0x9E3779B97F4A7C15) & mask
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    return run * PAGE_TOKENS + ((x ^ (x >> 31)) % PAGE_TOKENS | 1)
+
+
+def page_errors(
+    weights: Float, q: Float, outputs: Float, values: Float, key_steps: Float, value_steps: Float
+) -> Float:
+    """Per probe row, float64 [R, 3]: squared changes of its output.
+
+    Were the page's keys rounded to their 8-bit steps, were its values, and were the page gone.
+    `weights` [R, 64] of the page's tokens, `q` [R, D] scaled to natural logits, `outputs` [R, D] of
+    the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64]. Rounding to
+    steps s adds noise of variance s^2 / 12; to first order a logit's error e at token t moves the
+    output by S_t e (V_t - X), a value's by S_t e; without the page, X is renormalised exactly.
+    """
+    away = values[None].astype(np.float64) - outputs[:, None]
+    logit_noise = np.square(q.astype(np.float64) * key_steps).sum(axis=1) / 12
+    spread = (np.square(weights) * np.square(away).sum(axis=2)).sum(axis=1)
+    steps = np.square(weights * value_steps).sum(axis=1)
+    moved = np.square(np.einsum("rt,rtd->rd", weights, away)).sum(axis=1)
+    # What is left may be next to nothing, and its share of rounding noise would look like loss.
+    left = np.maximum(1 - weights.sum(axis=1), 1 / 16)
+    return np.stack([logit_noise * spread, steps * values.shape[1] / 12, moved / left**2], axis=1)
+
+
+def mass_code(mass: float) -> int:
+    """A mass as one byte."""
+    return int(np.rint(np.clip(255 + 16 * np.log2(max(mass, 1e-9)), 1, 255)))
+
+
+def mass_of(code: int) -> float:
+    """The mass a byte stands for; 0: never observed."""
+    return 2.0 ** ((code - 255) / 16) if code else 0.0

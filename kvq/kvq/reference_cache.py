@@ -5,7 +5,7 @@ page loses bits is told from outside.
 """
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 from zipfile import BadZipFile
 
@@ -14,19 +14,36 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
-from kvq.formats import FORMATS, Arena, constant_bytes, granule_bytes
+from kvq.formats import (
+    FORMATS,
+    PROBE_STRIDE,
+    PROBES,
+    RECENT_SLOTS,
+    SAMPLED_SLOTS,
+    Arena,
+    constant_bytes,
+    granule_bytes,
+)
 from kvq.reference import (
     KEYS,
+    MEAN_SHARE,
+    OBSERVED_MASS,
+    PEAK_STEP,
     VALUES,
     Bytes,
     Float,
     Half,
     KeyPart,
+    attention_weights,
     decode,
     encode,
+    mass_code,
+    mass_of,
     normalize,
+    page_errors,
     planes,
     rotate,
+    sampled_token,
     softmax_attend,
     split_heads,
 )
@@ -40,6 +57,8 @@ class Page:
     scale: tuple[Half, Half]
     minimum: tuple[Half, Half]
     bits: tuple[int, int]
+    peak_mass: int = 0
+    mean_mass: int = 0
 
     def read(self, side: int) -> Float:
         return decode(self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side)
@@ -67,6 +86,15 @@ class Column:
 
 
 @dataclass(slots=True)
+class _Probe:
+    """A query row kept as evidence: float16 [L, H, D], rotated and scaled."""
+
+    token: int
+    position: int
+    rows: Half
+
+
+@dataclass(slots=True)
 class _Rows:
     """Floating-point rows of one stream, float16 [n, D] each."""
 
@@ -87,6 +115,8 @@ class ReferenceCache:
         self._fresh: dict[int, list[_Rows]] = {}
         self._positions: NDArray[np.int64] = np.zeros(0, np.int64)
         self._fresh_positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._probes: dict[int, _Probe] = {}
+        self._layers: dict[int, tuple[AttentionParams, Float]] = {}
         self.tokens = 0
         self.pending = 0
         self.peak_bytes = self.used_bytes
@@ -153,6 +183,8 @@ class ReferenceCache:
         self._fresh[params.layer] = [
             _Rows(halves[0][:, head], halves[1][:, head]) for head in range(params.num_kv_heads)
         ]
+        if self.arena.probes:
+            self._keep_probes(params, q, positions, inv_freq)
         group = params.num_heads // params.num_kv_heads
         out = np.empty_like(q)
         for head in range(params.num_kv_heads):
@@ -195,8 +227,10 @@ class ReferenceCache:
             values.append(page.read(VALUES))
             where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
             valid.append(np.array([column.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_))
-        fresh = self._fresh[params.layer][head]
-        for rows, at in ((self._tail[stream], self._positions), (fresh, self._fresh_positions)):
+        floats = [(self._tail[stream], self._positions)]
+        if self.pending:
+            floats.append((self._fresh[params.layer][head], self._fresh_positions))
+        for rows, at in floats:
             parts.append((rows.k.astype(np.float32), lambda x: x))
             values.append(rows.v.astype(np.float32))
             where.append(at)
@@ -246,6 +280,120 @@ class ReferenceCache:
 
     def abort(self) -> None:
         self.pending = 0
+
+    # -- evidence --
+
+    def _keep_probes(
+        self, params: AttentionParams, q: Float, positions: NDArray[np.int64], inv_freq: Float
+    ) -> None:
+        """Keeps the rows of q [T, H, D] whose tokens are probes."""
+        self._layers[params.layer] = (params, inv_freq)
+        for t, position in enumerate(positions.tolist()):
+            slot = _probe_slot(self.tokens + t)
+            if slot is None:
+                continue
+            if params.layer == 0:
+                shape = (self.arena.shape.num_layers, *q.shape[1:])
+                self._probes[slot] = _Probe(self.tokens + t, position, np.zeros(shape, np.float16))
+            with np.errstate(over="ignore"):
+                rows = (q[t] * np.float32(params.scale)).astype(np.float16)
+            self._probes[slot].rows[params.layer] = rows
+            # A query that float16 cannot hold is no probe.
+            if not np.isfinite(rows).all():
+                self._probes[slot].token = -1
+
+    def _usable_probes(self) -> list[_Probe]:
+        """The probes evidence rests on, oldest first."""
+        runs = range((self.tokens - 1) // PAGE_TOKENS, -1, -1)
+        sampled = [token for token in map(sampled_token, runs) if token < self.tokens]
+        last = (self.tokens - 1) // PROBE_STRIDE
+        recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
+        wanted = sorted([*sampled[:PROBES], *recent] if self.tokens else [])
+        held = [self._probes.get(slot) for slot in map(_probe_slot, wanted) if slot is not None]
+        return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
+
+    def evidence(self) -> tuple[Float, Float]:
+        """What probes see: facts float32 [6, L, Hk, C] and queries float32 [3, L, Hk, D].
+
+        Facts in order: mass, peak mass, mean mass, key, value and eviction error. Of the queries
+        their mean, their mean square, and the mean square of their attention's output.
+        """
+        self._check_idle()
+        shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
+        probes = self._usable_probes()
+        facts = np.zeros((6, shape.num_layers, heads, len(self.table)), np.float32)
+        queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
+        for layer in range(shape.num_layers if probes else 0):
+            for head in range(heads):
+                group = slice(
+                    head * shape.num_heads // heads, (head + 1) * shape.num_heads // heads
+                )
+                rows = np.concatenate([p.rows[layer, group] for p in probes]).astype(np.float32)
+                where = np.repeat([p.position for p in probes], shape.num_heads // heads)
+                queries[0, layer, head] = rows.mean(axis=0)
+                queries[1, layer, head] = np.square(rows).mean(axis=0)
+                outputs = self._observe(layer, head, rows, where, facts)
+                queries[2, layer, head] = np.square(outputs).mean(axis=0)
+        return facts, queries
+
+    def _observe(
+        self, layer: int, head: int, rows: Float, where: NDArray[np.int64], facts: Float
+    ) -> Float:
+        """Fills the facts of one stream's pages from probe rows [R, D]; returns their outputs."""
+        params, inv_freq = self._layers[layer]
+        values, positions, valid, parts = self._visible(params, head, inv_freq)
+        logits = np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
+        weights, seen = attention_weights(params, logits, where, positions, valid)
+        outputs = weights @ values
+        start = 0
+        stream = layer * params.num_kv_heads + head
+        for c, column in enumerate(self.table):
+            page = column.pages[stream]
+            if page is None:
+                continue
+            part = slice(start, start + PAGE_TOKENS)
+            start += PAGE_TOKENS
+            sees = seen[:, part].any(axis=1)
+            if sees.any():
+                mass = weights[sees, part].sum(axis=1)
+                heavy = np.nonzero(sees)[0][mass >= OBSERVED_MASS]
+                turned = rows
+                if column.delta:
+                    back = np.full(len(rows), -column.delta, np.int64)
+                    turned = rotate(rows[:, None], back, inv_freq)[:, 0]
+                errors = page_errors(
+                    weights[heavy, part],
+                    turned[heavy],
+                    outputs[heavy],
+                    values[part],
+                    page.scale[KEYS].astype(np.float32),
+                    page.scale[VALUES].astype(np.float32),
+                )
+                mean = float(mass.mean())
+                facts[0, layer, head, c] = mean
+                facts[3:, layer, head, c] = errors.sum(axis=0) / sees.sum()
+                page.peak_mass = max(mass_code(mean), 1, page.peak_mass - PEAK_STEP)
+                before = mass_of(page.mean_mass) if page.mean_mass else mean
+                page.mean_mass = mass_code(before + MEAN_SHARE * (mean - before))
+            facts[1, layer, head, c] = mass_of(page.peak_mass)
+            facts[2, layer, head, c] = mass_of(page.mean_mass)
+        return outputs
+
+    def constants(self) -> tuple[Half, Half]:
+        """Scales and minima float16: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
+        shape = self.arena.shape
+        pages = (shape.num_layers, shape.num_kv_heads, len(self.table), 2)
+        out = (
+            np.zeros((*pages, shape.head_dim), np.float16),
+            np.zeros((*pages, PAGE_TOKENS), np.float16),
+        )
+        for c, column in enumerate(self.table):
+            for stream, page in enumerate(column.pages):
+                layer, head = divmod(stream, shape.num_kv_heads)
+                for side in (KEYS, VALUES):
+                    if page:
+                        out[side][layer, head, c] = page.scale[side], page.minimum[side]
+        return out
 
     # -- changes between forward passes --
 
@@ -350,6 +498,7 @@ class ReferenceCache:
         arrays["positions"] = self._positions
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
+        self._save_probes(arrays)
         for c, column in enumerate(self.table):
             for stream, page in enumerate(column.pages):
                 for side in (KEYS, VALUES):
@@ -362,10 +511,42 @@ class ReferenceCache:
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
+    def _save_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
+        masses = [
+            (page.peak_mass, page.mean_mass) if page else (0, 0)
+            for column in self.table
+            for page in column.pages
+        ]
+        arrays["masses"] = np.array(masses, np.uint8).reshape(-1, self.arena.streams, 2)
+        probes = sorted(self._probes.items())
+        facts = [(slot, probe.token, probe.position) for slot, probe in probes]
+        arrays["probes"] = np.array(facts, np.int64).reshape(-1, 3)
+        for slot, probe in probes:
+            arrays[f"probe{slot}"] = probe.rows
+        for layer, (params, inv_freq) in self._layers.items():
+            arrays[f"layer{layer}"] = np.array(astuple(params), np.float64)
+            arrays[f"layer{layer}f"] = inv_freq
+
+    def _restore_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self._probes = {
+            slot: _Probe(token, position, arrays[f"probe{slot}"])
+            for slot, token, position in arrays["probes"].tolist()
+        }
+        self._layers = {}
+        for layer in range(self.arena.shape.num_layers):
+            if f"layer{layer}" in arrays:
+                values = zip(fields(AttentionParams), arrays[f"layer{layer}"], strict=True)
+                facts: dict[str, Any] = {f.name: f.type(v) for f, v in values}  # type: ignore[operator]
+                self._layers[layer] = AttentionParams(**facts), arrays[f"layer{layer}f"]
+        for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
+            for page, (peak, mean) in zip(column.pages, masses, strict=True):
+                if page:
+                    page.peak_mass, page.mean_mass = peak, mean
+
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
         arena, budget = self.arena, self.fixed_bytes + self.pool_bytes
-        return np.array(f"{arena.shape} {arena.plan} {arena.tail_rows} {budget}")
+        return np.array(f"{arena.shape} {arena.plan} {arena.tail_rows} {arena.probes} {budget}")
 
     def load_state(self, state: bytes) -> None:
         """Restores what `state` returned for a cache of the same arena."""
@@ -405,7 +586,16 @@ class ReferenceCache:
                     )
                 column.pages.append(page)
             self.table.append(column)
+        self._restore_probes(arrays)
         self.pending = 0
 
     def close(self) -> None:
         """Nothing to give back: numpy owns the arrays."""
+
+
+def _probe_slot(token: int) -> int | None:
+    """Where a token's query is kept, if it is a recent or a sampled probe."""
+    if token % PROBE_STRIDE == 0:
+        return token // PROBE_STRIDE % RECENT_SLOTS
+    run = token // PAGE_TOKENS
+    return RECENT_SLOTS + run % SAMPLED_SLOTS if token == sampled_token(run) else None

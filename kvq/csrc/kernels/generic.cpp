@@ -7,7 +7,8 @@
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic", pack_k, pack_v, attend_page, attend_tile, to_half, from_half};
+    static const Kernels table{"generic", pack_k, pack_v, attend_page, attend_tile, page_evidence,
+                               to_half, from_half};
     return &table;
 }
 }  // namespace kvq

@@ -35,6 +35,18 @@ struct Block {
     alignas(64) float acc[kBlockRows * kMaxHeadDim];
 };
 
+// What a block's rows see of one page; sums over the rows that can see any of it.
+struct PageEvidence {
+    int rows = 0;
+    float mass = 0;         // of attention weights
+    float key_error = 0;    // squared change of the output, were keys rounded to 8 bits
+    float value_error = 0;  // likewise values
+    float evict_error = 0;  // and were the page gone
+};
+
+// A row that gives a page less than this much of its attention counts in its mass only.
+constexpr float kObservedMass = 1.0f / 4096.0f;
+
 struct Kernels {
     const char* name;
     // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not finite
@@ -46,6 +58,10 @@ struct Kernels {
     // Attends the block to n <= 64 floating-point keys, float16 [n, D]. key_positions ascend.
     void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* key_positions,
                  int n);
+    // Reads a page for rows whose softmax is complete: acc is their attention output. q as in `page`;
+    // unit turns its products with keys into natural logits.
+    void (*evidence)(const Block& block, const float* q, const PageView& page, float unit,
+                     PageEvidence& seen);
     // False if any value is not finite in float16.
     bool (*to_half)(const float* x, uint16_t* out, int n);
     void (*from_half)(const uint16_t* x, float* out, int n);

@@ -397,6 +397,110 @@ void attend_page(Block& block, const float* q, const PageView& page) {
     else all_values<2>(page, block, scores, bits);
 }
 
+// ---- evidence ------------------------------------------------------------------------------
+
+// The page's values as a read at its width sees them, float32 [64][head_dim].
+void read_values(const PageView& page, int head_dim, const Constants& v, float* out) {
+    const int bits = page.v_bits, half = head_dim / 16;
+    const float middle = ((1 << bits) - 1) * 0.5f;
+    for (int group = 0; group < head_dim / 8; group++) {
+        const int which = bits == 2 ? 0 : group >= half;
+        const int offset = bits == 2 ? group * 128 : (group - which * half) * 256;
+        for (int j = 0; j < (bits == 2 ? 4 : 8); j++) {
+            const uint8_t* hi = page.v[which] + offset + 32 * j;
+            const uint8_t* lo = bits == 8 ? page.v[2 + which] + offset + 32 * j : hi;
+            for (int i = 0; i < 32; i++) {
+                const int channel = 8 * group + i / 4;
+                for (int part = 0; part < (bits == 2 ? 4 : 2); part++) {
+                    const int token = (bits == 2 ? 16 : 8) * j + 4 * part + i % 4;
+                    int code = bits == 2 ? hi[i] >> 2 * part & 3 : hi[i] >> 4 * part & 15;
+                    if (bits == 8) code = 16 * code + (lo[i] >> 4 * part & 15);
+                    out[token * head_dim + channel] =
+                        v.mid[token] + v.step[token] * (static_cast<float>(code) - middle);
+                }
+            }
+        }
+    }
+}
+
+// Attention weights [64] of row r over the page, 0 where it cannot look; returns their sum.
+inline float page_weights(const Block& block, int r, const float* logits, uint64_t bits, float* p) {
+    F total = set1(0.0f);
+    const F inverse = set1(block.sum[r] > 0.0f ? 1.0f / block.sum[r] : 0.0f);
+    for (int i = 0; i < kPageTokens / 8; i++) {
+        F x = load(logits + 8 * i);
+        if (block.softcap_log2 > 0.0f) x = tanh_lanes(x) * set1(block.softcap_log2);
+        const F weight = exp2_lanes(min(x - set1(block.maximum[r]), set1(0.0f))) * inverse;
+        const F seen = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), weight, set1(0.0f));
+        store(p + 8 * i, seen);
+        total = total + seen;
+    }
+    return reduce_add(total);
+}
+
+void page_evidence(const Block& block, const float* q, const PageView& page, float unit,
+                   kvq::PageEvidence& seen) {
+    const int dim = block.head_dim;
+    uint64_t bits[kBlockRows];
+    uint64_t any = 0;
+    for (int r = 0; r < block.rows; r++) {
+        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
+        any |= bits[r];
+    }
+    if (!any) return;
+    alignas(64) float scores[kBlockRows * kPageTokens];
+    if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
+    else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
+    else all_logits<2>(page, block, q, scores);
+    Constants keys, values;
+    alignas(64) float v[kPageTokens * kMaxHeadDim];
+    bool read = false;
+    for (int r = 0; r < block.rows; r++) {
+        if (!bits[r]) continue;
+        alignas(64) float p[kPageTokens];
+        const float mass = page_weights(block, r, scores + r * kPageTokens, bits[r], p);
+        seen.rows++;
+        seen.mass += mass;
+        if (mass < kvq::kObservedMass) continue;
+        if (!read) {
+            widen_constants(page.k_constants, dim, 8, keys);
+            widen_constants(page.v_constants, kPageTokens, page.v_bits, values);
+            read_values(page, dim, values, v);
+            read = true;
+        }
+        // Logit noise of keys rounded to steps of s: sum over channels of (q s)^2 / 12.
+        F noise = set1(0.0f);
+        for (int c = 0; c < dim; c += 8) {
+            const F x = load(q + r * dim + c) * set1(unit) * load(keys.step + c);
+            noise = fma(x, x, noise);
+        }
+        const float* output = block.acc + r * dim;
+        alignas(64) float moved[kMaxHeadDim] = {};  // sum of weight * (value - output)
+        F spread = set1(0.0f);                      // sum of weight^2 * |value - output|^2
+        float steps = 0;                            // sum of weight^2 * step^2, at 8 bits
+        const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
+        for (int t = 0; t < kPageTokens; t++) {
+            if (p[t] == 0.0f) continue;
+            const F weight = set1(p[t]);
+            F distance = set1(0.0f);
+            for (int c = 0; c < dim; c += 8) {
+                const F away = load(v + t * dim + c) - load(output + c);
+                distance = fma(away, away, distance);
+                store(moved + c, fma(weight, away, load(moved + c)));
+            }
+            spread = fma(weight * weight, distance, spread);
+            const float step = p[t] * values.step[t] * narrow;
+            steps += step * step;
+        }
+        F gone = set1(0.0f);
+        for (int c = 0; c < dim; c += 8) gone = fma(load(moved + c), load(moved + c), gone);
+        const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
+        seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * reduce_add(spread);
+        seen.value_error += steps * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.evict_error += reduce_add(gone) / (left * left);
+    }
+}
+
 // ---- floating-point keys -------------------------------------------------------------------
 
 template <int N>

@@ -1,0 +1,92 @@
+"""Long-range recall as text: pass keys hidden in filler, look-ups in a long table.
+
+Owns the wording, so that training data and evaluation ask in the same way. Knows no tokens:
+whoever needs a length in tokens asks for more or less text. Equal random states give equal text.
+
+    rng = random.Random(0)
+    prompt, answer = passkey(rng, filler_text(rng, 12_000), depth=0.5)
+    prompt, answer = key_value(rng, num_pairs=300, depth=0.5)
+
+`prompt + answer` reads as one text and the answer begins with its space; a training example is
+`Recall.text`, which ends the answer's line. `passkey` takes any text as filler (books, code), not
+only ours.
+"""
+
+import random
+import re
+from typing import NamedTuple
+
+# Enough for distinct keys in tables far longer than any context here.
+_KEY_NUMBERS = 1000
+
+_TASK = "There is a pass key hidden in a lot of text that does not matter. Find it and keep it.\n"
+_QUESTION = "\nWhat is the pass key? The pass key is"
+_SENTENCES = (
+    "The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.",
+    "There and back again.", "The river runs to the sea.", "Bread is made of flour.",
+    "The train leaves at noon.", "A door can be open or shut.", "Winter follows autumn.",
+)  # fmt: skip
+_WORDS = (
+    "amber", "apple", "arrow", "basin", "birch", "blade", "brick", "cabin", "candle", "cedar",
+    "cliff", "cloud", "coral", "crane", "delta", "dune", "eagle", "ember", "fern", "field",
+    "flint", "forest", "glass", "grain", "harbor", "hazel", "heron", "iron", "island", "ivory",
+    "jade", "lake", "lamp", "larch", "leaf", "lemon", "linen", "maple", "marsh", "meadow",
+    "mirror", "moss", "north", "ocean", "olive", "orchid", "otter", "pearl", "pine", "plume",
+    "quartz", "rail", "reed", "ridge", "river", "robin", "salt", "shell", "silver", "slate",
+    "spruce", "stone", "timber", "willow",
+)  # fmt: skip
+_PLACES = re.compile(r"[.!?]\s+|\n+")
+
+
+class Recall(NamedTuple):
+    """A prompt that holds its own answer; `answer` continues it, beginning with a space."""
+
+    prompt: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """Question and answer as one text with its line ended: an example to train on."""
+        return f"{self.prompt}{self.answer}\n"
+
+
+def filler_text(rng: random.Random, characters: int) -> str:
+    """At least `characters` of plain sentences, rounds of all of them in random order."""
+    sentences: list[str] = []
+    held = 0
+    while held < characters:
+        sentences += rng.sample(_SENTENCES, len(_SENTENCES))
+        held += sum(len(sentence) + 1 for sentence in _SENTENCES)
+    return " ".join(sentences)
+
+
+def passkey(rng: random.Random, filler: str, depth: float) -> Recall:
+    """A pass key of five digits hidden in `filler`, at the sentence or line end nearest `depth`.
+
+    `depth` 0 is the beginning of the filler and 1 its end. The task as in Mohtashami and Jaggi,
+    arXiv 2305.16300.
+    """
+    key = rng.randrange(10_000, 100_000)
+    needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+    places = [0, *(match.end() for match in _PLACES.finditer(filler)), len(filler)]
+    place = min(places, key=lambda at: abs(at - depth * len(filler)))
+    before, after = filler[:place], filler[place:]
+    gap = "\n" if before.endswith("\n") else " "
+    if before and not before[-1].isspace():
+        before += gap
+    return Recall(f"{_TASK}{before}{needle}{gap if after else ''}{after}{_QUESTION}", f" {key}")
+
+
+def key_value(rng: random.Random, num_pairs: int, depth: float) -> Recall:
+    """A Python dict of `num_pairs` distinct names with random numbers, one of which is asked for.
+
+    `depth` 0 asks for the first pair and 1 for the last. The task as in Liu et al.,
+    arXiv 2307.03172, written as code. `num_pairs` is 1 to 64,000.
+    """
+    places = rng.sample(range(len(_WORDS) * _KEY_NUMBERS), num_pairs)
+    names = [f"{_WORDS[place % len(_WORDS)]}_{place // len(_WORDS)}" for place in places]
+    values = [rng.randrange(10_000, 100_000) for _ in names]
+    lines = [f'    "{name}": {value},' for name, value in zip(names, values, strict=True)]
+    asked = round(depth * (num_pairs - 1))
+    table = "\n".join(["values = {", *lines, "}"])
+    return Recall(f'{table}\nassert values["{names[asked]}"] ==', f" {values[asked]}")

@@ -1,0 +1,246 @@
+"""Turns the corpus into token files: documents, infilling, chats, recall and copying, mixed.
+
+    python models/training/pack.py corpus.jsonl.xz TOKENIZER --out PACKED --tokens 20000000
+        --length 1024 --long-tokens 2000000 --long-length 4096
+
+PACKED gets train.bin and long.bin (uint16, documents end to end, each closed by <|endoftext|>, cut
+into runs of the length the model reads) and one held-out text file per kind, as it is.
+Python source appears half of the time with a hole in it (fill-in-the-middle, arXiv 2207.14255:
+prefix-suffix-middle and suffix-prefix-middle, split at characters), the rest as whole files.
+Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from vocabulary import END, FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX, TURN_END, TURN_START
+
+from kvq_models import recall
+
+# Share of the tokens by kind; the long file leans on what is long.
+SHORT_MIX = {"python": 0.70, "english": 0.12, "chat": 0.08, "recall": 0.06, "copy": 0.04}
+LONG_MIX = {"python": 0.60, "english": 0.08, "chat": 0.02, "recall": 0.20, "copy": 0.10}
+INFILL = 0.5
+# Of the holes: half are one line or a few, as an editor leaves them.
+LINE_HOLES = 0.5
+CHARACTERS_PER_TOKEN = 3.3
+HELD_OUT_BYTES = 400_000
+
+
+class Corpus:
+    """The documents by kind, held-out ones apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.train: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        self.held_out: dict[str, list[str]] = defaultdict(list)
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                document = json.loads(line)
+                kind, text = document["kind"], document["text"]
+                if document["held_out"]:
+                    self.held_out[kind].append(text)
+                else:
+                    self.train[kind].append((document["source"], text))
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of `text`; control tokens in it stay text."""
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def hole(rng: random.Random, text: str) -> tuple[str, str, str]:
+    """`text` as prefix, middle, suffix."""
+    if rng.random() < LINE_HOLES:
+        starts = [0, *(at + 1 for at, letter in enumerate(text) if letter == "\n")]
+        first = rng.randrange(len(starts))
+        last = min(len(starts) - 1, first + rng.choice((1, 1, 1, 2, 3, 5)))
+        line_end = starts[last] if last > first else len(text)
+        indent = len(text[starts[first] : line_end]) - len(
+            text[starts[first] : line_end].lstrip(" ")
+        )
+        start = starts[first] + rng.choice((0, indent, rng.randint(0, line_end - starts[first])))
+        # The editor's cursor stands before the line end, which stays in the suffix.
+        stop = max(start, line_end - 1 if line_end < len(text) else line_end)
+    else:
+        start, stop = sorted(rng.randint(0, len(text)) for _ in range(2))
+    return text[:start], text[start:stop], text[stop:]
+
+
+class Packer:
+    """Endless documents of each kind as token ids, in an order that a seed fixes."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int, length: int) -> None:
+        self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._rng = random.Random(seed)
+        self._length = length
+        self._ids = {
+            name: tokenizer.token_to_id(name)
+            for name in (END, TURN_START, TURN_END, PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE)
+        }
+        self._kinds: dict[str, Callable[[], Iterator[list[int]]]] = {
+            "python": self._python,
+            "english": lambda: self._texts("books", "peps", "tldr", "peps", "tldr"),
+            "chat": self._chats,
+            "recall": self._recalls,
+            "copy": self._copies,
+        }
+
+    def stream(self, mix: dict[str, float]) -> Iterator[list[int]]:
+        """Documents with their end token, the kind furthest behind its share of tokens next."""
+        sources = {kind: self._kinds[kind]() for kind in mix}
+        held = dict.fromkeys(mix, 0)
+        while True:
+            kind = min(mix, key=lambda name: held[name] / mix[name])
+            ids = [*next(sources[kind]), self._ids[END]]
+            held[kind] += len(ids)
+            yield ids
+
+    def _shuffled(self, kind: str) -> Iterator[tuple[str, str]]:
+        while True:
+            order = list(self._corpus.train[kind])
+            self._rng.shuffle(order)
+            yield from order
+
+    def _encode(self, text: str) -> list[int]:
+        return encode(self._tokenizer, text)
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """`text` in runs of whole lines that about fill the length."""
+        limit = int(self._length * CHARACTERS_PER_TOKEN * 0.95)
+        while text:
+            cut = len(text) if len(text) <= limit * 1.2 else text.rfind("\n", 1, limit) + 1 or limit
+            yield text[:cut]
+            text = text[cut:]
+
+    def _python(self) -> Iterator[list[int]]:
+        for source, text in self._shuffled("python"):
+            package, _, path = source.partition("/")
+            name = [self._ids[REPOSITORY], *self._encode(package)]
+            file = [self._ids[FILE], *self._encode(path + "\n")]
+            if self._rng.random() < 0.3:
+                file = name + file
+            elif self._rng.random() < 0.5:
+                file = []
+            for index, piece in enumerate(self._pieces(text)):
+                head = file if index == 0 else []
+                if self._rng.random() < INFILL:
+                    yield head + self._infill(piece)
+                else:
+                    yield head + self._encode(piece)
+
+    def _infill(self, text: str) -> list[int]:
+        prefix, middle, suffix = map(self._encode, hole(self._rng, text))
+        ids = self._ids
+        if self._rng.random() < 0.5:
+            order = [ids[PREFIX], *prefix, ids[SUFFIX], *suffix, ids[MIDDLE], *middle]
+        else:
+            order = [ids[PREFIX], ids[SUFFIX], *suffix, ids[MIDDLE], *prefix, *middle]
+        return order
+
+    def _texts(self, *kinds: str) -> Iterator[list[int]]:
+        sources = [self._shuffled(kind) for kind in kinds]
+        while True:
+            for source in sources:
+                pieces = list(self._pieces(next(source)[1]))
+                for piece in self._rng.sample(pieces, min(len(pieces), 8)):
+                    yield self._encode(piece)
+
+    def _chats(self) -> Iterator[list[int]]:
+        start, end = self._ids[TURN_START], self._ids[TURN_END]
+        newline = self._encode("\n")
+        for _, text in self._shuffled("dialogues"):
+            ids: list[int] = []
+            for turn in json.loads(text):
+                ids += [start, *self._encode(f"{turn['role']}\n{turn['content']}"), end, *newline]
+            yield ids
+
+    def _recalls(self) -> Iterator[list[int]]:
+        books = self._shuffled("books")
+        sources = self._shuffled("python")
+        while True:
+            length = int(self._length * self._rng.uniform(0.1, 0.9))
+            depth = self._rng.random()
+            kind = self._rng.randrange(4)
+            if kind == 0:
+                example = recall.key_value(self._rng, max(1, length // 17), depth)
+            else:
+                size = int(length * (CHARACTERS_PER_TOKEN if kind < 3 else 2.9))
+                if kind == 1:
+                    around = recall.filler_text(self._rng, size)
+                else:
+                    text = next(books if kind == 2 else sources)[1]
+                    at = self._rng.randrange(max(1, len(text) - size))
+                    around = text[at : at + size]
+                example = recall.passkey(self._rng, around, depth)
+            yield self._encode(example.text)
+
+    def _copies(self) -> Iterator[list[int]]:
+        """A text, something else, and the text again."""
+        sources = self._shuffled("python")
+        while True:
+            total = int(self._length * CHARACTERS_PER_TOKEN * 0.9)
+            size = int(total * self._rng.uniform(0.1, 0.4))
+            text, other = next(sources)[1], next(sources)[1]
+            at = self._rng.randrange(max(1, len(text) - size))
+            part = text[at : at + size]
+            between = other[: self._rng.randrange(max(1, total - 2 * len(part)))]
+            yield self._encode(f"{part}\n{between}\n# again\n{part}\n")
+
+
+def write_tokens(path: Path, documents: Iterator[list[int]], count: int) -> None:
+    """The first `count` tokens of `documents` as uint16."""
+    tokens = np.empty(count, np.uint16)
+    filled = 0
+    for ids in documents:
+        part = ids[: count - filled]
+        tokens[filled : filled + len(part)] = part
+        filled += len(part)
+        if filled == count:
+            break
+    partial = path.with_suffix(".partial")
+    tokens.tofile(partial)
+    partial.replace(path)
+
+
+def main() -> None:
+    """Packs the training files and the held-out texts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--long-tokens", type=int, required=True)
+    parser.add_argument("--long-length", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
+    # In a text these are letters like any others.
+    tokenizer.encode_special_tokens = True
+    corpus = Corpus(arguments.corpus)
+    rng = random.Random(arguments.seed)
+    for kind, texts in corpus.held_out.items():
+        rng.shuffle(texts)
+        text = "\n\n".join(texts).encode()[:HELD_OUT_BYTES].decode(errors="ignore")
+        (arguments.out / f"held_out.{kind}.txt").write_text(text, encoding="utf-8")
+    short = Packer(corpus, tokenizer, arguments.seed, arguments.length)
+    long = Packer(corpus, tokenizer, arguments.seed + 1, arguments.long_length)
+    # The long file first: it is the short one that may be cut when time is short.
+    write_tokens(arguments.out / "long.bin", long.stream(LONG_MIX), arguments.long_tokens)
+    write_tokens(arguments.out / "train.bin", short.stream(SHORT_MIX), arguments.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Trains one model of the family on packed tokens; resumes exactly; writes a Hugging Face folder.
+
+    python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--device cuda]
+
+RUN gets checkpoint.pt (weights, optimiser states, step: everything a resumed run needs, since the
+order of the data depends on the seed and the step alone), log.jsonl, and at the end the checkpoint
+folder `model`. Matrices inside the layers are trained by Muon (arXiv 2502.16982), the embedding and
+the norms by AdamW; the rate is constant after a warm-up and falls linearly at the end, so a run may
+be made longer as long as its fall has not begun. The last steps read longer texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaModel
+
+# Logits of this many rows exist at once.
+LOSS_ROWS = {"cpu": 1024, "cuda": 16384}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train; the defaults are what every model of the family shares."""
+
+    steps: int
+    long_steps: int
+    tokens_per_step: int
+    length: int = 1024
+    long_length: int = 4096
+    micro_tokens: int = 8192
+    warmup_steps: int = 60
+    fall: float = 0.4
+    matrix_rate: float = 0.02
+    vector_rate: float = 0.003
+    weight_decay: float = 0.02
+    clip: float = 1.0
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate at `step`, relative to its peak."""
+        left = (self.steps - step) / (self.fall * self.steps)
+        return min(1.0, (step + 1) / self.warmup_steps, max(left, 0.02))
+
+    def length_at(self, step: int) -> int:
+        """Tokens of one text at `step`."""
+        return self.length if step < self.steps - self.long_steps else self.long_length
+
+
+class Data:
+    """Batches by step: the same for every run with the same seed, whenever it was interrupted."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._files = {
+            length: np.memmap(folder / name, np.uint16, "r")
+            for length, name in ((recipe.long_length, "long.bin"), (recipe.length, "train.bin"))
+        }
+
+    def batch(self, step: int) -> Tensor:
+        """int64 [rows, length + 1] of step `step`."""
+        recipe = self._recipe
+        length = recipe.length_at(step)
+        tokens = self._files[length]
+        rows = recipe.tokens_per_step // length
+        runs = (len(tokens) - 1) // length
+        first = (
+            step if length == recipe.length else step - recipe.steps + recipe.long_steps
+        ) * rows
+        epoch = first // runs
+        order = np.random.default_rng((recipe.seed, length, epoch)).permutation(runs)
+        picked = [order[(first + row) % runs] for row in range(rows)]
+        cut = [tokens[run * length : run * length + length + 1] for run in picked]
+        return torch.from_numpy(np.stack(cut).astype(np.int64))
+
+
+class Trainer:
+    """Model, optimisers and the step between them."""
+
+    def __init__(self, settings: dict[str, Any], recipe: Recipe, device: str) -> None:
+        torch.manual_seed(recipe.seed)
+        config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
+        self.model = LlamaModel(config).to(device)
+        self._initialise(config)
+        self.recipe, self.device, self.step = recipe, device, 0
+        layers = self.model.layers
+        matrices = [p for p in layers.parameters() if p.ndim == 2]
+        others = [p for p in self.model.parameters() if p.ndim == 1]
+        self._embedding = self.model.embed_tokens.weight
+        self.optimisers = [
+            torch.optim.Muon(
+                matrices, lr=recipe.matrix_rate, weight_decay=recipe.weight_decay, momentum=0.95
+            ),
+            torch.optim.AdamW(
+                [self._embedding, *others], lr=recipe.vector_rate, betas=(0.9, 0.95),
+                weight_decay=0.0,
+            ),
+        ]  # fmt: skip
+        for number, layer in enumerate(layers):
+            layers[number] = torch.compile(layer)
+        self._loss = torch.compile(_loss_sum)
+
+    def _initialise(self, config: LlamaConfig) -> None:
+        """Outputs of a block start at zero, so that the first steps learn the embedding."""
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 2 and "embed" not in name:
+                nn.init.normal_(parameter, std=1 / math.sqrt(config.hidden_size) * 0.7)
+
+    def train_step(self, batch: Tensor) -> float:
+        """One update on int64 [rows, length + 1]; returns nats per token."""
+        rate = self.recipe.rate(self.step)
+        peaks = (self.recipe.matrix_rate, self.recipe.vector_rate)
+        for optimiser, peak in zip(self.optimisers, peaks, strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * rate
+        total = batch.shape[0] * (batch.shape[1] - 1)
+        rows = max(1, self.recipe.micro_tokens // (batch.shape[1] - 1))
+        nats = sum(self._backward(part, total) for part in batch.split(rows))
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        return nats
+
+    def _backward(self, batch: Tensor, total: int) -> float:
+        """Adds the gradient of the mean over `total` tokens; returns this part's share."""
+        batch = batch.to(self.device)
+        targets = batch[:, 1:].reshape(-1)
+        with torch.autocast(self.device, torch.bfloat16):
+            hidden = self.model(batch[:, :-1]).last_hidden_state.flatten(0, 1)
+        # The head is differentiated by rows, so that the logits of all never exist together.
+        rows = hidden.detach().to(torch.bfloat16).requires_grad_()
+        head = self._embedding.detach().to(torch.bfloat16).requires_grad_()
+        nats = 0.0
+        size = LOSS_ROWS[self.device]
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            loss = self._loss(rows[part], head, targets[part]) / total
+            loss.backward()
+            nats += float(loss.detach())
+        assert rows.grad is not None
+        assert head.grad is not None
+        hidden.backward(rows.grad.to(hidden.dtype))
+        assert self._embedding.grad is not None
+        self._embedding.grad += head.grad.float()
+        return nats
+
+    @torch.no_grad()
+    def bits_per_byte(self, tokenizer: Tokenizer, text: str, length: int, windows: int) -> float:
+        """Of evenly spaced windows of `text`, every token of them scored."""
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        runs = max(1, len(ids) // (length + 1))
+        nats = size = 0.0
+        for run in np.unique(np.linspace(0, runs - 1, min(windows, runs)).astype(int)):
+            part = ids[run * (length + 1) : (run + 1) * (length + 1)]
+            batch = torch.tensor([part], device=self.device)
+            with torch.autocast(self.device, torch.bfloat16):
+                hidden = self.model(batch[:, :-1]).last_hidden_state[0]
+                logits = hidden @ self._embedding.T
+            nats += float(functional.cross_entropy(logits.float(), batch[0, 1:], reduction="sum"))
+            size += len(tokenizer.decode(part[1:]).encode())
+        return nats / math.log(2) / size
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs."""
+        return {
+            "step": self.step,
+            "model": plain_names(self.model.state_dict()),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Becomes what `state` was taken from."""
+        own = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
+        self.model.load_state_dict({own[name]: value for name, value in state["model"].items()})
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self.step = state["step"]
+
+
+def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy((rows @ head.T).float(), targets, reduction="sum")
+
+
+def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as they are without compilation."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+def write_model(trainer: Trainer, tokenizer: Path, out: Path, about: dict[str, Any]) -> None:
+    """The Hugging Face checkpoint folder: bf16 weights, configuration, tokenizer."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {
+        f"model.{name}": value.to(torch.bfloat16).cpu().contiguous()
+        for name, value in plain_names(trainer.model.state_dict()).items()
+    }
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    config = LlamaConfig(**about["model"], dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(partial)
+    ends = [about["model"]["eos_token_id"], about["turn_end"]]
+    generation = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7, "top_p": 0.95}
+    (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    (partial / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def main() -> None:
+    """Trains, or goes on training, until the recipe's last step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("packed", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--save-minutes", type=float, default=5.0)
+    parser.add_argument("--stop-minutes", type=float, default=math.inf, help="save and leave then")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    # A layer is compiled for the short and the long length and for evaluation.
+    torch._dynamo.config.cache_size_limit = 64
+
+    settings = json.loads(arguments.config.read_text())
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    settings["model"] |= {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+    }
+    recipe = Recipe(**settings["train"])
+    trainer = Trainer(settings["model"], recipe, arguments.device)
+    checkpoint, log = arguments.out / "checkpoint.pt", arguments.out / "log.jsonl"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if checkpoint.exists():
+        trainer.load(torch.load(checkpoint, map_location=arguments.device, weights_only=True))
+        print(f"resumed at step {trainer.step}", file=sys.stderr)
+    data = Data(arguments.packed, recipe)
+    held_out = (arguments.packed / "held_out.python.txt").read_text(encoding="utf-8")
+
+    started = saved = time.monotonic()
+    recent, first = 0.0, trainer.step
+    while trainer.step < recipe.steps:
+        lap = time.monotonic()
+        nats = trainer.train_step(data.batch(trainer.step))
+        now = time.monotonic()
+        recent = nats if trainer.step == first + 1 else 0.95 * recent + 0.05 * nats
+        left = (now - started) / (trainer.step - first) * (recipe.steps - trainer.step)
+        row: dict[str, Any] = {
+            "step": trainer.step,
+            "nats": round(nats, 4),
+            "tokens_per_second": round(recipe.tokens_per_step / (now - lap)),
+        }
+        last = trainer.step == recipe.steps
+        if trainer.step % 200 == 0 or last:
+            length = recipe.length_at(trainer.step - 1)
+            row["held_out_bits_per_byte"] = trainer.bits_per_byte(tokenizer, held_out, length, 24)
+        with log.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+        shown = f"step {trainer.step}/{recipe.steps}  {recent:.3f} nats  "
+        shown += f"{row['tokens_per_second']} tokens/s  {left / 60:.0f} min left"
+        if "held_out_bits_per_byte" in row:
+            shown += f"  held out {row['held_out_bits_per_byte']:.4f} bits per byte\n"
+        print(f"\r{shown:100}", end="", file=sys.stderr, flush=True)
+        stop = now - started > 60 * arguments.stop_minutes
+        if last or stop or now - saved > 60 * arguments.save_minutes:
+            save(trainer.state(), checkpoint)
+            saved = now
+        if stop:
+            return
+    about = settings | {
+        "recipe": asdict(recipe),
+        "turn_end": tokenizer.token_to_id("<|im_end|>"),
+        "tokens": recipe.steps * recipe.tokens_per_step,
+        "device": arguments.device,
+        "torch": torch.__version__,
+    }
+    write_model(trainer, arguments.tokenizer, arguments.out / "model", about)
+
+
+if __name__ == "__main__":
+    main()

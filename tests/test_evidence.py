@@ -1,0 +1,295 @@
+"""What probes see: native as in numpy, numbers a person can check, drafts that leave no trace."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq import native
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
+from kvq.errors import CacheError
+from kvq.formats import arena_for
+from kvq.policies import Attention, Constants
+from kvq.reference import mass_code, mass_of, sampled_token
+from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads
+
+SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
+WIDTHS = [(8, 8), (4, 4), (2, 2), (4, 2), (2, 8)]
+# Rounded queries and weights: the largest error over the largest fact.
+TOLERANCE = {8: 0.002, 4: 0.04, 2: 0.05}
+
+
+def opened(k_bits: int, v_bits: int, context_tokens: int = 1024, **options) -> Pair:
+    plan = KvPlan(k_bits=k_bits, v_bits=v_bits)
+    budget = budget_for_tokens(SHAPE, plan, context_tokens) + (1 << 19)
+    return Pair.open(SHAPE, plan, budget, context_tokens, observed=True, **options)
+
+
+def rows(seed: int, tokens: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    layers = []
+    for _ in range(SHAPE.num_layers):
+        q, k, v = random_heads(rng, SHAPE, tokens)
+        k[tokens // 3 : tokens // 3 + 9] *= 3
+        layers.append(pack_heads(3 * q, k, v))
+    return layers
+
+
+def assert_alike(pair: Pair, tolerance: float) -> None:
+    got, want = (cache.evidence() for cache in pair)
+    assert got.attention is not None
+    assert want.attention is not None
+    for field in fields(Attention):
+        a, b = getattr(got.attention, field.name), getattr(want.attention, field.name)
+        # Masses of the history are coded in steps of a sixteenth of an octave.
+        slack = 0.046 if field.name in ("peak_mass", "mean_mass") else tolerance
+        assert np.abs(a - b).max() <= slack * np.abs(b).max(), field.name
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits"), WIDTHS)
+def test_native_sees_what_numpy_sees(k_bits: int, v_bits: int) -> None:
+    pair = opened(k_bits, v_bits)
+    layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=200)]
+    pair.fill(layers, rows(0, 700), frequencies(32))
+    pair.shift(3, 5)
+    pair.mask(4, 0xFFFF00FFFF)
+    if k_bits == v_bits == 8:
+        pair.demote([[0, 0, 2, 4, 8], [0, 1, 2, 2, 2], [1, 0, 5, 0, 0]])
+    tolerance = max(TOLERANCE[k_bits], TOLERANCE[v_bits])
+    if k_bits == v_bits == 8:
+        tolerance = TOLERANCE[2]
+    for _ in range(3):
+        assert_alike(pair, tolerance)
+    pair.close()
+
+
+def test_a_capped_logit_counts_as_capped() -> None:
+    pair = opened(8, 8)
+    layers = [attention(SHAPE, 0, softcap=4.0), attention(SHAPE, 1, softcap=30.0)]
+    pair.fill(layers, rows(1, 400), frequencies(32))
+    assert_alike(pair, TOLERANCE[8])
+    pair.close()
+
+
+def test_every_kernel_set_sees_the_same() -> None:
+    seen = []
+    for isa in native.isas():
+        native.select_isa(isa)
+        pair = opened(4, 2)
+        layers = [attention(SHAPE, layer) for layer in range(2)]
+        pair.fill(layers, rows(2, 500), frequencies(32))
+        evidence = pair.native.evidence().attention
+        assert evidence is not None
+        seen.append(evidence)
+        pair.close()
+    native.select_isa(native.isas()[0])
+    for other in seen[1:]:
+        for field in fields(Attention):
+            a, b = getattr(seen[0], field.name), getattr(other, field.name)
+            assert np.abs(a - b).max() <= 0.046 * max(np.abs(a).max(), 1e-12), field.name
+
+
+def uniform_pages(cache: Cache, values: np.ndarray, tokens: int) -> None:
+    """Zero queries and keys: every token weighs the same; values [tokens, D] in all heads."""
+    q = np.zeros((tokens, SHAPE.num_heads, 64), np.float32)
+    k = np.zeros((tokens, SHAPE.num_kv_heads, 64), np.float32)
+    v = np.repeat(values[:, None], SHAPE.num_kv_heads, axis=1).astype(np.float32)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    packed = pack_heads(q, k, v)
+    for start in range(0, tokens, 64):
+        part = packed[start : start + 64]
+        forward(cache, layers, [part, part], np.arange(len(part)) + start)
+        cache.commit(len(part))
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_equal_weights_give_numbers_done_by_hand(use_native: bool) -> None:
+    """388 tokens, four sinks: five pages of 64 and a tail of 64; tokens weigh 1 / (t + 1)."""
+    plan = KvPlan(k_bits=8, v_bits=8)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=64)
+    # Tokens of the second page say 1, all others 0.
+    values = np.zeros((388, 64))
+    values[68:132] = 1
+    uniform_pages(cache, values, 388)
+    sampled = [token for token in map(sampled_token, range(7)) if token < 388][-4:]
+    probes = sorted([384, 376, 368, 360, *sampled])
+    evidence = cache.evidence().attention
+    assert evidence is not None
+    assert evidence.mass.shape == (2, 2, 5)
+    for page in range(5):
+        first = 4 + 64 * page
+        seeing = [t for t in probes if t >= first]
+        masses = [min(64, t - first + 1) / (t + 1) for t in seeing]
+        assert np.allclose(evidence.mass[..., page], np.mean(masses), rtol=2e-3)
+    assert np.array_equal(evidence.key_error, np.zeros((2, 2, 5)))
+    assert np.array_equal(evidence.value_error, np.zeros((2, 2, 5)))
+    assert np.array_equal(evidence.query_square, np.zeros((2, 2, 64)))
+    # The output is m, the weight of the second page, in every channel; without that page it is 0.
+    weights = np.array([64 / (t + 1) for t in probes if t >= 131])
+    assert np.allclose(evidence.output_square, np.mean(weights**2), rtol=5e-3)
+    assert np.allclose(evidence.evict_error[..., 1], 64 * np.mean(weights**2), rtol=5e-3)
+    # Without another page of 64 zeros the second weighs 64 / (t + 1 - 64).
+    grown = np.array([64 / (t - 63) for t in probes if t >= 131]) - weights
+    assert np.allclose(evidence.evict_error[..., 0], 64 * np.mean(grown**2), rtol=2e-2)
+    cache.close()
+
+
+def test_rounding_errors_are_those_of_a_second_look() -> None:
+    """key_error and value_error predict what reading at fewer bits does to the output."""
+    plan = KvPlan(k_bits=8, v_bits=8)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    for side, bits in ((0, 4), (1, 4), (1, 2)):
+        cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=False, chunk_tokens=64)
+        packed = rows(5, 500)
+        # One query, often: the probes are what is asked afterwards.
+        for layer in packed:
+            layer[:, : 6 * 64] = layer[0, : 6 * 64] * 0.5
+        for start in range(0, 500, 64):
+            part = [layer[start : start + 64] for layer in packed]
+            forward(cache, layers, part, np.arange(len(part[0])) + start)
+            cache.commit(len(part[0]))
+        evidence = cache.evidence().attention
+        assert evidence is not None
+        error = evidence.value_error if side else evidence.key_error
+        predicted = error.sum() * 4.0 ** (8 - bits)
+        question = [layer[499:500] for layer in packed]
+        before = forward(cache, layers, question, np.array([500]))
+        cache.abort()
+        columns = cache.columns()[1].shape[2]
+        widths = (8, bits) if side else (bits, 8)
+        every = [(a, b, c, *widths) for a in range(2) for b in range(2) for c in range(columns)]
+        cache.demote(np.array(every, np.int32))
+        after = forward(cache, layers, question, np.array([500]))
+        cache.abort()
+        # Three query heads share a KV head: the mean over rows against their sum.
+        change = sum(np.square(a - b).sum() for a, b in zip(after, before, strict=True)) / 3
+        assert 0.3 < predicted / change < 3
+        cache.close()
+
+
+def test_constants_are_the_pages_own() -> None:
+    pair = opened(4, 2)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    pair.fill(layers, rows(3, 400), frequencies(32))
+    pair.demote([[1, 1, 2, 0, 0]])
+    a, b = (cache._constants() for cache in pair)
+    for field in fields(Constants):
+        assert np.array_equal(getattr(a, field.name), getattr(b, field.name))
+    assert not a.key_range[1, 1, 2].any()
+    stored = np.frombuffer(pair.native.page(0, 1, 3), np.float16)
+    assert np.array_equal(a.key_min[0, 1, 3], stored[64:128].astype(np.float32))
+    assert np.array_equal(a.value_range[0, 1, 3], 255 * stored[128:192].astype(np.float32))
+    pair.close()
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=25)
+@given(
+    drafts=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=30),
+    prompt=st.sampled_from([200, 255, 256]),
+)
+def test_rejected_drafts_leave_the_evidence_of_plain_decoding(
+    drafts: Sequence[tuple[int, int]], prompt: int
+) -> None:
+    """Whatever was drafted and refused, the probes are those of the tokens that stayed."""
+    plan = KvPlan(k_bits=4, v_bits=2)
+    shape = replace(SHAPE, num_layers=1)
+    budget = budget_for_tokens(shape, plan, 1024) + (1 << 19)
+    layers = [attention(shape)]
+    drafting, plain = (Cache(shape, plan, budget, 1024, observed=True) for _ in range(2))
+    q, k, v = random_heads(np.random.default_rng(0), shape, 1024)
+    truth = pack_heads(q, k, v)
+    wrong = pack_heads(5 - q, k, v)
+    for cache in (drafting, plain):
+        forward(cache, layers, [truth[:prompt]], np.arange(prompt))
+        cache.commit(prompt)
+    for count, wanted in drafts:
+        kept = min(wanted, count)
+        at = drafting.tokens
+        rows = np.concatenate([truth[at : at + kept], wrong[at + kept : at + count]])
+        forward(drafting, layers, [rows], np.arange(at, at + count))
+        drafting.commit(kept)
+        for t in range(at, at + kept):
+            forward(plain, layers, [truth[t : t + 1]], np.array([t]))
+            plain.commit(1)
+    a, b = drafting.evidence().attention, plain.evidence().attention
+    assert a is not None
+    assert b is not None
+    for field in fields(Attention):
+        assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
+    drafting.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
+    plan = KvPlan(k_bits=4, v_bits=2)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    layers = [attention(SHAPE, 0, window_tokens=150), attention(SHAPE, 1)]
+    one, other = (
+        Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native) for _ in range(2)
+    )
+    packed = rows(4, 400)
+    for start in (0, 200):
+        part = [layer[start : start + 200] for layer in packed]
+        forward(one, layers, part, np.arange(200) + start, frequencies(32))
+        one.commit(200)
+        one.evidence()
+    other.load_state(one.state())
+    a, b = one.evidence().attention, other.evidence().attention
+    assert a is not None
+    assert b is not None
+    assert a.mean_mass.any()
+    for field in fields(Attention):
+        assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
+    one.close()
+    other.close()
+
+
+def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
+    plan = KvPlan()
+    options = {"context_tokens": 1024, "chunk_tokens": 256, "threads": 2}
+    bare, probing = (arena_for(SHAPE, plan, probes=probes, **options) for probes in (False, True))
+    assert probing.fixed_bytes(4, 100_000) > bare.fixed_bytes(4, 100_000)
+    budget = budget_for_tokens(SHAPE, plan, 1024, chunk_tokens=256, threads=2)
+    # A budget that holds the whole context is never short, so no policy will ever look.
+    full = Cache(SHAPE, plan, budget, 1024, policy="budget", threads=2)
+    tight = Cache(SHAPE, plan, budget - 1, 1024, policy="budget", threads=2)
+    assert not full.arena.probes
+    assert tight.arena.probes
+    with pytest.raises(CacheError, match="out of order"):
+        full._engine.evidence()
+    full.close()
+    tight.close()
+
+
+@pytest.mark.parametrize("budget", [1 << 19, 3 << 20])
+def test_python_counts_the_bytes_of_probes_as_the_library_does(budget: int) -> None:
+    arena = arena_for(
+        SHAPE, KvPlan(), context_tokens=5000, chunk_tokens=256, threads=2, probes=True
+    )
+    counted = native.layout(arena, budget)
+    columns, pool = arena.divide(budget)
+    assert (counted["max_columns"], counted["pool_bytes"]) == (columns, pool)
+    assert counted["minimum_bytes"] == arena.minimum_bytes
+
+
+def test_masses_are_coded_in_sixteenths_of_an_octave() -> None:
+    assert mass_code(1.0) == 255
+    assert mass_code(0.5) == 239
+    assert mass_code(0.0) == 1
+    assert mass_of(0) == 0
+    for mass in np.geomspace(2e-5, 1, 50):
+        assert abs(mass_of(mass_code(mass)) / mass - 1) < 0.022
+
+
+def test_sampled_probes_are_one_of_every_run_and_never_recent_ones() -> None:
+    tokens = [sampled_token(run) for run in range(2000)]
+    assert all(run * PAGE_TOKENS <= t < (run + 1) * PAGE_TOKENS for run, t in enumerate(tokens))
+    assert all(t % 2 for t in tokens)
+    assert len({t % PAGE_TOKENS for t in tokens}) == 32
