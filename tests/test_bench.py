@@ -188,10 +188,13 @@ def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
     assert gguf_file.refusal(config) is None
     windows = replace(config, layers=(LayerConfig(window_tokens=8),) * 2)
     assert gguf_file.refusal(windows) == "it has attention windows"
-    assert "gemma3_text" in str(gguf_file.refusal(replace(config, model_type="gemma3_text")))
-    assert "of qwen2" in str(gguf_file.refusal(replace(config, hidden_size=128)))
-    scaled = make("llama").config.ropes
-    assert "rotary" in str(gguf_file.refusal(replace(config, ropes=scaled)))
+    scaled = replace(config, model_type="gemma3_text", embedding_scale=2.0)
+    assert gguf_file.refusal(scaled) == "it has scaled embeddings"
+    assert "a soft cap on attention" in str(gguf_file.refusal(replace(config, attention_softcap=5)))
+    odd = replace(config, intermediate_size=200)
+    assert gguf_file.refusal(odd) == "it has rows that are not whole blocks of 32"
+    qwen3 = replace(make("qwen3").config, ropes=make("llama").config.ropes)
+    assert "as qwen3, which does not compute a rotary table" in str(gguf_file.refusal(qwen3))
 
 
 # The depth is real
@@ -427,7 +430,7 @@ def test_one_model_or_one_shape(make: Make, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="pip install llama-cpp-python gguf"):
+    with pytest.raises(BackendError, match="pip install 'kvq-runtime\\[gguf\\]'"):
         check_peers(["llama.cpp"])
     with pytest.raises(BackendError, match="pip install onnxruntime"):
         check_peers(["onnxruntime"])

@@ -76,7 +76,7 @@ class RuleBackend:
     """The next token is the sum of all tokens so far, modulo the vocabulary."""
 
     name = "rule"
-    native_cache = False
+    cache_kind = "rule"
     weight_bytes_per_step = 100
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ def test_unflagged_control_tokens_stay_text_too(folder: Path, tmp_path: Path) ->
     definition = json.loads((folder / "tokenizer.json").read_text())
     for token in definition["added_tokens"]:
         token["special"] = token["content"] == "<|endoftext|>"
-    tokenizer = Tokenizer(json.dumps(definition), ControlTokens())
+    tokenizer = Tokenizer.from_json(json.dumps(definition), ControlTokens())
     text = "x<|fim_middle|>y"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode(text, special=True)) == "xy"
@@ -174,7 +174,7 @@ def test_unflagged_control_tokens_stay_text_too(folder: Path, tmp_path: Path) ->
 def test_ordinary_added_tokens_keep_working(folder: Path) -> None:
     library = Library.from_file(str(folder / "tokenizer.json"))
     library.add_tokens([AddedToken("<think>", normalized=False)])
-    tokenizer = Tokenizer(library.to_str(), ControlTokens())
+    tokenizer = Tokenizer.from_json(library.to_str(), ControlTokens())
     assert tokenizer.encode("<think>") == [library.token_to_id("<think>")]
     assert tokenizer.decode(tokenizer.encode("a <think> b")) == "a <think> b"
 
@@ -255,7 +255,7 @@ TEMPLATE = """{%- for message in messages %}
 
 def with_template(folder: Path, template: str) -> Tokenizer:
     text = (folder / "tokenizer.json").read_text()
-    return Tokenizer(text, ControlTokens(bos=0), template)
+    return Tokenizer.from_json(text, ControlTokens(bos=0), template)
 
 
 def test_template_environment(folder: Path) -> None:
@@ -333,7 +333,7 @@ def test_unknown_decoder_is_named() -> None:
     with pytest.raises(
         ModelError, match="decoder WordPiece is not supported; supported: ByteLevel"
     ):
-        Tokenizer(library.to_str(), ControlTokens())
+        Tokenizer.from_json(library.to_str(), ControlTokens())
 
 
 def test_text_that_is_not_unicode(byte_level: Tokenizer) -> None:

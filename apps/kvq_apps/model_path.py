@@ -1,4 +1,4 @@
-"""From what a user calls a model to a bundle folder. Exports a checkpoint once, when it must."""
+"""From what a user calls a model to its files. Exports a checkpoint once, when it must."""
 
 import hashlib
 import importlib.util
@@ -6,19 +6,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kvq.errors import BundleError, ModelError, UnsupportedModelError
+from kvq.errors import BundleError, ModelError
 from kvq.settings import cache_folder
 from kvq_apps import output
+from kvq_runtime.gguf_format import SUFFIX, is_gguf
 
 DEFAULT = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(name: str | None) -> Path:
-    """The bundle folder of `name`: a bundle, a checkpoint folder, a hub id, `default` or None.
+    """The bundle folder or GGUF file that `name` means.
 
-    A checkpoint is exported into the user's cache folder the first time, with progress on
-    stderr. Raises `ModelError` naming what is possible.
+    `name` is one of them, a checkpoint folder, a hub id, `default` or None. A checkpoint is
+    exported into the user's cache folder the first time, with progress on stderr. Raises
+    `ModelError` naming what is possible.
     """
     if name is None or name == DEFAULT:
         return _exported(_default_checkpoint(), DEFAULT)
@@ -27,20 +29,18 @@ def resolve_model(name: str | None) -> Path:
         if (path / "config.json").exists() and not (path / "kvq.json").exists():
             return _exported(str(path.resolve()), path.resolve().name)
         return path
-    if path.suffix == ".gguf":
-        raise UnsupportedModelError(
-            f"{name} is a GGUF file, which this version does not run; export the Hugging Face "
-            "checkpoint it was made from with `kvq export`"
-        )
     if path.exists():
+        if is_gguf(path):
+            return path
         raise ModelError(
-            f"{name} is a file; a model is a bundle or a checkpoint folder, or a hub id"
+            f"{name} is a file, and no GGUF file; a model is a bundle, a GGUF file, a checkpoint "
+            "folder or a hub id"
         )
-    if _HUB_ID.fullmatch(name):
+    if _HUB_ID.fullmatch(name) and path.suffix != SUFFIX:
         return _exported(name, name.replace("/", "--"))
     raise ModelError(
-        f"there is no model at {name}; give a bundle made by `kvq export`, a Hugging Face "
-        "checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
+        f"there is no model at {name}; give a bundle made by `kvq export`, a GGUF file, a Hugging "
+        "Face checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
     )
 
 

@@ -67,6 +67,20 @@ def kv_text(k_bits: int, v_bits: int) -> str:
     return "fp" if k_bits == v_bits == 16 else f"{k_bits}:{v_bits}"
 
 
+def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Table rows for the weights a manifest's JSON names: of the graph, of the GGUF file."""
+    rows: list[tuple[str, str]] = []
+    weights, gguf = manifest["weights"], manifest["gguf"]
+    if weights is not None:
+        text = f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block {weights['block']}"
+        rows.append(("weights", f"{text}, embedding {weights['embedding_bits']} bits"))
+    if gguf is not None:
+        num_bytes = manifest["files"]["model.gguf"]["bytes"]
+        text = f"{format_bytes(num_bytes)}: {gguf['type']}, architecture {gguf['architecture']}"
+        rows.append(("GGUF", f"{text}, {gguf['context_length']} tokens of context"))
+    return rows
+
+
 def error_code(error: BaseException) -> str:
     """Short lasting name of an error's class: `BudgetError` -> `budget`."""
     return type(error).__name__.removesuffix("Error").lower()

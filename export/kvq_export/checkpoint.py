@@ -96,18 +96,30 @@ class Checkpoint:
                 "exporting without it would change the model, so check config.json"
             )
 
-    def chunks(self, source: WeightSource, max_weights: int = 1 << 20) -> Iterator[np.ndarray]:
-        """Float32 row chunks [rows, *shape[1:]] of a canonical weight, each about `max_weights`.
+    def chunks(
+        self,
+        source: WeightSource,
+        max_weights: int = 1 << 20,
+        rows: range | None = None,
+        multiple: int = 1,
+    ) -> Iterator[np.ndarray]:
+        """Float32 row chunks [n, *shape[1:]] of a canonical weight, each about `max_weights`.
 
-        Raises `CheckpointError` for a short file, and for NaN or infinite weights.
+        `rows` picks a run of rows. A chunk ends where a part does, else on a `multiple` of rows
+        from where it began. Raises `CheckpointError` for a short file, and for NaN or infinite
+        weights.
         """
+        rows = rows or range(source.shape[0])
         row_weights = math.prod(source.shape[1:])
-        rows = max(1, max_weights // max(1, row_weights))
+        step = multiple * max(1, max_weights // max(1, row_weights * multiple))
+        first = 0
         for part in source.parts:
             entry = self.tensors[part]
-            for start in range(0, entry.shape[0], rows):
-                values = self._read(entry, start, min(start + rows, entry.shape[0]))
+            last = min(rows.stop - first, entry.shape[0])
+            for start in range(max(0, rows.start - first), last, step):
+                values = self._read(entry, start, min(start + step, last))
                 yield values + np.float32(source.offset) if source.offset else values
+            first += entry.shape[0]
 
     def read(self, source: WeightSource) -> np.ndarray:
         """A whole canonical weight, float32."""

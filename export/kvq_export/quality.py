@@ -8,15 +8,17 @@ is a callable.
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from kvq.config import FLOAT_WIDTH, KvPlan
 from kvq_export.checkpoint import Checkpoint
+from kvq_export.gguf_llama import context_tokens, file_logits, llama_missing
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource
 from kvq_models.reference import forward, plain_attention
@@ -43,9 +45,12 @@ class Original:
     sources: Mapping[str, WeightSource]
     checkpoint: Checkpoint
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
+    def logits(self, ids: np.ndarray, *, long_rope: bool = False) -> np.ndarray:
         """Logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk."""
-        return forward(self.config, self._weight, ids, np.arange(len(ids)), plain_attention())
+        positions = np.arange(len(ids))
+        return forward(
+            self.config, self._weight, ids, positions, plain_attention(), long_rope=long_rope
+        )
 
     def _weight(self, name: str) -> np.ndarray:
         source = self.sources[name]
@@ -55,17 +60,35 @@ class Original:
 
 
 def measure(
-    original: Original, plan: KvPlan, run: Run, ids: np.ndarray, step: Callable[[str], None]
+    expected: np.ndarray, plan: KvPlan, run: Run, ids: np.ndarray, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The manifest's quality entry for `ids`, int64 [T]; `step` hears what is computed next."""
-    step("the checkpoint's answers")
-    expected = log_softmax(original.logits(ids))
+    """What the graph costs, against the log-probabilities `expected` [T, V] for `ids` int64 [T].
+
+    `step` hears what is computed next.
+    """
     exact = KvPlan(k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH, sink_tokens=plan.sink_tokens)
-    report: dict[str, Any] = {"text": "quality.txt", "tokens": len(ids)}
+    report: dict[str, Any] = {}
     for name, kv in (("weights", exact), ("weights_and_kv", plan)):
         step(f"the bundle's answers, kv {kv_name(kv)}")
         report[name] = {"kv": kv_name(kv)} | compare(expected, log_softmax(run(kv, ids)))
     return report
+
+
+def measure_gguf(
+    original: Original, expected: np.ndarray, path: Path, ids: np.ndarray, threads: int
+) -> dict[str, Any]:
+    """What a GGUF file costs, run by llama.cpp with a float16 cache, for `ids` int64 [T].
+
+    `expected` is as in `measure`, with the short rotary table of a model that has two. Without
+    llama.cpp the entry says why nothing was measured.
+    """
+    reason = llama_missing()
+    if reason is not None:
+        return {"not_measured": reason}
+    if original.config.needs_long_rope(context_tokens(len(ids))):
+        expected = log_softmax(original.logits(ids, long_rope=True))
+    found = file_logits(path, ids, original.config.vocab_size, threads)
+    return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(found))
 
 
 def compare(expected: np.ndarray, found: np.ndarray) -> dict[str, float]:
@@ -106,18 +129,19 @@ def kv_name(plan: KvPlan) -> str:
 
 @contextmanager
 def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
-    """Runs `bundle` with the fastest backend of this machine, in chunks of `CHUNK_TOKENS`."""
-    from kvq.cache import Cache, budget_for_tokens
+    """Runs the graph of `bundle` as fast as this machine can, in chunks of `CHUNK_TOKENS`."""
+    from kvq.cache import budget_for_tokens
     from kvq_runtime import backends
+    from kvq_runtime.config import SessionConfig
 
-    backend = backends.open_backend("auto", bundle, threads=threads)
-    fastest = backends.PREFERENCE[0]
-    if backend.name != fastest:
+    reason = backends.missing("onnx")
+    if reason is not None:
         logger.warning(
-            "the quality report uses the slow %s backend: %s; --no-quality leaves it out",
-            backend.name,
-            backends.missing(fastest),
+            "the quality report uses the slow reference backend: %s; --no-quality leaves it out",
+            reason,
         )
+    name = "onnx" if reason is None else "reference"
+    backend = backends.open_backend(name, bundle, threads=threads)
     shape = bundle.config.cache_shape
 
     def run(plan: KvPlan, ids: np.ndarray) -> np.ndarray:
@@ -125,25 +149,22 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
         budget_bytes = budget_for_tokens(
             shape, plan, len(ids), chunk_tokens=CHUNK_TOKENS, threads=threads
         )
-        cache = Cache(
-            shape,
-            plan,
-            budget_bytes,
-            len(ids),
+        config = SessionConfig(
+            plan=plan,
+            context_tokens=len(ids),
+            budget_bytes=budget_bytes,
+            policy="oldest",
+            evicts=False,
             chunk_tokens=CHUNK_TOKENS,
-            threads=threads,
-            native=backend.native_cache,
         )
         logits = np.empty((len(ids), bundle.config.vocab_size), np.float32)
-        try:
+        with closing(backend.open_cache(config)) as cache:
             for first in range(0, len(ids), CHUNK_TOKENS):
                 part = ids[first : first + CHUNK_TOKENS]
                 cache.begin(len(part))
                 inputs = backends.plain_input(part, first, np.arange(len(part)), rope_long=False)
                 logits[first : first + len(part)] = backend.forward(cache, inputs)
                 cache.commit(len(part))
-        finally:
-            cache.close()
         return logits
 
     try:

@@ -1,7 +1,8 @@
 """Text to token ids and back.
 
 Owns encoding in which a user's text can never become a control token, exact byte-wise decoding,
-the control tokens a model has (start, end, fill-in-the-middle) and its chat prompts. Knows no
+the control tokens a model has (start, end, fill-in-the-middle) and its chat prompts. What a
+vocabulary is kept in is behind `Vocabulary`; the one of a tokenizer.json is here too. Knows no
 model arithmetic and no generation loop.
 """
 
@@ -13,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import tokenizers
 
@@ -28,32 +29,67 @@ from kvq_models.registry import read_json
 _CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
+def looks_like_control(content: str) -> bool:
+    """Whether a token is written like one that steers the model: `<|...|>`."""
+    return _CONTROL.fullmatch(content) is not None
+
+
+class Vocabulary(Protocol):
+    """Pieces and their ids, and the engine that cuts a text into them.
+
+    `special` holds the ids that are control tokens by the vocabulary's own account, with their
+    contents. `strips_space`: a decoded text loses its first space.
+    """
+
+    special: Mapping[int, str]
+    strips_space: bool
+
+    @property
+    def size(self) -> int:
+        """Ids it can name."""
+        ...
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Ids of a Unicode text; control tokens in it are recognised only if `special`."""
+        ...
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; none for ids without a name."""
+        ...
+
+    def piece(self, token: int) -> str | None:
+        """A token's content as the vocabulary writes it, or None."""
+        ...
+
+    def token_id(self, content: str) -> int | None:
+        """The id of a token by its exact content, or None."""
+        ...
+
+
 class Tokenizer:
-    """A tokenizer.json, the control tokens of its model and, if it has one, the chat template."""
+    """A vocabulary, the control tokens of its model and, if it has one, the chat template."""
 
     def __init__(
-        self, tokenizer_json: str, control: ControlTokens, chat_template: str | None = None
+        self, vocabulary: Vocabulary, control: ControlTokens, chat_template: str | None = None
     ) -> None:
-        """Raises CheckpointError when `tokenizer_json` is not one, ModelError for its decoder."""
-        definition = _definition(tokenizer_json)
-        added: list[dict[str, Any]] = definition.get("added_tokens") or []
-        self._added: dict[int, bytes] = {
-            token["id"]: token["content"].encode("utf-8") for token in added
-        }
-        for token in added:
-            token["special"] = _is_control(token) or token["id"] in control.ids()
-        self._library = _load(json.dumps(definition))
-        named = {token: self._library.id_to_token(token) for token in control.ids()}
+        self._vocabulary = vocabulary
+        named = {token: vocabulary.piece(token) for token in control.ids()}
         self._control: dict[int, str] = {
             **{token: content for token, content in named.items() if content is not None},
-            **{token["id"]: token["content"] for token in added if token["special"]},
+            **vocabulary.special,
         }
-        self._library.no_truncation()
-        self._library.no_padding()
-        self._library_lock = Lock()
-        self._piece_bytes, self._strips_space = piece_decoder(definition.get("decoder"))
         self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.control = control
+
+    @classmethod
+    def from_json(
+        cls, tokenizer_json: str, control: ControlTokens, chat_template: str | None = None
+    ) -> Tokenizer:
+        """Over the text of a tokenizer.json.
+
+        Raises CheckpointError when `tokenizer_json` is not one, ModelError for its decoder.
+        """
+        return cls(JsonVocabulary(tokenizer_json, control.ids()), control, chat_template)
 
     @classmethod
     def from_checkpoint(cls, folder: Path, family: Family, config: ModelConfig) -> Tokenizer:
@@ -65,7 +101,7 @@ class Tokenizer:
         path = folder / "tokenizer_config.json"
         settings = read_json(path) if path.is_file() else {}
         control = find_control(_load(text), settings, family, config)
-        return cls(text, control, find_template(folder, settings))
+        return cls.from_json(text, control, find_template(folder, settings))
 
     @classmethod
     def from_bundle(cls, folder: Path, control: ControlTokens) -> Tokenizer:
@@ -73,12 +109,12 @@ class Tokenizer:
 
         Raises CheckpointError when tokenizer.json is missing or damaged.
         """
-        return cls(_read_tokenizer(folder), control, find_template(folder, {}))
+        return cls.from_json(_read_tokenizer(folder), control, find_template(folder, {}))
 
     @property
     def vocab_size(self) -> int:
         """Ids the tokenizer can name; a model's vocabulary may be padded beyond it."""
-        return self._library.get_vocab_size(with_added_tokens=True)
+        return self._vocabulary.size
 
     @property
     def bos_id(self) -> int | None:
@@ -108,9 +144,7 @@ class Tokenizer:
         that is not Unicode.
         """
         _check_unicode(text)
-        with self._library_lock:
-            self._library.encode_special_tokens = not special
-            ids = self._library.encode(text, add_special_tokens=False).ids
+        ids = self._vocabulary.encode(text, special=special)
         if not special:
             ids = [part for token in ids for part in self._spelled(token)]
         return [*self.control.start, *ids] if start else ids
@@ -118,7 +152,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of token ids; control tokens only if `special`, broken bytes become U+FFFD."""
         text = b"".join(self.token_bytes(token, special=special) for token in ids)
-        if self._strips_space and text.startswith(b" "):
+        if self._vocabulary.strips_space and text.startswith(b" "):
             text = text[1:]
         return text.decode("utf-8", errors="replace")
 
@@ -126,14 +160,11 @@ class Tokenizer:
         """The bytes a token stands for; none for unnamed ids; control tokens if `special`."""
         if not special and token in self._control:
             return b""
-        if token in self._added:
-            return self._added[token]
-        piece = self._library.id_to_token(token)
-        return b"" if piece is None else self._piece_bytes(piece)
+        return self._vocabulary.piece_bytes(token)
 
     def token_id(self, content: str) -> int | None:
         """The id of a token by its exact content in the vocabulary."""
-        return self._library.token_to_id(content)
+        return self._vocabulary.token_id(content)
 
     def is_control(self, token: int) -> bool:
         """True for ids that steer the model and are not text."""
@@ -171,7 +202,7 @@ class Tokenizer:
         return ids
 
     def _content(self, token: int | None) -> str:
-        return "" if token is None else self._library.id_to_token(token) or ""
+        return "" if token is None else self._vocabulary.piece(token) or ""
 
     def _spelled(self, token: int) -> list[int]:
         """The token, or its characters where merges alone would have built a control token."""
@@ -181,14 +212,65 @@ class Tokenizer:
         return [part for character in content for part in self._spelled_character(character)]
 
     def _spelled_character(self, character: str) -> list[int]:
-        whole = self._library.token_to_id(character)
+        whole = self._vocabulary.token_id(character)
         if whole is not None and whole not in self._control:
             return [whole]
         parts: list[int] = []
         for byte in character.encode("utf-8"):
-            found = [self._library.token_to_id(name) for name in byte_pieces(byte)]
+            found = [self._vocabulary.token_id(name) for name in byte_pieces(byte)]
             parts += [part for part in found if part is not None][:1]
         return parts
+
+
+class JsonVocabulary:
+    """The vocabulary of a tokenizer.json, over the `tokenizers` library."""
+
+    def __init__(self, tokenizer_json: str, control: frozenset[int] = frozenset()) -> None:
+        """`control` are ids to treat as special besides those the file flags.
+
+        Raises CheckpointError when `tokenizer_json` is not one, ModelError for its decoder.
+        """
+        definition = _definition(tokenizer_json)
+        added: list[dict[str, Any]] = definition.get("added_tokens") or []
+        self._added: dict[int, bytes] = {
+            token["id"]: token["content"].encode("utf-8") for token in added
+        }
+        for token in added:
+            token["special"] = _is_control(token) or token["id"] in control
+        self.special: Mapping[int, str] = {
+            token["id"]: token["content"] for token in added if token["special"]
+        }
+        self._library = _load(json.dumps(definition))
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library_lock = Lock()
+        self._piece_bytes, self.strips_space = piece_decoder(definition.get("decoder"))
+
+    @property
+    def size(self) -> int:
+        """See `Vocabulary.size`."""
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """See `Vocabulary.encode`."""
+        with self._library_lock:
+            self._library.encode_special_tokens = not special
+            return self._library.encode(text, add_special_tokens=False).ids
+
+    def piece_bytes(self, token: int) -> bytes:
+        """See `Vocabulary.piece_bytes`."""
+        if token in self._added:
+            return self._added[token]
+        piece = self.piece(token)
+        return b"" if piece is None else self._piece_bytes(piece)
+
+    def piece(self, token: int) -> str | None:
+        """See `Vocabulary.piece`."""
+        return self._library.id_to_token(token)
+
+    def token_id(self, content: str) -> int | None:
+        """See `Vocabulary.token_id`."""
+        return self._library.token_to_id(content)
 
 
 class IncrementalDetokenizer:
@@ -225,7 +307,7 @@ def _check_unicode(text: str) -> None:
 
 def _is_control(token: Mapping[str, Any]) -> bool:
     """Whether an added token steers the model: flagged special, or written like one."""
-    return bool(token.get("special")) or _CONTROL.fullmatch(token["content"]) is not None
+    return bool(token.get("special")) or looks_like_control(token["content"])
 
 
 def _read_tokenizer(folder: Path) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +21,19 @@ import numpy as np
 
 from kvq.config import KvPlan
 from kvq.errors import BundleError, KvqError
+from kvq.policies import DEFAULT_POLICY, Sensitivity
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import ControlTokens, Tokenizer
+from kvq_runtime.gguf_file import GgufFile
 
 FORMAT = "kvq-bundle"
-VERSION = 1
+# Since version 2 a bundle may hold a GGUF file alone; one with a graph still says 1.
+VERSION = 2
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
+GGUF_FILE = "model.gguf"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -49,6 +53,46 @@ class WeightInfo:
     embedding_bits: int
     num_bytes: int
 
+    def to_json(self) -> dict[str, int]:
+        """The manifest's object."""
+        return {
+            "bits": self.bits,
+            "block": self.block,
+            "embedding_bits": self.embedding_bits,
+            "bytes": self.num_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
+        """Raises KeyError, TypeError or ValueError for another object."""
+        return cls(
+            bits=int(data["bits"]),
+            block=int(data["block"]),
+            embedding_bits=int(data["embedding_bits"]),
+            num_bytes=int(data["bytes"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufInfo:
+    """What the GGUF file is: its type (`q4_k_m`), llama.cpp's architecture, its context.
+
+    The context is shorter than the model's where llama.cpp does not compute a window of the model.
+    """
+
+    type: str
+    architecture: str
+    context_length: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "GgufInfo":
+        """Raises KeyError, TypeError or ValueError for another object."""
+        return cls(
+            type=str(data["type"]),
+            architecture=str(data["architecture"]),
+            context_length=int(data["context_length"]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
@@ -60,23 +104,30 @@ class FileInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives."""
+    """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives.
+
+    `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
+    file.
+    """
 
     name: str
     config: ModelConfig
-    weights: WeightInfo
+    weights: WeightInfo | None
     kv: KvPlan
     files: Mapping[str, FileInfo]
     eos_token_ids: tuple[int, ...] = ()
     tokens: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: Mapping[str, Any] = field(default_factory=dict[str, Any])
     quality: Mapping[str, Any] | None = None
+    gguf: GgufInfo | None = None
+    policy: str = DEFAULT_POLICY
+    sensitivity: Sensitivity | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object written to `kvq.json`, its own checksum included."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.weights is None else 1,
             "name": self.name,
             "model_type": self.config.model_type,
             "config": self.config.to_json(),
@@ -84,17 +135,15 @@ class Manifest:
             "head_size": self.config.head_dim,
             "num_key_value_heads": self.config.num_kv_heads,
             "eos_token_id": list(self.eos_token_ids),
-            "weights": {
-                "bits": self.weights.bits,
-                "block": self.weights.block,
-                "embedding_bits": self.weights.embedding_bits,
-                "bytes": self.weights.num_bytes,
-            },
+            "weights": None if self.weights is None else self.weights.to_json(),
+            "gguf": None if self.gguf is None else asdict(self.gguf),
             "kv": {
                 "k_bits": self.kv.k_bits,
                 "v_bits": self.kv.v_bits,
                 "sink_tokens": self.kv.sink_tokens,
+                "policy": self.policy,
             },
+            "sensitivity": None if self.sensitivity is None else self.sensitivity.to_json(),
             "tokens": dict(self.tokens),
             "source": dict(self.source),
             "quality": None if self.quality is None else dict(self.quality),
@@ -108,21 +157,22 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
         """Raises KeyError, TypeError, ValueError or `KvqError` for a manifest that is not one."""
-        weights, kv = data["weights"], data["kv"]
+        weights, kv, gguf = data["weights"], data["kv"], data.get("gguf")
+        config, sensitivity = ModelConfig.from_json(data["config"]), data.get("sensitivity")
         return cls(
             name=str(data["name"]),
-            config=ModelConfig.from_json(data["config"]),
-            weights=WeightInfo(
-                bits=int(weights["bits"]),
-                block=int(weights["block"]),
-                embedding_bits=int(weights["embedding_bits"]),
-                num_bytes=int(weights["bytes"]),
-            ),
+            config=config,
+            weights=None if weights is None else WeightInfo.from_json(weights),
+            gguf=None if gguf is None else GgufInfo.from_json(gguf),
             kv=KvPlan(
                 k_bits=int(kv["k_bits"]),
                 v_bits=int(kv["v_bits"]),
                 sink_tokens=int(kv["sink_tokens"]),
             ),
+            policy=str(kv.get("policy", DEFAULT_POLICY)),
+            sensitivity=None
+            if sensitivity is None
+            else Sensitivity.from_json(sensitivity, config.num_layers),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
                 for name, row in data["files"].items()
@@ -162,6 +212,31 @@ class Bundle:
         return self.manifest.config
 
     @property
+    def name(self) -> str:
+        """What the model is called."""
+        return self.manifest.name
+
+    @property
+    def kv(self) -> KvPlan:
+        """The default plan."""
+        return self.manifest.kv
+
+    def weights_json(self) -> dict[str, Any]:
+        """Bytes and widths of the weights: the graph's, or the GGUF file's where it is alone."""
+        stored = self.manifest.weights
+        return self.gguf().weights_json() if stored is None else stored.to_json()
+
+    @property
+    def has_onnx(self) -> bool:
+        """Whether the bundle holds a graph with its weights."""
+        return MODEL_FILE in self.manifest.files
+
+    @property
+    def has_gguf(self) -> bool:
+        """Whether the bundle holds a GGUF file."""
+        return GGUF_FILE in self.manifest.files
+
+    @property
     def model_path(self) -> Path:
         """The ONNX graph."""
         return self.path / MODEL_FILE
@@ -176,12 +251,17 @@ class Bundle:
     @property
     def weight_bytes_per_step(self) -> int:
         """Bytes of weights one decode step reads: all, but one row of an untied embedding."""
-        stored = self.manifest.weights
+        stored = self._graph_weights
         if self.config.tied_head:
             return stored.num_bytes
         blocks = -(-self.config.hidden_size // stored.block)
         row_bytes = blocks * (stored.block * stored.embedding_bits // 8 + 4)
         return stored.num_bytes - (self.config.vocab_size - 1) * row_bytes
+
+    def gguf(self) -> GgufFile:
+        """The GGUF file, known by the bundle's name, plan and tokenizer. Raises `ModelError`."""
+        file = GgufFile.open(self.path / GGUF_FILE)
+        return file.in_bundle(self.manifest.name, self.manifest.kv, self.tokenizer())
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its control tokens, or None for a bundle that takes ids only."""
@@ -204,19 +284,29 @@ class Bundle:
             raise BundleError(f"{self.path} has no weight {name!r}")
         codes = self._stored[f"{name}.codes"][picked]
         scales = self._stored[f"{name}.scales"][picked]
-        bits = self.manifest.weights.embedding_bits if name in ("embed", "head") else None
+        weights = self._graph_weights
         return dequantize(
             np.asarray(codes),
             np.asarray(scales),
-            bits=bits or self.manifest.weights.bits,
+            bits=weights.embedding_bits if name in ("embed", "head") else weights.bits,
             columns=_columns(self.config, name),
         )
+
+    @property
+    def _graph_weights(self) -> WeightInfo:
+        if self.manifest.weights is None:
+            raise BundleError(
+                f"{self.path} holds a GGUF file only, and this needs the ONNX graph; "
+                "export the model with --format both"
+            )
+        return self.manifest.weights
 
     @cached_property
     def _stored(self) -> Mapping[str, np.ndarray]:
         """Initializers of the graph by name, as read-only views of the data file."""
         import onnx_ir
 
+        _ = self._graph_weights
         try:
             graph = onnx_ir.load(self.model_path).graph
         except (OSError, ValueError) as error:
@@ -330,16 +420,23 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
             "upgrade kvq-runtime or export the model again"
         )
-    if version != VERSION or data.get("checksum") != checksum(data):
+    if version not in (1, VERSION) or data.get("checksum") != checksum(data):
         raise BundleError(f"{path} was altered after the export; export the model again")
     try:
         manifest = Manifest.from_json(data)
     except (KeyError, TypeError, ValueError, AttributeError, KvqError) as error:
         raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
-    missing = {MODEL_FILE, DATA_FILE} - set(manifest.files)
+    missing = _promised(manifest) - set(manifest.files)
     if missing:
         raise BundleError(f"{path} lists no {min(missing)}; export the model again")
     return manifest
+
+
+def _promised(manifest: Manifest) -> set[str]:
+    """The files that what the manifest says of the weights needs."""
+    gguf = {GGUF_FILE} if manifest.gguf is not None else set[str]()
+    graph = {MODEL_FILE, DATA_FILE} if manifest.weights is not None or not gguf else set[str]()
+    return gguf | graph
 
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from kvq.config import KvPlan
+from kvq.config import Budget, KvPlan
 from kvq.errors import UsageError
+from kvq.policies import DEFAULT_POLICY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +43,40 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SessionRequest:
+    """What a user asks of a session; what is None or empty the backend decides."""
+
+    kv_budget: Budget = field(default_factory=Budget)
+    k_bits: int | None = None
+    v_bits: int | None = None
+    context_tokens: int | None = None
+    policy: str | None = None
+    chunk_tokens: int = 256
+    seed: int | None = None
+
+    def plan(self, default: KvPlan) -> KvPlan:
+        """The widths asked for, or those of `default`."""
+        return KvPlan(
+            k_bits=default.k_bits if self.k_bits is None else self.k_bits,
+            v_bits=default.v_bits if self.v_bits is None else self.v_bits,
+            sink_tokens=default.sink_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
     """What one sequence may hold: its cache plan, its context limit, its bytes.
 
-    Prompts go through the model `chunk_tokens` at a time. Without a `seed` the session's sampler
-    draws its own.
+    `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
+    go through the model `chunk_tokens` at a time. Without a `seed` the session's sampler draws
+    its own.
     """
 
     plan: KvPlan
     context_tokens: int
     budget_bytes: int
-    policy: str = "oldest"
+    policy: str = DEFAULT_POLICY
+    evicts: bool = True
     chunk_tokens: int = 256
     seed: int | None = None
 

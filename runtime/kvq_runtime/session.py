@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
 from kvq.errors import KvqError, UsageError
 from kvq_runtime import snapshot
-from kvq_runtime.backends import Backend, plain_input
+from kvq_runtime.backends import Backend, SequenceCache, plain_input
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
 from kvq_runtime.sampling import log_probability, sample
@@ -89,10 +88,10 @@ class SessionModel:
 
 
 class Session:
-    """One sequence over one cache. `Engine.session` makes it; closing it frees the arena."""
+    """One sequence over one cache. `Engine.session` makes it; closing it frees the cache."""
 
     def __init__(
-        self, *, backend: Backend, cache: Cache, model: SessionModel, config: SessionConfig
+        self, *, backend: Backend, cache: SequenceCache, model: SessionModel, config: SessionConfig
     ) -> None:
         self.config = config
         self._backend = backend
@@ -233,7 +232,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Frees the cache's arena."""
+        """Frees the cache's memory."""
         self._cache.close()
 
     def __enter__(self) -> "Session":
@@ -331,8 +330,8 @@ class Session:
         return room if max_tokens is None else min(room, max_tokens)
 
     def _what_limits(self) -> str:
-        """Flags to raise for a longer context: an unquantised cache needs bytes for it too."""
-        return "--ctx-size" if self.config.plan.quantized else "--ctx-size and --kv-budget"
+        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
+        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
 
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""
@@ -342,7 +341,7 @@ class Session:
             "context_tokens": self.config.context_tokens,
             "budget_bytes": self.config.budget_bytes,
             "chunk_tokens": self._chunk_tokens,
-            "cache": "native" if self._backend.native_cache else "numpy",
+            "cache": self._backend.cache_kind,
             "rope_long": self._model.rope_long,
         }
 

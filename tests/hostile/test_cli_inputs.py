@@ -101,8 +101,12 @@ def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
     assert "`kvq export CHECKPOINT_FOLDER -o NAME`" in refused("run", "-m", "default", "hello")
     assert "there is no model at ./nowhere" in refused("run", "-m", "./nowhere", "hello")
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-    assert "is a GGUF file" in refused("run", str(tmp_path / "weights.gguf"), "hello")
-    assert "is a file; a model is a bundle" in refused("run", f"{bundle}/kvq.json", "hello")
+    assert "is not a GGUF file, or is cut short" in refused(
+        "run", str(tmp_path / "weights.gguf"), "hello"
+    )
+    assert "is a file, and no GGUF file; a model is a bundle" in refused(
+        "run", f"{bundle}/kvq.json", "hello"
+    )
     assert "is not a bundle: it has no kvq.json" in refused("run", str(tmp_path), "hello")
     assert "PATH is missing" in refused("inspect")
     assert "there is no bundle at /nowhere" in refused("inspect", "/nowhere")
@@ -115,9 +119,9 @@ def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path
     assert "model.onnx.data is truncated" in refused("run", str(folder), "hello")
     (folder / "model.onnx.data").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert "model.onnx.data was altered" in refused("inspect", str(folder))
-    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 2}
+    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 3}
     (folder / "kvq.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    assert "version 2, newer than the 1 this kvq reads" in refused("inspect", str(folder))
+    assert "version 3, newer than the 2 this kvq reads" in refused("inspect", str(folder))
 
 
 def test_a_budget_too_small_names_one_that_works(
@@ -165,13 +169,14 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
     def evaluate(*words: str) -> str:
         return refused("eval", "-m", bundle, *words)
 
-    assert "--task is missing; choose ppl, kld or passkey" in evaluate(file)
+    assert "--task is missing; choose ppl, kld, passkey, retrieval or fim" in evaluate(file)
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")
     assert "leave out the files" in evaluate("--task", "passkey", file)
     assert "text-absent cannot be read: No such file" in evaluate("--task", "ppl", f"{file}-absent")
     assert "scoring needs at least 4" in evaluate("--task", "ppl", file)
-    assert "only passkey takes several" in evaluate("--task", "ppl", file, "--context", "64,128")
+    several = evaluate("--task", "ppl", file, "--context", "64,128")
+    assert "only passkey and retrieval take several" in several
     assert "--context 0 is not possible" in evaluate("--task", "ppl", file, "--context", "0")
     assert "--max-tokens 0 is not possible" in evaluate("--task", "ppl", file, "--max-tokens", "0")
     assert "give numbers from 0 to 1" in evaluate("--task", "passkey", "--depths", "0,2")
@@ -193,7 +198,14 @@ def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path
     assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
     assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
     assert "--kbits -2 is not possible" in export(source, "--kbits", "-2")
-    assert "invalid choice: 'gguf'" in export(source, "--format", "gguf")
+    assert "invalid choice: 'ggml'" in export(source, "--format", "ggml")
+    assert "--gguf-type is of the GGUF file; add --format gguf" in export(
+        source, "--gguf-type", "q8_0"
+    )
+    assert "--wbits is of the ONNX graph" in export(source, "--format", "gguf", "--wbits", "4")
+    assert "--embedding-bits changes nothing in a GGUF file of type q8_0" in export(
+        source, "--format", "gguf", "--gguf-type", "q8_0", "--embedding-bits", "4"
+    )
     assert "there is no checkpoint at /nowhere" in export("/nowhere")
     assert "already holds a bundle; replace it with --force" in refused(
         "export", source, "-o", bundle

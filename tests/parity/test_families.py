@@ -28,7 +28,7 @@ from transformers.masking_utils import eager_mask
 import tiny
 from kvq.cache import Cache, budget_for_tokens
 from kvq.config import KvPlan
-from kvq_apps.evaluation import kl_divergence
+from kvq_apps.evaluation.text import kl_divergence
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.reference import forward

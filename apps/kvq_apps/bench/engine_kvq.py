@@ -5,15 +5,18 @@ Knows how to fill a cache without weights; measures nothing.
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache, budget_for_tokens
 from kvq.config import KvPlan, parse_kv
+from kvq.policies import DEFAULT_POLICY
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, open_backend, plain_input
+from kvq_runtime.backends import Backend, missing, open_backend, plain_input
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import SessionConfig
 
 
 class KvqEngine:
@@ -25,7 +28,8 @@ class KvqEngine:
         self.kv_settings = tuple(kv_settings)
         self._bundle = bundle
         self._threads = threads
-        self._backend = open_backend("auto", bundle, threads=threads)
+        name = "onnx" if missing("onnx") is None else "reference"
+        self._backend = open_backend(name, bundle, threads=threads)
 
     @staticmethod
     def missing() -> str | None:
@@ -34,17 +38,16 @@ class KvqEngine:
 
     def sequence(self, kv: str, depth: int, room: int) -> "KvqSequence":
         """See `Engine.sequence`."""
-        config, plan = self._bundle.config, self._plan(kv)
-        cache = Cache(
-            config.cache_shape,
-            plan,
-            self.cache_bytes(kv, depth + room),
-            depth + room,
-            threads=self._threads,
-            native=self._backend.native_cache,
+        settings = SessionConfig(
+            plan=self._plan(kv),
+            context_tokens=depth + room,
+            budget_bytes=self.cache_bytes(kv, depth + room),
+            policy=DEFAULT_POLICY,
         )
-        fill(cache, config, depth)
-        return KvqSequence(self._backend, cache, config)
+        # Over a graph every backend opens the paged cache.
+        cache = cast(Cache, self._backend.open_cache(settings))
+        fill(cache, self._bundle.config, depth)
+        return KvqSequence(self._backend, cache, self._bundle.config)
 
     def cache_bytes(self, kv: str, tokens: int) -> int:
         """See `Engine.cache_bytes`; the smallest budget that keeps every bit of `tokens`."""

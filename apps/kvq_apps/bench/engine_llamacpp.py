@@ -1,114 +1,112 @@
-"""The peer llama.cpp: the same weights as GGUF, through llama-cpp-python's low-level interface.
+"""llama.cpp through the backend `kvq run` uses: as a peer on the same weights, or on a GGUF file.
 
 Flash attention is on and weights are repacked, llama.cpp's fast paths. Knows no other engine.
 """
 
-import ctypes
 import hashlib
 import importlib.util
-import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import KvPlan, parse_kv
 from kvq.errors import BackendError
 from kvq.settings import cache_folder
 from kvq_apps import output
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_models.config import ModelConfig
+from kvq_runtime.backends import ModelFiles, llama_library, plain_input
+from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
+from kvq_runtime.backends.llama_cpp import LlamaCppBackend
+from kvq_runtime.backends.llama_layout import CACHE_TYPES
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
+from kvq_runtime.config import SessionRequest
+from kvq_runtime.gguf_file import GgufFile
 
-# ggml's number of the type, and its bytes per 32 values.
-TYPES: Mapping[str, tuple[int, int]] = {"f16": (1, 64), "q8_0": (8, 34), "q4_0": (2, 18)}
-BLOCK = 32
-# llama.cpp pads a context to a multiple of this.
-CONTEXT_PADDING = 256
 MICRO_BATCH = 512
-FLASH_ATTENTION_ON = 1
+# As a peer it is measured with each of its types for both keys and values.
+PEER_PLANS: Mapping[str, KvPlan] = {
+    kind.name: KvPlan(k_bits=bits, v_bits=bits, sink_tokens=0) for bits, kind in CACHE_TYPES.items()
+}
 
 
 class LlamaCppEngine:
-    """One model in memory; each sequence is a context of its own."""
+    """One model in memory; each sequence is a context of its own.
+
+    On a bundle's graph it is a peer, with the graph's weights and each of its cache types; a model
+    that is only a GGUF file it runs with the settings asked for.
+    """
 
     name = "llama.cpp"
 
-    def __init__(self, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> None:
-        del kv_settings
-        from kvq_apps.bench import gguf_file
-
-        reason = gguf_file.refusal(bundle.config)
-        if reason is not None:
-            raise BackendError(f"the peer llama.cpp cannot compute this model: {reason}")
-        self._config = bundle.config
-        self._threads = threads
-        blocks = bundle.config.head_dim % BLOCK == 0
-        self.kv_settings = tuple(TYPES) if blocks else ("f16",)
-        # llama.cpp reports each tensor it loads; the wrapper prints from this level on, and takes
-        # warnings for errors. A real failure shows in a status or a null pointer.
-        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-        library = _library()
-        library.llama_backend_init()
-        path = _gguf(bundle)
-        parameters = library.llama_model_default_params()
-        self._model = library.llama_model_load_from_file(str(path).encode(), parameters)
-        if not self._model:
-            raise BackendError(f"llama.cpp does not load {path}; delete it and try again")
+    def __init__(self, files: ModelFiles, *, threads: int, kv_settings: Many[str]) -> None:
+        if files.has_onnx:
+            # Only a bundle has a graph.
+            self._backend = LlamaCppBackend(_same_weights(cast(Bundle, files)), threads=threads)
+            plans = PEER_PLANS.items()
+            self._plans = {kv: plan for kv, plan in plans if not self._backend.refusal(plan)}
+        else:
+            self._backend = LlamaCppBackend(files, threads=threads)
+            self._plans = {kv: _plan(kv) for kv in kv_settings}
+        self.kv_settings = tuple(self._plans)
 
     @staticmethod
     def missing() -> str | None:
         """Why it cannot run here, or None."""
-        packages = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
-        absent = [name for module, name in packages.items() if not _found(module)]
-        if absent:
-            return f"{' and '.join(absent)} not installed; pip install {' '.join(absent)}"
-        return None
+        if importlib.util.find_spec("gguf") is None:
+            return f"gguf is not installed; {llama_library.INSTALL}"
+        return llama_library.missing()
 
     def sequence(self, kv: str, depth: int, room: int) -> "LlamaCppSequence":
         """See `Engine.sequence`."""
-        return LlamaCppSequence(self._model, self._config, kv, depth, room, self._threads)
+        request = SessionRequest(
+            k_bits=self._plans[kv].k_bits,
+            v_bits=self._plans[kv].v_bits,
+            context_tokens=depth + room,
+            chunk_tokens=MICRO_BATCH,
+        )
+        cache = self._backend.open_cache(self._backend.session_config(request))
+        return LlamaCppSequence(self._backend, cache, self._plans[kv], depth)
 
     def cache_bytes(self, kv: str, tokens: int) -> int:
         """See `Engine.cache_bytes`."""
-        return tokens * _bytes_per_token(self._config, kv)
+        return self._backend.layout.num_bytes(self._plans[kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
         """See `Engine.close`."""
-        _library().llama_model_free(self._model)
+        self._backend.close()
 
 
 class LlamaCppSequence:
-    """A context with one sequence, number 0."""
+    """A context and the depth it began with."""
 
     def __init__(
-        self, model: Any, config: ModelConfig, kv: str, depth: int, room: int, threads: int
+        self, backend: LlamaCppBackend, cache: LlamaCppCache, plan: KvPlan, depth: int
     ) -> None:
-        self.kv_bytes = depth * _bytes_per_token(config, kv)
-        self._vocab_size = config.vocab_size
+        self._backend = backend
+        self._cache = cache
         self._depth = depth
-        self._context = _open_context(model, kv, depth + room, threads)
         if depth:
-            self._fill(kv)
+            self._fill(plan)
+        self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Sequence.forward`."""
-        library = _library()
-        for start in range(0, len(ids), MICRO_BATCH):
-            chunk = ids[start : start + MICRO_BATCH].tolist()
-            tokens = (ctypes.c_int32 * len(chunk))(*chunk)
-            batch = library.llama_batch_get_one(tokens, len(tokens))
-            status = library.llama_decode(self._context, batch)
-            if status:
-                raise BackendError(f"llama.cpp could not decode: status {status}")
-        pointer = library.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(pointer, (self._vocab_size,))
+        logits = np.zeros((1, 0), np.float32)
+        for start in range(0, len(ids), self._cache.chunk_tokens):
+            chunk = ids[start : start + self._cache.chunk_tokens]
+            last = np.array([len(chunk) - 1])
+            self._cache.begin(len(chunk))
+            inputs = plain_input(chunk, self._cache.tokens, last, rope_long=False)
+            logits = self._backend.forward(self._cache, inputs)
+            self._cache.commit(len(chunk))
+        return logits[0]
 
     def rollback(self) -> None:
         """See `Sequence.rollback`."""
-        _library().llama_memory_seq_rm(self._memory(), 0, self._depth, -1)
+        self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
         """See `Sequence.attend`; its attention is inside the graph."""
@@ -116,47 +114,36 @@ class LlamaCppSequence:
 
     def close(self) -> None:
         """See `Sequence.close`."""
-        _library().llama_free(self._context)
+        self._cache.close()
 
-    def _memory(self) -> Any:
-        return _library().llama_get_memory(self._context)
+    def _fill(self, plan: KvPlan) -> None:
+        """Puts a synthetic state in place of that of one real token.
 
-    def _fill(self, kv: str) -> None:
-        """Puts a synthetic state in place of that of one real token."""
-        library = _library()
+        Where a state is laid out in a way not known here, the tokens are computed.
+        """
         self.forward(np.zeros(1, np.int64))
-        size = library.llama_state_seq_get_size(self._context, 0)
-        one = (ctypes.c_uint8 * size)()
-        library.llama_state_seq_get_data(self._context, one, size, 0)
-        state = StateLayout.read(bytes(one)).random_state(self._depth, kv)
-        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        taken = library.llama_state_seq_set_data(self._context, pointer, state.nbytes, 0)
-        last = library.llama_memory_seq_pos_max(self._memory(), 0)
-        if taken != state.nbytes or last != self._depth - 1:
-            raise BackendError(
-                f"llama.cpp took {taken} of {state.nbytes} bytes of a {kv} cache of "
-                f"{self._depth} tokens; leave out --peer llama.cpp"
-            )
+        try:
+            layout = StateLayout.read(self._cache.state()[STATE_PREFIX.size :])
+        except BackendError:
+            self.forward(np.arange(1, self._depth) % MICRO_BATCH % self._backend.model.vocab_size)
+            return
+        kinds = (CACHE_TYPES[plan.k_bits].name, CACHE_TYPES[plan.v_bits].name)
+        state = layout.random_state(self._depth, kinds)
+        self._cache.load_state(STATE_PREFIX.pack(self._depth) + state.tobytes())
 
 
-def _open_context(model: Any, kv: str, tokens: int, threads: int) -> Any:
-    library = _library()
-    parameters = library.llama_context_default_params()
-    parameters.n_ctx = -(-tokens // CONTEXT_PADDING) * CONTEXT_PADDING
-    parameters.n_batch = parameters.n_ubatch = MICRO_BATCH
-    parameters.n_threads = parameters.n_threads_batch = threads
-    parameters.type_k = parameters.type_v = TYPES[kv][0]
-    parameters.flash_attn_type = FLASH_ATTENTION_ON
-    context = library.llama_init_from_model(model, parameters)
-    if not context:
-        raise BackendError(f"llama.cpp does not open a {kv} context of {tokens} tokens")
-    return context
+def _plan(kv: str) -> KvPlan:
+    k_bits, v_bits = parse_kv(kv)
+    return KvPlan(k_bits=k_bits, v_bits=v_bits, sink_tokens=0)
 
 
-def _gguf(bundle: Bundle) -> Path:
-    """The bundle's weights as GGUF in the cache folder, written the first time."""
-    from kvq_apps.bench.gguf_file import REVISION, write_gguf
+def _same_weights(bundle: Bundle) -> GgufFile:
+    """The graph's weights as GGUF in the cache folder, written the first time."""
+    from kvq_apps.bench.gguf_file import REVISION, refusal, write_gguf
 
+    reason = refusal(bundle.config)
+    if reason is not None:
+        raise BackendError(f"the peer llama.cpp cannot compute this model: {reason}")
     files = bundle.manifest.files
     hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
     digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
@@ -167,19 +154,4 @@ def _gguf(bundle: Bundle) -> Path:
             write_gguf(bundle, path)
         except OSError as error:
             raise BackendError(f"{path} cannot be written: {error.strerror}") from error
-    return path
-
-
-def _bytes_per_token(config: ModelConfig, kv: str) -> int:
-    blocks = config.num_kv_heads * config.head_dim // BLOCK
-    return 2 * config.num_layers * blocks * TYPES[kv][1]
-
-
-def _library() -> Any:
-    import llama_cpp  # pyright: ignore[reportMissingImports]
-
-    return llama_cpp
-
-
-def _found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return GgufFile.open(path).vouched_for()

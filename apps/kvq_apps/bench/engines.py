@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.backends import ModelFiles
 
 OURS = "kvq"
 ENGINES = {
@@ -51,7 +51,7 @@ class Sequence(Protocol):
 
 
 class Engine(Protocol):
-    """A bundle's weights in memory, ready for sequences at any of its cache settings."""
+    """A model's weights in memory, ready for sequences at any of its cache settings."""
 
     name: str
     kv_settings: tuple[str, ...]
@@ -82,12 +82,17 @@ def check_peers(names: Many[str]) -> None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
 
 
-def open_engine(name: str, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> Engine:
-    """Engine `name` with `bundle`'s weights; `kv_settings` are those asked of ours.
+def own_engine(files: ModelFiles) -> str:
+    """The engine that is ours with these files: the paged cache over a graph, else llama.cpp."""
+    return OURS if files.has_onnx else "llama.cpp"
+
+
+def open_engine(name: str, files: ModelFiles, *, threads: int, kv_settings: Many[str]) -> Engine:
+    """Engine `name` with the weights of `files`; `kv_settings` are those asked of ours.
 
     Raises `BackendError` for a model the engine cannot compute.
     """
-    return _load(name)(bundle, threads=threads, kv_settings=kv_settings)
+    return _load(name)(files, threads=threads, kv_settings=kv_settings)
 
 
 def _load(name: str) -> Any:

@@ -11,13 +11,17 @@ import kvq
 from kvq import native
 from kvq_runtime import device
 
-PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama-cpp-python"}
+PACKAGES = {
+    "kvq": ("onnxruntime",),
+    "onnxruntime": ("onnxruntime",),
+    "llama.cpp": ("llama-cpp-python",),
+}
 BUSY_SHARE = 0.25
 
 
-def describe(peers: Sequence[str]) -> dict[str, Any]:
+def describe(engines: Sequence[str]) -> dict[str, Any]:
     """The machine now, and the versions of everything that runs on it."""
-    packages = {PACKAGES[name] for name in ("onnxruntime", *peers)}
+    packages = {package for name in engines for package in PACKAGES.get(name, ())}
     return {
         **asdict(device.probe()),
         "system": f"{platform.system()} {platform.release()}",

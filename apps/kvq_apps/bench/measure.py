@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import UsageError
-from kvq_apps.bench.engines import OURS, Engine, Sequence, open_engine
+from kvq_apps.bench.engines import Engine, Sequence, open_engine, own_engine
 from kvq_runtime import device
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.backends import ModelFiles
 
 Progress = Callable[[float, float, str], None]
 
@@ -102,14 +102,14 @@ class Case:
         }
 
 
-def measure(bundle: Bundle, job: Job, threads: int, progress: Progress) -> list[dict[str, Any]]:
+def measure(files: ModelFiles, job: Job, threads: int, progress: Progress) -> list[dict[str, Any]]:
     """The rows of all engines at `threads` threads, by depth, ours first."""
     with ExitStack() as stack:
         engines = [
             stack.enter_context(
-                closing(open_engine(name, bundle, threads=threads, kv_settings=job.kv))
+                closing(open_engine(name, files, threads=threads, kv_settings=job.kv))
             )
-            for name in (OURS, *job.peers)
+            for name in (own_engine(files), *job.peers)
         ]
         rows: list[dict[str, Any]] = []
         for contexts in _groups(engines, job):

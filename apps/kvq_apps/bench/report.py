@@ -8,19 +8,19 @@ from kvq.formats import format_bytes
 from kvq_apps import output
 from kvq_apps.bench.engines import OURS
 from kvq_apps.bench.measure import Job
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.backends import ModelFiles
 
 Row = Mapping[str, Any]
 
 
 def report(
-    bundle: Bundle, job: Job, threads: Sequence[int], machine: Row, rows: Sequence[Row]
+    files: ModelFiles, job: Job, threads: Sequence[int], machine: Row, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """The object of `--json`. `medians` holds decode_ms by setting and depth."""
     return {
         "machine": dict(machine),
-        "model": bundle.manifest.name,
-        "weights": bundle.manifest.to_json()["weights"],
+        "model": files.name,
+        "weights": files.weights_json(),
         "threads": list(threads),
         **_settings(job),
         "rows": [dict(row) for row in rows],
@@ -101,6 +101,8 @@ def print_report(data: Mapping[str, Any]) -> None:
         if row["prefill_skipped"]:
             where = f"{row['engine']} {row['kv']} at {row['context']}"
             output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
+    if not data["comparisons"]:
+        return
     output.print_data("")
     header = (
         "ours",

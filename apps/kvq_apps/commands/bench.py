@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_kv
@@ -11,7 +10,7 @@ from kvq_apps import options, output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import Job
-    from kvq_runtime.bundle import Bundle
+    from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
 
@@ -40,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME,..",
         help="engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
     )
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw decode over context")
+    options.add_flags(parser, "plot", plot="draw decode over context")
     cache = parser.add_argument_group("cache")
     options.add_flags(
         cache, *options.KV_WIDTHS, "kv",
@@ -66,9 +65,15 @@ def run(arguments: Namespace) -> int:
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
     threads = _threads(arguments)
-    bundle = _bundle(arguments)
-    job = _job(arguments, bundle, peers)
-    found = machine.describe(peers)
+    files = _files(arguments)
+    own = engines.own_engine(files)
+    if peers and own != engines.OURS:
+        raise UsageError(
+            f"--peer {','.join(peers)} is not possible: {files.path} has no ONNX graph, and peers "
+            "run on its weights; leave the flag out, or give a bundle"
+        )
+    job = _job(arguments, files, peers)
+    found = machine.describe((own, *peers))
     if machine.busy(found):
         output.print_note(
             f"the machine is busy (load {found['load']:.1f} on {found['cores']} cores): "
@@ -78,10 +83,10 @@ def run(arguments: Namespace) -> int:
     rows: list[dict[str, Any]] = []
     try:
         for count in threads:
-            rows += measure.measure(bundle, job, count, progress)
+            rows += measure.measure(files, job, count, progress)
     finally:
         progress.clear()
-    data = report.report(bundle, job, threads, found, rows)
+    data = report.report(files, job, threads, found, rows)
     if arguments.plot is not None:
         plot.draw(arguments.plot, data)
     if arguments.json:
@@ -102,26 +107,26 @@ def _threads(arguments: Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(threads))
 
 
-def _bundle(arguments: Namespace) -> "Bundle":
+def _files(arguments: Namespace) -> "ModelFiles":
     from kvq_apps.bench.shapes import shape_bundle
     from kvq_apps.model_path import resolve_model
-    from kvq_runtime.bundle import Bundle
+    from kvq_runtime.engine import open_files
 
     written = [name for name in (arguments.bundle, arguments.shape) if name is not None]
     written += [arguments.model] if options.written(arguments, "model") else []
     if len(written) > 1:
         raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
     if arguments.shape is not None:
-        return Bundle.open(shape_bundle(arguments.shape))
-    return Bundle.open(resolve_model(arguments.bundle or arguments.model))
+        return open_files(shape_bundle(arguments.shape))
+    return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
-def _job(arguments: Namespace, bundle: "Bundle", peers: tuple[str, ...]) -> "Job":
+def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "Job":
     from kvq_apps.bench.measure import Job
 
     return Job(
         contexts=arguments.context or DEFAULT_CONTEXTS,
-        kv=_kv_settings(arguments, bundle),
+        kv=_kv_settings(arguments, files),
         peers=peers,
         **options.given(
             arguments,
@@ -133,7 +138,7 @@ def _job(arguments: Namespace, bundle: "Bundle", peers: tuple[str, ...]) -> "Job
     )
 
 
-def _kv_settings(arguments: Namespace, bundle: "Bundle") -> tuple[str, ...]:
+def _kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:
     """The settings of ours to measure, as `--kv` writes them, each once."""
     several = str(arguments.kv or "").split(",")
     if len(several) > 1:
@@ -142,6 +147,6 @@ def _kv_settings(arguments: Namespace, bundle: "Bundle") -> tuple[str, ...]:
         pairs = [parse_kv(text) for text in several]
     else:
         bits = options.kv_bits(arguments)
-        plan = bundle.manifest.kv
+        plan = files.kv
         pairs = [(bits.get("k_bits", plan.k_bits), bits.get("v_bits", plan.v_bits))]
     return tuple(dict.fromkeys(output.kv_text(*pair) for pair in pairs))

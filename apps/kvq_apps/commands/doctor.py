@@ -11,7 +11,10 @@ from typing import Any
 import kvq
 from kvq_apps import output
 
-PACKAGES = ("numpy", "onnxruntime", "tokenizers", "onnx-ir", "ml-dtypes", "huggingface-hub")
+PACKAGES = (
+    "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
+    "huggingface-hub",
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -1,6 +1,7 @@
-"""`kvq inspect`: what a bundle holds, every byte of it checked."""
+"""`kvq inspect`: what a bundle holds, every byte of it checked, or what a GGUF file does."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
@@ -10,10 +11,12 @@ from kvq_apps import options, output
 if TYPE_CHECKING:
     from kvq_runtime.bundle import Bundle
 
+Inspected = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq inspect`."""
-    parser.add_argument("path", nargs="?", metavar="PATH", help="a bundle folder")
+    parser.add_argument("path", nargs="?", metavar="PATH", help="a bundle folder or a GGUF file")
     options.add_flags(parser, "model")
 
 
@@ -21,17 +24,29 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     path = arguments.path or arguments.model
     if path is None:
-        raise UsageError("PATH is missing; give a bundle folder")
+        raise UsageError("PATH is missing; give a bundle folder or a GGUF file")
 
-    from kvq_runtime.bundle import Bundle
+    from kvq_runtime.gguf_format import is_gguf
 
-    bundle = Bundle.open(path)
-    report = _report(bundle)
+    report, print_report = _gguf(path) if is_gguf(path) else _bundle(path)
     if arguments.json:
         output.print_json(report)
     else:
-        _print(report)
+        print_report(report)
     return 0
+
+
+def _gguf(path: str) -> Inspected:
+    from kvq_apps import gguf_report
+    from kvq_runtime.gguf_file import GgufFile
+
+    return gguf_report.report(GgufFile.open(path)), gguf_report.print_report
+
+
+def _bundle(path: str) -> Inspected:
+    from kvq_runtime.bundle import Bundle
+
+    return _report(Bundle.open(path)), _print
 
 
 def _report(bundle: "Bundle") -> dict[str, Any]:
@@ -48,7 +63,7 @@ def _report(bundle: "Bundle") -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    config, weights, kv = report["config"], report["weights"], report["kv"]
+    config, kv = report["config"], report["kv"]
     ratio = report["fp16_bytes_per_token"] / report["bytes_per_token"]
     rows = [
         ("bundle", report["path"]),
@@ -61,11 +76,7 @@ def _print(report: dict[str, Any]) -> None:
             f"{config['hidden_size']}, vocabulary {config['vocab_size']}",
         ),
         ("context", f"{report['context_length']} tokens"),
-        (
-            "weights",
-            f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block "
-            f"{weights['block']}, embedding {weights['embedding_bits']} bits",
-        ),
+        *output.weight_rows(report),
         (
             "KV plan",
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens",

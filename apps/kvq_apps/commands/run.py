@@ -138,7 +138,7 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
     return {
         "text": answer.text,
         "finish_reason": answer.finish_reason,
-        "model": engine.bundle.manifest.name,
+        "model": engine.model.name,
         "backend": engine.backend.name,
         "threads": engine.threads,
         "kv": output.kv_text(plan.k_bits, plan.v_bits),

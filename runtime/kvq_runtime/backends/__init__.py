@@ -1,30 +1,33 @@
-"""The seam between the loop and an engine: one protocol, one table. Knows no engine itself.
+"""The seam between the loop and an engine: its protocols, one table. Knows no engine itself.
 
 To add a backend: one file with a class that has `Backend`'s members, one row in `BACKENDS`.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
-from kvq.errors import UsageError
-from kvq_runtime.bundle import Bundle
+from kvq.config import KvPlan
+from kvq.errors import BackendError, UsageError
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "onnx": "kvq_runtime.backends.onnx:OnnxBackend",
+    "llama.cpp": "kvq_runtime.backends.llama_cpp:LlamaCppBackend",
     "reference": "kvq_runtime.backends.reference:ReferenceBackend",
 }
 
-# `auto` takes the first of these that can run here.
-PREFERENCE = ("onnx", "reference")
+# `auto` takes the first of these that reads the model's files and can run here.
+PREFERENCE = ("onnx", "llama.cpp", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +60,132 @@ def plain_input(
     )
 
 
-class Backend(Protocol):
-    """Computes forward passes of one bundle over any number of caches."""
+class ModelFiles(Protocol):
+    """What a model is read from: a bundle folder or a GGUF file."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or the file."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        ...
+
+    @property
+    def kv(self) -> KvPlan:
+        """The default plan."""
+        ...
+
+    @property
+    def has_onnx(self) -> bool:
+        """Whether there is a graph with a bundle's weights."""
+        ...
+
+    @property
+    def has_gguf(self) -> bool:
+        """Whether there is a GGUF file."""
+        ...
+
+    def weights_json(self) -> dict[str, Any]:
+        """Bytes and types of the weights, for reports."""
+        ...
+
+    def gguf(self) -> GgufFile:
+        """The GGUF file, checked. Raises `ModelError` for a damaged one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What the loop and the apps may know of a model, whatever its files are.
+
+    `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
+    session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
+    """
 
     name: str
-    native_cache: bool
+    context_length: int
+    vocab_size: int
+    stop_ids: frozenset[int]
+    fingerprint: str
+    kv: KvPlan
+    short_rope_tokens: int | None = None
+
+
+class SequenceCache(Protocol):
+    """One sequence's keys and values. A forward pass is `begin(n)`, the pass, `commit(m <= n)`.
+
+    `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back exactly;
+    the loop computes what is missing again.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    @property
+    def budget_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> float: ...
+
+    def begin(self, tokens: int, /) -> None: ...
+
+    def commit(self, tokens: int, /) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def trim(self, tokens: int, /) -> None: ...
+
+    def state(self) -> bytes: ...
+
+    def load_state(self, state: bytes, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Computes forward passes of one model over any number of caches, which it opens itself.
+
+    `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
+    """
+
+    name: str
+    cache_kind: str
+    model: ModelFacts
     weight_bytes_per_step: int
 
-    def forward(self, cache: Cache, inputs: ForwardInput) -> NDArray[np.float32]:
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None for a model that takes ids only."""
+        ...
+
+    def session_config(self, request: SessionRequest) -> SessionConfig:
+        """What a session gets for what was asked.
+
+        Raises `UsageError`, `BudgetError` naming the smallest budget that works, and
+        `BackendError` for what this backend cannot do.
+        """
+        ...
+
+    def open_cache(self, config: SessionConfig) -> SequenceCache:
+        """An empty cache as `config` says."""
+        ...
+
+    def forward(self, cache: Any, inputs: ForwardInput) -> NDArray[np.float32]:
         """Logits float32 [R, V] of `inputs.rows`; writes the new tokens' K and V into `cache`.
 
-        The caller has called `cache.begin(T)` and will call `commit` or `abort`.
+        `cache` is one that this backend opened. The caller has called `cache.begin(T)` and will
+        call `commit` or `abort`.
         """
         ...
 
@@ -76,20 +194,22 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(name: str, bundle: Bundle, *, threads: int) -> Backend:
-    """The backend called `name` (or the best one for `auto`) with `bundle`'s weights loaded.
+def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend:
+    """The backend called `name` (or the best one for `auto`) with the weights of `files` loaded.
 
-    Raises `UsageError` for an unknown name and `BackendError` for one that cannot run here.
+    Raises `UsageError` for an unknown name and `BackendError` for one that cannot run here or
+    does not read these files.
     """
     if name == "auto":
-        name = next(name for name in PREFERENCE if missing(name) is None)
-        if name != PREFERENCE[0]:
-            logger.warning("using the slow %s backend: %s", name, missing(PREFERENCE[0]))
+        name = _best(files)
     elif name not in BACKENDS:
         raise UsageError(
             f"backend {name!r} is not known; choose auto, {', '.join(sorted(BACKENDS))}"
         )
-    return _load(name)(bundle, threads=threads)
+    elif not _load(name).reads(files):
+        possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
+        raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
+    return _load(name)(files, threads=threads)
 
 
 def missing(name: str) -> str | None:
@@ -97,7 +217,16 @@ def missing(name: str) -> str | None:
     return _load(name).missing()
 
 
+def _best(files: ModelFiles) -> str:
+    readers = [name for name in PREFERENCE if _load(name).reads(files)]
+    name = next((name for name in readers if missing(name) is None), None)
+    if name is None:
+        raise BackendError(f"{files.path} cannot run here: {missing(readers[0])}")
+    if name != readers[0]:
+        logger.warning("using the slow %s backend: %s", name, missing(readers[0]))
+    return name
+
+
 def _load(name: str) -> Any:
     module_name, _, class_name = BACKENDS[name].partition(":")
-    factory: Callable[..., Backend] = getattr(import_module(module_name), class_name)
-    return factory
+    return getattr(import_module(module_name), class_name)

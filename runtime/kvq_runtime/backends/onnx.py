@@ -16,6 +16,7 @@ from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import huge_pages
 from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ ONLY_FATAL = 4
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
-class OnnxBackend:
+class OnnxBackend(PagedBackend):
     """The fast path: quantised weights, native cache, one thread pool for both."""
 
     name = "onnx"
@@ -44,11 +45,11 @@ class OnnxBackend:
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the onnx backend cannot run: {reason}")
+        super().__init__(bundle, threads=threads)
         before = huge_pages.regions()
         self._session = _open(bundle, threads)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
-        self.weight_bytes_per_step = bundle.weight_bytes_per_step
 
     @staticmethod
     def missing() -> str | None:

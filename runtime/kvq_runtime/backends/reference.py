@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from kvq.cache import Cache
 from kvq_models.reference import forward
 from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
 
-class ReferenceBackend:
+class ReferenceBackend(PagedBackend):
     """The slow path that always runs; numpy's own threads, whatever `threads` says."""
 
     name = "reference"
     native_cache = False
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
-        self._config = bundle.config
+        super().__init__(bundle, threads=threads)
         self._weight = cache(bundle.read_weight)
-        self.weight_bytes_per_step = bundle.weight_bytes_per_step
 
     @staticmethod
     def missing() -> str | None:
@@ -33,7 +33,7 @@ class ReferenceBackend:
     def forward(self, cache: Cache, inputs: ForwardInput) -> NDArray[np.float32]:
         """See `Backend.forward`."""
         return forward(
-            self._config,
+            self._bundle.config,
             self._weight,
             inputs.ids[:, 0],
             inputs.positions,

@@ -1,0 +1,79 @@
+"""The bytes of a tensor in a GGUF file: plain floats, or ggml's Q8_0 and Q4_0 blocks.
+
+Owns the two layouts and the fall back for rows that are not whole blocks. The codes and scales
+come from `weights.quantize`, as a bundle's do; only the scales are rounded, to float16.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq_export.weights import quantize_chunks
+
+BLOCK = 32
+
+Kind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+_BITS: dict[Kind, int] = {"q8_0": 8, "q4_0": 4}
+_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredKind:
+    """How the rows of a tensor are stored."""
+
+    kind: Kind
+
+    @classmethod
+    def fitting(cls, kind: Kind, columns: int) -> "StoredKind":
+        """`kind`, or f16 where `columns` are not whole blocks, as llama.cpp falls back."""
+        return cls(kind="f16" if kind in _BITS and columns % BLOCK else kind)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of one row."""
+        if self.kind in _BITS:
+            return columns // BLOCK * (2 + BLOCK * _BITS[self.kind] // 8)
+        return columns * np.dtype(_FLOATS[self.kind]).itemsize
+
+    def encode(self, chunks: Iterable[np.ndarray], threads: int) -> Iterator[np.ndarray]:
+        """Float32 row chunks as arrays whose bytes are the file's."""
+        if self.kind in _BITS:
+            bits = _BITS[self.kind]
+            for codes, scales in quantize_chunks(chunks, bits, BLOCK, threads):
+                yield pack_blocks(codes, scales, bits)
+        else:
+            yield from (self._as_floats(chunk) for chunk in chunks)
+
+    def _as_floats(self, chunk: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            values = chunk.astype(_FLOATS[self.kind])
+        if self.kind == "f16" and not np.isfinite(values).all():
+            raise CheckpointError(
+                f"a weight of {np.abs(chunk).max():.3g} does not fit float16; "
+                "export with --gguf-type bf16 or --format onnx"
+            )
+        return values
+
+
+def pack_blocks(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """Blocks of float16 scale and codes, uint8 [rows, bytes], of codes and scales of a bundle.
+
+    `codes` uint8 [rows, ..., bytes] and `scales` float32 [rows, blocks], as `weights.quantize`
+    gives them for any block of 32 or more.
+    """
+    per_block = codes[0].size * 8 // bits // scales.shape[1] // BLOCK
+    scales = np.repeat(scales, per_block, axis=1).astype(np.float16)
+    codes = codes.reshape(*scales.shape, -1)
+    # Q4_0 pairs element i with i + 16, we pair neighbours; Q8_0 is signed, we add 128.
+    codes = _halves_paired(codes) if bits == 4 else codes ^ np.uint8(128)
+    blocks = np.concatenate([scales[..., None].view(np.uint8), codes], axis=-1)
+    return blocks.reshape(len(scales), -1)
+
+
+def _halves_paired(codes: np.ndarray) -> np.ndarray:
+    """Nibbles (2i, 2i + 1) of uint8 [..., 16] -> (i, i + 16)."""
+    nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], BLOCK)
+    return nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4

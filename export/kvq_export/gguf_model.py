@@ -1,0 +1,404 @@
+"""What a model is to llama.cpp: its architecture there, its rotary table, its tensors.
+
+Owns the refusals of what llama.cpp does not compute. Knows neither files nor widths: a tensor is
+rows of a canonical weight. Facts about llama.cpp are of commit 0c1e57098.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from kvq.errors import UnsupportedModelError
+from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.family import layer_shapes
+from kvq_models.rope import RopeSettings
+
+# Any base serves where tensors of factors describe a table: they are relative to it.
+NEUTRAL_BASE = 10_000.0
+# llama.cpp's defaults, which no key of these architectures changes.
+YARN_FAST, YARN_SLOW = 32.0, 1.0
+# llama.cpp takes a gemma3 of this depth for the 27B model, whose scale is by hidden size.
+GEMMA3_27B_LAYERS = 62
+
+Scaling = Literal["none", "linear", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufTensor:
+    """Rows [start, stop) of a canonical weight, times `factor`, under a name llama.cpp reads.
+
+    `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) become neighbours.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    start: int = 0
+    interleave: int = 0
+    factor: float = 1.0
+
+    @property
+    def stop(self) -> int:
+        """The row of the canonical weight after the last one taken."""
+        return self.start + self.shape[0]
+
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        """Whole heads of the canonical rows [n, ...] in this tensor's order, scaled."""
+        if self.interleave:
+            heads = rows.reshape(-1, 2, self.interleave // 2, *rows.shape[1:])
+            rows = heads.swapaxes(1, 2).reshape(rows.shape)
+        return rows if self.factor == 1 else rows * np.float32(self.factor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufRope:
+    """A rotary table as keys: `base ** (-2i / n)`, scaled; `tensors` hold float32 factors [n / 2].
+
+    `attention_factor` multiplies what the scaling itself does to cos and sin.
+    """
+
+    base: float
+    dimensions: int
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_context: int | None = None
+    attention_factor: float = 1.0
+    base_windowed: float | None = None
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufModel:
+    """One model under one architecture of llama.cpp.
+
+    `windowed` says per layer whether it sees `window_tokens` only; an architecture without windows
+    has none, and `context_length` then ends where a window would begin to matter.
+    """
+
+    architecture: str
+    config: ModelConfig
+    rope: GgufRope
+    tensors: tuple[GgufTensor, ...]
+    context_length: int
+    window_tokens: int = 0
+    windowed: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Architecture:
+    """What llama.cpp computes under a name, of the traits `_traits` finds.
+
+    `interleaved`: it rotates neighbouring channels, checkpoints rotate halves. `rope_tensors`: it
+    reads tensors of rotary factors. `fused`: it wants one tensor for q, k and v, and one for gate
+    and up. `windows`: layers may have one.
+    """
+
+    name: str
+    computes: frozenset[str]
+    interleaved: bool = False
+    rope_tensors: bool = False
+    fused: bool = False
+    windows: bool = False
+
+
+_QK_NORM = "norms on queries and keys"
+_SANDWICH = "norms after attention and MLP"
+_GELU = "a GELU"
+_FINAL_CAP = "a soft cap on its logits"
+_ATTENTION_CAP = "a soft cap on attention"
+_QKV_BIAS = "biases on queries, keys and values"
+_OUTPUT_BIAS = "a bias on the attention's output"
+_MLP_BIAS = "biases in its MLP"
+_WIDTH = "heads that together are not as wide as its hidden states"
+_PARTIAL = "heads that rotate in part"
+_LONG_ROPE = "a second rotary table for long contexts"
+_SCALED = "scaled embeddings"
+_TWO_ROPES = "two kinds of rotary layers"
+
+_ARCHITECTURES = {
+    row.name: row
+    for row in (
+        _Architecture(
+            name="llama",
+            computes=frozenset({_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _LONG_ROPE}),
+            interleaved=True,
+            rope_tensors=True,
+        ),
+        _Architecture(name="qwen2", computes=frozenset({_QKV_BIAS})),
+        _Architecture(name="qwen3", computes=frozenset({_QKV_BIAS, _QK_NORM, _WIDTH})),
+        _Architecture(
+            name="phi3",
+            computes=frozenset({_PARTIAL, _LONG_ROPE}),
+            rope_tensors=True,
+            fused=True,
+        ),
+        _Architecture(
+            name="gemma3",
+            computes=frozenset(
+                {_QKV_BIAS, _QK_NORM, _SANDWICH, _GELU, _FINAL_CAP, _WIDTH, _SCALED, _TWO_ROPES}
+            ),
+            windows=True,
+        ),
+    )
+}
+# The first that computes the model is taken: the family's own name, then the plainest one.
+_CANDIDATES: Mapping[str, tuple[str, ...]] = {
+    "llama": ("llama",),
+    "mistral": ("llama",),
+    "qwen2": ("qwen2", "llama"),
+    "qwen3": ("qwen3",),
+    "phi3": ("phi3", "llama"),
+    "gemma3_text": ("gemma3",),
+}
+
+
+def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> GgufModel:
+    """The model as llama.cpp computes it; `settings` help to describe a scaled rotary table.
+
+    Raises `UnsupportedModelError` naming what llama.cpp does not compute of it.
+    """
+    refusals: list[str] = []
+    for name in _CANDIDATES.get(config.model_type, ()):
+        architecture = _ARCHITECTURES[name]
+        missing = [trait for trait, has in _traits(config).items() if has]
+        missing = [trait for trait in missing if trait not in architecture.computes]
+        rope = _rope(config, architecture, settings)
+        if not missing and rope is not None:
+            return _describe(config, architecture, rope)
+        what = ", ".join(missing) or "a rotary table that its keys do not describe"
+        refusals.append(f"not as {name}, which does not compute {what}")
+    raise UnsupportedModelError(
+        f"llama.cpp cannot compute this {config.model_type} model: "
+        f"{'; '.join(refusals) or 'it has no such architecture'}; export it with --format onnx"
+    )
+
+
+def _traits(config: ModelConfig) -> dict[str, bool]:
+    return {
+        _QK_NORM: config.qk_norm,
+        _SANDWICH: config.sandwich_norms,
+        _GELU: config.activation != "silu",
+        _FINAL_CAP: config.final_softcap > 0,
+        _ATTENTION_CAP: config.attention_softcap > 0,
+        _QKV_BIAS: config.qkv_bias,
+        _OUTPUT_BIAS: config.output_bias,
+        _MLP_BIAS: config.mlp_bias,
+        _WIDTH: config.num_heads * config.head_dim != config.hidden_size,
+        _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in config.ropes),
+        _LONG_ROPE: config.has_long_rope,
+        _SCALED: config.embedding_scale != 1,
+        _TWO_ROPES: len(config.ropes) > 1,
+        "its scale of attention": not config.qk_norm
+        and not math.isclose(config.attention_scale, config.head_dim**-0.5, rel_tol=1e-6),
+    }
+
+
+def _describe(config: ModelConfig, architecture: _Architecture, rope: GgufRope) -> GgufModel:
+    windowed = tuple(layer.window_tokens > 0 for layer in config.layers)
+    window_tokens = max(layer.window_tokens for layer in config.layers)
+    context_length = config.context_length
+    if not architecture.windows and any(windowed):
+        context_length = min(context_length, _smallest_window(config))
+    return GgufModel(
+        architecture=architecture.name,
+        config=config,
+        rope=rope,
+        tensors=tuple(_tensors(config, architecture)),
+        context_length=context_length,
+        window_tokens=window_tokens,
+        windowed=windowed if architecture.windows and any(windowed) else (),
+    )
+
+
+def _smallest_window(config: ModelConfig) -> int:
+    return min(layer.window_tokens for layer in config.layers if layer.window_tokens)
+
+
+# Tensors
+
+
+def _tensors(config: ModelConfig, architecture: _Architecture) -> Iterator[GgufTensor]:
+    hidden = config.hidden_size
+    table = (config.vocab_size, hidden)
+    # Exact for a tied head too, because the last norm undoes what the embedding gains.
+    gain = _embedding_gain(config, architecture)
+    yield GgufTensor(name="token_embd.weight", source="embed", shape=table, factor=gain)
+    if not config.tied_head:
+        yield GgufTensor(name="output.weight", source="head", shape=table)
+    yield GgufTensor(
+        name="output_norm.weight",
+        source="final_norm",
+        shape=(hidden,),
+        factor=1 / gain if config.tied_head else 1.0,
+    )
+    shapes = layer_shapes(config)
+    for layer in range(config.num_layers):
+        for source, parts in _parts(config, architecture).items():
+            row = 0
+            for name, rows, interleave in parts:
+                is_query_norm = source == "q_norm"
+                yield GgufTensor(
+                    name=f"blk.{layer}.{name}.{'bias' if source.endswith('bias') else 'weight'}",
+                    source=f"layers.{layer}.{source}",
+                    shape=(rows, *shapes[source][1:]),
+                    start=row,
+                    interleave=interleave,
+                    factor=_query_gain(config, architecture) if is_query_norm else 1.0,
+                )
+                row += rows
+            assert row == shapes[source][0]
+
+
+def _parts(
+    config: ModelConfig, architecture: _Architecture
+) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """Canonical weight of a layer -> (tensor, its rows, interleave) in the order of its rows."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    turned = head if architecture.interleaved else 0
+    query, key = config.num_heads * head, config.num_kv_heads * head
+    if architecture.fused:
+        qkv = (("attn_qkv", config.qkv_width, 0),)
+        gate_up = (("ffn_up", 2 * inner, 0),)
+    else:
+        qkv = (("attn_q", query, turned), ("attn_k", key, turned), ("attn_v", key, 0))
+        gate_up = (("ffn_gate", inner, 0), ("ffn_up", inner, 0))
+    names = {
+        "attn_norm": (("attn_norm", hidden, 0),),
+        "qkv": qkv,
+        "qkv_bias": qkv,
+        "q_norm": (("attn_q_norm", head, 0),),
+        "k_norm": (("attn_k_norm", head, 0),),
+        "o": (("attn_output", hidden, 0),),
+        "o_bias": (("attn_output", hidden, 0),),
+        "post_attn_norm": (("post_attention_norm", hidden, 0),),
+        "mlp_norm": (("ffn_norm", hidden, 0),),
+        "gate_up": gate_up,
+        "gate_up_bias": gate_up,
+        "down": (("ffn_down", hidden, 0),),
+        "down_bias": (("ffn_down", hidden, 0),),
+        "post_mlp_norm": (("post_ffw_norm", hidden, 0),),
+    }
+    return {name: names[name] for name in layer_shapes(config)}
+
+
+def _embedding_gain(config: ModelConfig, architecture: _Architecture) -> float:
+    """The model's embedding scale over llama.cpp's, which is not rounded to the trained type."""
+    if _SCALED not in architecture.computes:
+        return 1.0
+    gain = config.embedding_scale / math.sqrt(config.hidden_size)
+    return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
+
+
+def _query_gain(config: ModelConfig, architecture: _Architecture) -> float:
+    """The model's attention scale over llama.cpp's; the norm of a query can carry it."""
+    theirs = config.head_dim**-0.5
+    if architecture.name == "gemma3" and config.num_layers == GEMMA3_27B_LAYERS:
+        theirs = (config.hidden_size // config.num_heads) ** -0.5
+    gain = config.attention_scale / theirs
+    return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
+
+
+# Rotary tables
+
+
+def _rope(
+    config: ModelConfig, architecture: _Architecture, settings: RopeSettings | None
+) -> GgufRope | None:
+    rope = config.ropes[0]
+    dimensions = 2 * len(rope.inv_freq)
+    if rope.long_inv_freq is not None:
+        if not architecture.rope_tensors:
+            return None
+        return GgufRope(
+            base=NEUTRAL_BASE,
+            dimensions=dimensions,
+            scaling="longrope",
+            original_context=rope.original_context,
+            attention_factor=rope.factor,
+            tensors={
+                "rope_factors_short.weight": _factors(rope.inv_freq),
+                "rope_factors_long.weight": _factors(rope.long_inv_freq),
+            },
+        )
+    plain = _plain(rope)
+    if plain is not None:
+        base, factor = plain
+        return _with_window_base(
+            config,
+            GgufRope(
+                base=base,
+                dimensions=dimensions,
+                scaling="none" if factor == 1 else "linear",
+                factor=factor,
+                attention_factor=rope.factor,
+            ),
+        )
+    if architecture.rope_tensors:
+        return GgufRope(
+            base=NEUTRAL_BASE,
+            dimensions=dimensions,
+            attention_factor=rope.factor,
+            tensors={"rope_freqs.weight": _factors(rope.inv_freq)},
+        )
+    return _yarn(rope, settings)
+
+
+def _with_window_base(config: ModelConfig, rope: GgufRope) -> GgufRope | None:
+    """Adds the base of windowed layers, where these have a plain table of their own."""
+    for local in config.ropes[1:]:
+        plain = _plain(local)
+        if plain is None or (plain[1], local.factor, rope.base_windowed) != (1, 1, None):
+            return None
+        rope = replace(rope, base_windowed=plain[0])
+    return rope
+
+
+def _plain(rope: RopeConfig) -> tuple[float, float] | None:
+    """(base, factor) of a table `base ** (-i / n) / factor`, or None where it is another one."""
+    table = np.asarray(rope.inv_freq, np.float64)
+    pairs, factor = len(table), float(1 / table[0])
+    if pairs == 1:
+        return NEUTRAL_BASE, factor
+    base = float((table[-1] * factor) ** (-pairs / (pairs - 1)))
+    base = float(round(base)) if abs(base - round(base)) < 1e-3 * base else base
+    close = np.allclose(table, _powers(base, pairs) / factor, rtol=1e-5, atol=0)
+    return (base, factor) if close else None
+
+
+def _powers(base: float, pairs: int) -> np.ndarray:
+    return base ** (-np.arange(pairs) / pairs)
+
+
+def _factors(table: tuple[float, ...]) -> np.ndarray:
+    """What llama.cpp divides the frequencies of `NEUTRAL_BASE` by to get the model's."""
+    found = np.asarray(table, np.float64)
+    return (_powers(NEUTRAL_BASE, len(found)) / found).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, settings: RopeSettings | None) -> GgufRope | None:
+    """The keys of a YaRN table (arXiv:2309.00071), if llama.cpp makes this very table of them."""
+    if settings is None or settings.kind != "yarn":
+        return None
+    base, context = settings.number("rope_theta"), settings.trained_context
+    factor = settings.number("factor", settings.max_positions / context)
+    pairs = len(rope.inv_freq)
+
+    def pair(rotations: float) -> float:
+        return pairs * math.log(context / (rotations * 2 * math.pi)) / math.log(base)
+
+    low, high = max(math.floor(pair(YARN_FAST)), 0), min(math.ceil(pair(YARN_SLOW)), 2 * pairs - 1)
+    kept = 1 - np.clip((np.arange(pairs) - low) / max(0.001, high - low), 0, 1)
+    table = _powers(base, pairs) * (kept + (1 - kept) / factor)
+    if not np.allclose(table, rope.inv_freq, rtol=1e-4, atol=0):
+        return None
+    return GgufRope(
+        base=base,
+        dimensions=2 * pairs,
+        scaling="yarn",
+        factor=factor,
+        original_context=context,
+        attention_factor=rope.factor / (0.1 * math.log(factor) + 1 if factor > 1 else 1.0),
+    )

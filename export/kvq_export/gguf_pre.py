@@ -1,0 +1,137 @@
+"""How a byte-level tokenizer cuts a text before it merges, and what llama.cpp calls that.
+
+llama.cpp knows ways of cutting by name only, so each row pairs a name with the stages that a
+tokenizer.json of this kind has. Knows no vocabulary.
+"""
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Stages = tuple[str, ...]
+
+# Stages without a pattern of their own.
+WORDS = "byte level, words"
+BYTES = "byte level"
+DIGITS = "single digits"
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START = r"[^\r\n\p{L}\p{N}]?"
+
+
+def _words(digits: str) -> str:
+    return (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        + _SPACES
+    )
+
+
+def _cased(after: str, digits: str) -> str:
+    return (
+        f"{_START}{_UPPER}*{_LOWER}+{after}|{_START}{_UPPER}+{_LOWER}*{after}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    ) + _SPACES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """`whole_words`: a word that is a token is taken without merging.
+
+    `approximate`: llama.cpp takes a letter beyond ASCII for one of either case, and a mark for
+    none, so some words with such letters are cut elsewhere.
+    """
+
+    name: str
+    stages: Stages
+    whole_words: bool = False
+    approximate: bool = False
+
+
+_ROWS = (
+    _Row(name="gpt-2", stages=(WORDS,)),
+    _Row(name="smollm", stages=(DIGITS, WORDS)),
+    _Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES)),
+    _Row(
+        name="qwen35",
+        stages=(
+            rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,
+            BYTES,
+        ),
+    ),
+    _Row(name="llama-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES), whole_words=True),
+    _Row(name="smaug-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES)),
+    _Row(
+        name="gpt-4o",
+        stages=(_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"), BYTES),
+        approximate=True,
+    ),
+    _Row(
+        name="tekken",
+        stages=(_cased("", r"\p{N}"), BYTES),
+        whole_words=True,
+        approximate=True,
+    ),
+    _Row(
+        name="deepseek-coder",
+        stages=(
+            r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS, BYTES,
+        ),
+    ),
+    _Row(
+        name="deepseek-v3",
+        stages=(
+            r"\p{N}{1,3}",
+            "[一-龥぀-ゟ゠-ヿ]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+            r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
+            BYTES,
+        ),
+    ),
+)  # fmt: skip
+
+
+def pre_tokenizer_name(definition: Mapping[str, Any]) -> str:
+    """llama.cpp's name for the cutting of a tokenizer.json, else the nearest, with one log line."""
+    stages = tuple(_stages(definition.get("pre_tokenizer")))
+    whole_words = bool(definition["model"].get("ignore_merges"))
+    for row in _ROWS:
+        if (row.stages, row.whole_words) == (stages, whole_words):
+            return row.name
+    names = {row.name: _text(row.stages, whole_words=row.whole_words) for row in _ROWS}
+    found = _text(stages, whole_words=whole_words)
+    nearest = max(names, key=lambda name: difflib.SequenceMatcher(None, names[name], found).ratio())
+    logger.warning(
+        "llama.cpp has no name for how this tokenizer cuts a text; the GGUF file says %s, the "
+        "nearest: other programs may read some words as other tokens, kvq reads tokenizer.json",
+        nearest,
+    )
+    return nearest
+
+
+def _stages(stage: Mapping[str, Any] | None) -> Iterator[str]:
+    if stage is None:
+        return
+    match stage["type"]:
+        case "Sequence":
+            for part in stage["pretokenizers"]:
+                yield from _stages(part)
+        case "Split":
+            pattern = stage["pattern"]
+            yield pattern.get("Regex") or pattern.get("String") or ""
+        case "Digits" if stage.get("individual_digits"):
+            yield DIGITS
+        case "ByteLevel" if not stage.get("add_prefix_space"):
+            yield WORDS if stage.get("use_regex", True) else BYTES
+        case other:
+            yield f"another {other}"
+
+
+def _text(stages: Stages, *, whole_words: bool) -> str:
+    return "\n".join((*stages, "whole words" if whole_words else ""))

@@ -1,0 +1,347 @@
+"""One sequence in llama.cpp: a context with its cache. Knows no loop and no text.
+
+Tokens enter at their positions in sequence 0. Positions of an edit's far side wait in sequence 1,
+as llama.cpp takes new tokens at the end of a sequence only.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
+from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends.llama_layout import (
+    CACHE_TYPES,
+    SEQUENCES,
+    CacheLayout,
+    batch_size,
+    keys_are_rotated,
+    padded,
+    reported_caches,
+)
+from kvq_runtime.backends.llama_library import LlamaModel
+from kvq_runtime.config import SessionConfig
+
+FLASH_ATTENTION_ON = 1
+_MAIN, _PARKED = 0, 1
+# A state is the number of tokens, then llama.cpp's own.
+STATE_PREFIX = struct.Struct("<Q")
+_FLOAT_BITS = 16
+# Rotary kinds whose positions have more than one number.
+_MULTIDIMENSIONAL_ROPES = (8, 24, 40)
+
+
+def open_context(
+    model: LlamaModel, *, config: SessionConfig, threads: int, sequences: int
+) -> tuple[Any, list[str]]:
+    """A context as `config` says and llama.cpp's messages. Raises `BackendError`."""
+    functions, messages = model.library.functions, model.library.messages
+    parameters = functions.llama_context_default_params()
+    parameters.n_ctx = padded(config.context_tokens)
+    parameters.n_batch = batch_size(config.context_tokens, config.chunk_tokens)
+    parameters.n_ubatch = parameters.n_batch
+    parameters.n_seq_max = sequences
+    parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.type_k = CACHE_TYPES[config.plan.k_bits].number
+    parameters.type_v = CACHE_TYPES[config.plan.v_bits].number
+    parameters.flash_attn_type = FLASH_ATTENTION_ON
+    # A layer with a window keeps no more than the window; `trim` knows what that costs.
+    parameters.swa_full = False
+    parameters.kv_unified = True
+    with messages.collected() as lines:
+        context = functions.llama_init_from_model(model.pointer, parameters)
+    if not context:
+        raise BackendError(
+            f"llama.cpp does not open a context of {config.context_tokens} tokens: "
+            f"{messages.last_errors()}; lower --ctx-size or choose --kv fp"
+        )
+    return context, lines
+
+
+class LlamaCppCache:
+    """`SequenceCache` over a context of llama.cpp's, which allocates all of it at once."""
+
+    def __init__(
+        self, model: LlamaModel, layout: CacheLayout, config: SessionConfig, *, threads: int
+    ) -> None:
+        """Raises `BackendError` where llama.cpp allocates other bytes than `layout` counts."""
+        self._model = model
+        self._functions = model.library.functions
+        self._layout = layout
+        self._config = config
+        self._window_tokens = max(group.window_tokens for group in layout.groups)
+        self.context_tokens = config.context_tokens
+        self.budget_bytes = config.budget_bytes
+        self.tokens = 0
+        self._reserved = 0
+        self._context, lines = open_context(
+            model,
+            config=config,
+            threads=threads,
+            # Parked tokens count against a window's room; a model with windows takes no edits.
+            sequences=1 if self._window_tokens else SEQUENCES,
+        )
+        self._rotates_keys = keys_are_rotated(lines)
+        self.chunk_tokens = batch_size(config.context_tokens, config.chunk_tokens)
+        self._batch = _Batch(self._functions, self.chunk_tokens)
+        try:
+            layout.check(
+                reported_caches(lines), config.plan, config.context_tokens, config.chunk_tokens
+            )
+        except BackendError:
+            self.close()
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes a step reads now."""
+        return self._layout.held_bytes(self._config.plan, self.tokens)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of K and V llama.cpp has allocated, full or not; never above the budget."""
+        return self._layout.num_bytes(
+            self._config.plan, self.context_tokens, self._config.chunk_tokens
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes one more token costs, all layers."""
+        return self._layout.bytes_per_token(self._config.plan)
+
+    def begin(self, tokens: int) -> None:
+        """Makes sure that `tokens` new tokens have room. Raises `BudgetError`."""
+        if self.tokens + tokens > self.context_tokens:
+            raise BudgetError(
+                f"{self.tokens} + {tokens} tokens exceed this session's context of "
+                f"{self.context_tokens}; open it with a larger --ctx-size"
+            )
+        if not 1 <= tokens <= self.chunk_tokens:
+            raise BudgetError(
+                f"one forward pass takes 1 to {self.chunk_tokens} tokens, {tokens} were given; "
+                "split them"
+            )
+        self._reserved = tokens
+
+    def forward(self, inputs: ForwardInput) -> NDArray[np.float32]:
+        """See `Backend.forward`."""
+        context = self._live()
+        batch = self._batch.fill(inputs.ids[:, 0], inputs.positions, inputs.rows)
+        status = self._functions.llama_decode(context, batch)
+        if status != 0:
+            raise CacheError(
+                f"llama.cpp could not compute {len(inputs.ids)} tokens (status {status}): "
+                f"{self._model.library.messages.last_errors()}"
+            )
+        vocabulary = self._functions.llama_vocab_n_tokens(self._model.vocabulary)
+        logits = np.empty((len(inputs.rows), vocabulary), np.float32)
+        for place, row in enumerate(inputs.rows.tolist()):
+            pointer = self._functions.llama_get_logits_ith(context, row)
+            logits[place] = np.ctypeslib.as_array(pointer, (vocabulary,))
+        return logits
+
+    def commit(self, tokens: int) -> None:
+        """Keeps the first `tokens` of the pending tokens."""
+        kept = self.tokens + tokens
+        self.tokens += self._reserved
+        self._reserved = 0
+        self.trim(kept)
+
+    def abort(self) -> None:
+        """Gives up the pending tokens after an error."""
+        self._reserved = 0
+        self._truncate(self.tokens)
+
+    def trim(self, tokens: int) -> None:
+        """Rolls back to the first `tokens` tokens, or to none where these are not all there.
+
+        A layer with a window has forgotten what lies before the last tokens' window.
+        """
+        if tokens < self.tokens:
+            self._truncate(tokens)
+
+    def state(self) -> bytes:
+        """A snapshot of everything held; `load_state` of an equal cache restores it."""
+        size = self._functions.llama_state_seq_get_size(self._live(), _MAIN)
+        state = (ctypes.c_uint8 * size)()
+        taken = self._functions.llama_state_seq_get_data(self._live(), state, size, _MAIN)
+        if taken == 0 and self.tokens:
+            raise CacheError("llama.cpp could not copy this session's cache; it was not saved")
+        return STATE_PREFIX.pack(self.tokens) + ctypes.string_at(state, taken)
+
+    def load_state(self, state: bytes) -> None:
+        """Restores a snapshot; unchanged when it is refused. Raises `SnapshotError`."""
+        before = self.state()
+        if not self._restored(state):
+            self._restored(before)
+            raise SnapshotError(
+                "llama.cpp refuses this saved cache; it is damaged, or of another model or "
+                "version: prefill again"
+            )
+
+    def why_not_edit(self) -> str | None:
+        """Why tokens in the middle cannot be replaced in this cache, or None."""
+        rope = self._functions.llama_model_rope_type(self._model.pointer)
+        quantized = self._config.plan.k_bits < _FLOAT_BITS
+        reasons = {
+            "the positions of this model have several dimensions": rope in _MULTIDIMENSIONAL_ROPES,
+            "this model has attention windows, which forget what an edit brings back into sight": (
+                self._window_tokens > 0
+            ),
+            "llama.cpp cannot shift the positions of this model": (
+                not self._functions.llama_memory_can_shift(self._memory())
+            ),
+            "llama.cpp cannot shift quantised keys of this head size; choose --kv fp": (
+                quantized and not self._rotates_keys
+            ),
+            "llama.cpp cannot shift quantised keys that turn in part; choose --kv fp": (
+                quantized and self._layout.turns_in_part
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def edit(self, start: int, stop: int, ids: Sequence[int]) -> None:
+        """Replaces tokens [start, stop) by `ids` and moves what follows, without computing it.
+
+        Approximate from the second layer on: what follows keeps the keys and values it had. An
+        error leaves the cache with a beginning of the edited text. Raises `BackendError` with
+        the reason where a cache cannot do it.
+        """
+        reason = self.why_not_edit()
+        if reason is not None:
+            raise BackendError(f"an edit in the middle is not possible: {reason}")
+        if not 0 <= start <= stop <= self.tokens:
+            raise UsageError(
+                f"tokens {start} to {stop} cannot be replaced; the cache holds {self.tokens}"
+            )
+        length = self.tokens - (stop - start) + len(ids)
+        if length > self.context_tokens:
+            raise BudgetError(
+                f"the edited text has {length} tokens and the context holds "
+                f"{self.context_tokens}; open the session with a larger --ctx-size"
+            )
+        functions, memory = self._functions, self._memory()
+        if stop < self.tokens:
+            functions.llama_memory_seq_cp(memory, _MAIN, _PARKED, stop, -1)
+        functions.llama_memory_seq_rm(memory, _MAIN, start, -1)
+        self.tokens = start
+        try:
+            self._append(ids)
+            if length > self.tokens:
+                functions.llama_memory_seq_add(memory, _PARKED, stop, -1, start + len(ids) - stop)
+                functions.llama_memory_seq_cp(memory, _PARKED, _MAIN, -1, -1)
+        finally:
+            functions.llama_memory_seq_rm(memory, _PARKED, -1, -1)
+        self.tokens = length
+
+    def close(self) -> None:
+        """Gives the context back; the cache cannot be used afterwards."""
+        if self._context is not None:
+            self._batch.close()
+            self._functions.llama_free(self._context)
+            self._context = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_context", None) is not None:
+            self.close()
+
+    def _append(self, ids: Sequence[int]) -> None:
+        """Computes `ids` at the end of the main sequence."""
+        for first in range(0, len(ids), self.chunk_tokens):
+            part = np.array(ids[first : first + self.chunk_tokens], np.int64)
+            self.begin(len(part))
+            try:
+                self.forward(
+                    ForwardInput(
+                        ids=part[:, None],
+                        weights=np.ones((len(part), 1), np.float32),
+                        positions=np.arange(self.tokens, self.tokens + len(part)),
+                        rows=np.zeros(0, np.int64),
+                    )
+                )
+            except CacheError:
+                self.abort()
+                raise
+            self.commit(len(part))
+
+    def _restored(self, state: bytes) -> bool:
+        """Whether the sequence is now what `state` says; otherwise it is empty."""
+        self._clear()
+        if len(state) < STATE_PREFIX.size:
+            return False
+        tokens = STATE_PREFIX.unpack_from(state)[0]
+        data = state[STATE_PREFIX.size :]
+        if tokens > self.context_tokens:
+            return False
+        if tokens == 0:
+            return True
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        taken = self._functions.llama_state_seq_set_data(self._live(), buffer, len(data), _MAIN)
+        last = self._functions.llama_memory_seq_pos_max(self._memory(), _MAIN)
+        self.tokens = tokens
+        if taken == len(data) and last == tokens - 1 and self._reaches_back():
+            return True
+        self._clear()
+        return False
+
+    def _reaches_back(self) -> bool:
+        """Whether all that the next token may attend to is still there."""
+        first = self._functions.llama_memory_seq_pos_min(self._memory(), _MAIN)
+        needed = self.tokens - self._window_tokens if self._window_tokens else 0
+        return 0 <= first <= max(0, needed)
+
+    def _truncate(self, tokens: int) -> None:
+        """Removes everything from position `tokens` on, pending tokens included."""
+        memory = self._memory()
+        removed = tokens > 0 and self._functions.llama_memory_seq_rm(memory, _MAIN, tokens, -1)
+        self.tokens = tokens
+        if not removed or not self._reaches_back():
+            self._clear()
+
+    def _clear(self) -> None:
+        """Empties everything: a refused state may have left cells that no removal finds."""
+        self._functions.llama_memory_clear(self._memory(), False)
+        self.tokens = 0
+
+    def _memory(self) -> Any:
+        return self._functions.llama_get_memory(self._live())
+
+    def _live(self) -> Any:
+        if self._context is None:
+            raise CacheError("this session is closed; open another one on the engine")
+        return self._context
+
+
+class _Batch:
+    """A llama_batch of one sequence, made once and filled per pass."""
+
+    def __init__(self, functions: Any, capacity: int) -> None:
+        self._functions = functions
+        self._batch = functions.llama_batch_init(capacity, 0, 1)
+        as_array = np.ctypeslib.as_array
+        self._tokens = as_array(self._batch.token, (capacity,))
+        self._positions = as_array(self._batch.pos, (capacity,))
+        self._wanted = as_array(self._batch.logits, (capacity,))
+        as_array(self._batch.n_seq_id, (capacity,))[:] = 1
+        for i in range(capacity):
+            self._batch.seq_id[i][0] = _MAIN
+
+    def fill(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> Any:
+        """The batch of these tokens; logits are wanted of `rows`."""
+        count = len(ids)
+        self._batch.n_tokens = count
+        self._tokens[:count] = ids
+        self._positions[:count] = positions
+        self._wanted[:count] = 0
+        self._wanted[rows] = 1
+        return self._batch
+
+    def close(self) -> None:
+        """Frees the batch."""
+        self._functions.llama_batch_free(self._batch)

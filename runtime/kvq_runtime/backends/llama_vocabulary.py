@@ -1,0 +1,156 @@
+"""A GGUF file's own vocabulary, as llama.cpp cuts texts with it, and its control tokens.
+
+Knows no session. What is special is what the file says (types control and unknown) and what is
+written like a control token, as for a tokenizer.json.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import numpy as np
+
+from kvq.errors import DataError
+from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.tokenizer import Tokenizer, looks_like_control
+from kvq_runtime.backends.llama_library import LlamaModel
+from kvq_runtime.gguf_file import GgufFile
+
+_KEYS = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NO_VOCABULARY = 0
+_PIECE_BYTES = 64
+# llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word: 30
+# thousand of them overflow a stack of 8 MiB and end the program.
+_LONG_RUN = re.compile(r"\S{4096}|\s{4096}")
+# An answer of this many tokens means that they cannot be counted.
+_OVERFLOW = -(1 << 31)
+
+
+def tokenizer_of(model: LlamaModel, file: GgufFile) -> Tokenizer | None:
+    """The tokenizer of a file, or None for a file without a vocabulary."""
+    functions = model.library.functions
+    if functions.llama_vocab_type(model.vocabulary) == _NO_VOCABULARY:
+        return None
+    vocabulary = LlamaVocabulary(model, file)
+    return Tokenizer(vocabulary, _control_tokens(model, file, vocabulary), file.chat_template)
+
+
+class LlamaVocabulary:
+    """`kvq_models.tokenizer.Vocabulary` over llama.cpp."""
+
+    def __init__(self, model: LlamaModel, file: GgufFile) -> None:
+        self._model = model
+        self._functions = model.library.functions
+        self.size: int = self._functions.llama_vocab_n_tokens(model.vocabulary)
+        self._pieces = [
+            piece.decode("utf-8", errors="replace")
+            for piece in file.strings(f"{_KEYS}tokens")[: self.size]
+        ]
+        self.special: Mapping[int, str] = self._special(file.numbers(f"{_KEYS}token_type"))
+        self._splits_words = file.contents.metadata.get(f"{_KEYS}model") == "gpt2"
+        marks_words = file.contents.metadata.get(f"{_KEYS}model") == "llama"
+        adds_space = file.contents.metadata.get(f"{_KEYS}add_space_prefix", marks_words)
+        self.strips_space = marks_words and bool(adds_space)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """See `Vocabulary.encode`."""
+        return [
+            token
+            for part in self._parts(text)
+            for token in self.encode_bytes(part.encode("utf-8"), special=special)
+        ]
+
+    def encode_bytes(self, text: bytes, *, special: bool) -> list[int]:
+        """Ids of any bytes; what is not UTF-8 is cut as llama.cpp sees fit."""
+        room = len(text) + 2
+        while True:
+            tokens = (ctypes.c_int32 * room)()
+            count = self._functions.llama_tokenize(
+                self._model.vocabulary, text, len(text), tokens, room, False, special
+            )
+            if count >= 0:
+                return tokens[:count]
+            if count == _OVERFLOW:
+                raise DataError(f"a text of {len(text)} bytes has too many tokens; split it")
+            room = -count
+
+    def piece_bytes(self, token: int) -> bytes:
+        """See `Vocabulary.piece_bytes`."""
+        if not 0 <= token < self.size:
+            return b""
+        room = _PIECE_BYTES
+        while True:
+            piece = ctypes.create_string_buffer(room)
+            count = self._functions.llama_token_to_piece(
+                self._model.vocabulary, token, piece, room, 0, True
+            )
+            if count >= 0:
+                return piece.raw[:count]
+            room = -count
+
+    def piece(self, token: int) -> str | None:
+        """See `Vocabulary.piece`."""
+        return self._pieces[token] if 0 <= token < len(self._pieces) else None
+
+    def token_id(self, content: str) -> int | None:
+        """See `Vocabulary.token_id`."""
+        return self._ids.get(content)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """Content -> id; of equal contents the first."""
+        return {piece: token for token, piece in reversed([*enumerate(self._pieces)])}
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text, cut within runs too long for llama.cpp's regular expressions."""
+        start = 0
+        for run in _LONG_RUN.finditer(text) if self._splits_words else ():
+            yield text[start : run.end()]
+            start = run.end()
+        yield text[start:]
+
+    def _special(self, types: np.ndarray) -> dict[int, str]:
+        types = types[: len(self._pieces)]
+        marked = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist()
+        named = [
+            token
+            for token in np.flatnonzero(types == _USER_DEFINED).tolist()
+            if looks_like_control(self._pieces[token])
+        ]
+        return {token: self._pieces[token] for token in sorted(marked + named)}
+
+
+def _control_tokens(
+    model: LlamaModel, file: GgufFile, vocabulary: LlamaVocabulary
+) -> ControlTokens:
+    functions, handle = model.library.functions, model.vocabulary
+
+    def named(key: str, found: int) -> int | None:
+        """llama.cpp guesses ids the file does not name; a guess may be a word."""
+        given = f"{_KEYS}{key}_token_id" in file.contents.metadata
+        return found if found >= 0 and (given or found in vocabulary.special) else None
+
+    bos = named("bos", functions.llama_vocab_bos(handle))
+    ends = [
+        named("eos", functions.llama_vocab_eos(handle)),
+        named("eot", functions.llama_vocab_eot(handle)),
+        *(token for token in vocabulary.special if functions.llama_vocab_is_eog(handle, token)),
+    ]
+    starts = bos is not None and functions.llama_vocab_get_add_bos(handle)
+    fim = {
+        "prefix": named("fim_pre", functions.llama_vocab_fim_pre(handle)),
+        "suffix": named("fim_suf", functions.llama_vocab_fim_suf(handle)),
+        "middle": named("fim_mid", functions.llama_vocab_fim_mid(handle)),
+        "pad": named("fim_pad", functions.llama_vocab_fim_pad(handle)),
+        "repo": named("fim_rep", functions.llama_vocab_fim_rep(handle)),
+        "file": named("fim_sep", functions.llama_vocab_fim_sep(handle)),
+    }
+    complete = None not in (fim["prefix"], fim["suffix"], fim["middle"])
+    return ControlTokens(
+        bos=bos,
+        eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        start=(bos,) if starts and bos is not None else (),
+        fim=FimTokens(**fim) if complete else None,  # type: ignore[arg-type]
+    )
