@@ -1,12 +1,17 @@
 """What an export is asked to be. Knows no file and no model."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from kvq.config import KvPlan
 from kvq.errors import UsageError
+from kvq.policies import DEFAULT_POLICY, policy_named
 
 WEIGHT_BITS = (4, 8)
 BLOCKS = (32, 64, 128)
+
+Format = Literal["onnx", "gguf", "both"]
+GgufType = Literal["q4_k_m", "q4_0", "q8_0", "f16", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,20 +36,45 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """One export: weight format, default KV plan, and what to do around them.
+    """One export: formats, default KV plan, and what to do around them.
 
-    `name` defaults to the destination's folder name. `force` replaces an existing bundle.
-    `tokenizer` False exports a checkpoint that has none: the bundle then takes token ids only.
+    `weights` are those of the ONNX graph; a GGUF file of type q4_0 takes the width of the embedding
+    from there. `policy` is the bundle's default one, or a spelling of it with options. `name`
+    defaults to the destination's folder name. `force` replaces an existing bundle. `calibrate`
+    measures what errors cost in each layer, for policies that ask. `tokenizer` False exports a
+    checkpoint that has none: the bundle then takes ids only.
     """
 
     weights: WeightFormat = field(default_factory=WeightFormat)
+    format: Format = "onnx"
+    gguf_type: GgufType = "q4_k_m"
     kv: KvPlan = field(default_factory=KvPlan)
+    policy: str = DEFAULT_POLICY
     name: str | None = None
     force: bool = False
     quality: bool = True
+    calibrate: bool = True
     tokenizer: bool = True
     threads: int = 2
 
     def __post_init__(self) -> None:
+        for flag, value, choices in (
+            ("format", self.format, get_args(Format)),
+            ("gguf-type", self.gguf_type, get_args(GgufType)),
+        ):
+            if value not in choices:
+                raise UsageError(f"--{flag} {value} is not possible: choose {', '.join(choices)}")
+        # Evaluated for its refusals.
+        _ = policy_named(self.policy)
         if self.threads < 1:
             raise UsageError(f"--threads {self.threads} is not possible: give 1 or more")
+
+    @property
+    def onnx(self) -> bool:
+        """Whether a graph is asked for."""
+        return self.format != "gguf"
+
+    @property
+    def gguf(self) -> bool:
+        """Whether a GGUF file is asked for."""
+        return self.format != "onnx"

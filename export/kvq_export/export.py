@@ -14,17 +14,24 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq_export import quality
+from kvq.policies import Sensitivity
+from kvq_export import calibration, quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
+from kvq_export.gguf_export import GgufExport
+from kvq_export.gguf_model import gguf_model
+from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub import Located, locate
 from kvq_export.layout import plan_layout
 from kvq_export.quality import Original
 from kvq_export.staging import require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
+from kvq_models.decoder import rope_settings
+from kvq_models.keys import read_keys
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.bundle import (
+    GGUF_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Bundle,
@@ -48,6 +55,7 @@ class _Model:
     located: Located
     original: Original
     tokenizer: Tokenizer | None
+    gguf: GgufExport | None
 
 
 def export_model(
@@ -64,42 +72,59 @@ def export_model(
     """
     options = options or ExportOptions()
     folder = Path(destination).expanduser()
+    name = options.name or folder.name
     model = _open_model(locate(source), options)
     config, sources = model.original.config, model.original.sources
-    layout = plan_layout(config, sources, options.weights)
+    layout = plan_layout(config, sources, options.weights) if options.onnx else None
+    graph_bytes = 0 if layout is None else layout.num_bytes
+    total = graph_bytes + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
-        require_space(partial, layout.num_bytes + _SLACK_BYTES)
+        disk_bytes = graph_bytes + (0 if model.gguf is None else model.gguf.disk_bytes)
+        require_space(partial, disk_bytes + _SLACK_BYTES)
         files = _write_texts(partial, model)
-        reader = CheckpointWeights(model.original.checkpoint, sources, options.threads)
-        files |= write_model(partial, config, layout, reader, progress)
+        if layout is not None:
+            reader = CheckpointWeights(model.original.checkpoint, sources, options.threads)
+            files |= write_model(
+                partial, config, layout, reader, lambda done, _, what: progress(done, total, what)
+            )
+        if model.gguf is not None:
+            model.gguf.write(
+                partial, name, lambda done, _, what: progress(graph_bytes + done, total, what)
+            )
+            files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
         control = _control(model)
         manifest = Manifest(
-            name=options.name or folder.name,
+            name=name,
             config=config,
-            weights=weight_info(layout),
+            weights=None if layout is None else weight_info(layout),
+            gguf=None if model.gguf is None else model.gguf.info,
             kv=options.kv,
             files=files,
             eos_token_ids=control.eos,
             tokens=control.to_json(),
             source=_describe(model.located),
+            policy=options.policy,
         )
         write_manifest(partial, manifest)
-        if options.quality and model.tokenizer is not None:
-            total = layout.num_bytes
-            report = _measure(
-                model,
-                model.tokenizer,
-                partial,
-                options,
-                lambda label: progress(total, total, label),
-            )
-            write_manifest(partial, replace(manifest, quality=report))
+
+        def step(label: str) -> None:
+            progress(total, total, label)
+
+        if model.tokenizer is not None:
+            if options.calibrate and layout is not None:
+                manifest = replace(
+                    manifest, sensitivity=_calibrate(partial, model.tokenizer, options, step)
+                )
+            if options.quality:
+                report = _measure(model, model.tokenizer, partial, options, step)
+                manifest = replace(manifest, quality=report)
+            write_manifest(partial, manifest)
     return Bundle.open(folder)
 
 
 def _open_model(located: Located, options: ExportOptions) -> _Model:
     """Refuses what cannot be exported before the first byte is written."""
-    family, config, _ = read_checkpoint(located.folder)
+    family, config, config_json = read_checkpoint(located.folder)
     # Evaluated for its refusals: the cache must be able to hold this model.
     _ = config.cache_shape
     checkpoint = Checkpoint.open(located.folder)
@@ -113,11 +138,26 @@ def _open_model(located: Located, options: ExportOptions) -> _Model:
                 f"tokenizer.json names {tokenizer.vocab_size} tokens, config.json gives the model "
                 f"{config.vocab_size}; they do not belong together"
             )
-    return _Model(
+    model = _Model(
         located=located,
         original=Original(config=config, sources=sources, checkpoint=checkpoint),
         tokenizer=tokenizer,
+        gguf=None,
     )
+    if not options.gguf:
+        return model
+    settings = rope_settings(read_keys(family.model_type, family.keys, config_json))
+    gguf = GgufExport(
+        model=gguf_model(config, settings),
+        checkpoint=checkpoint,
+        sources=sources,
+        options=options,
+        vocabulary=tokenizer
+        and read_vocabulary(located.folder, tokenizer, family, config.vocab_size),
+        license=_licence(located.folder),
+    )
+    gguf.check()
+    return replace(model, gguf=gguf)
 
 
 def _control(model: _Model) -> ControlTokens:
@@ -136,10 +176,11 @@ def _write_texts(folder: Path, model: _Model) -> dict[str, FileInfo]:
     if model.tokenizer.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(model.tokenizer.chat_template, encoding="utf-8")
         names.append(TEMPLATE_FILE)
-    return {
-        name: FileInfo(num_bytes=(folder / name).stat().st_size, sha256=file_sha256(folder / name))
-        for name in names
-    }
+    return {name: _file_info(folder / name) for name in names}
+
+
+def _file_info(file: Path) -> FileInfo:
+    return FileInfo(num_bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 def _measure(
@@ -151,9 +192,36 @@ def _measure(
 ) -> Mapping[str, Any]:
     bundle = Bundle.open(folder, verify="size")
     ids = tokenizer.encode(quality.quality_text(), start=True)
-    ids = ids[: quality.token_limit(bundle.config.vocab_size)]
-    with quality.engine_run(bundle, options.threads) as run:
-        return quality.measure(model.original, options.kv, run, np.array(ids), step)
+    ids = np.array(ids[: quality.token_limit(bundle.config.vocab_size)])
+    step("the checkpoint's answers")
+    expected = quality.log_softmax(model.original.logits(ids))
+    report: dict[str, Any] = {"text": "quality.txt", "tokens": len(ids)}
+    if bundle.has_onnx:
+        with quality.engine_run(bundle, options.threads) as run:
+            report |= quality.measure(expected, options.kv, run, ids, step)
+    if model.gguf is not None:
+        step("llama.cpp's answers")
+        # Beyond its context llama.cpp computes something else where it has no window.
+        within = ids[: model.gguf.model.context_length]
+        found = quality.measure_gguf(
+            model.original, expected[: len(within)], folder / GGUF_FILE, within, options.threads
+        )
+        report["gguf"] = {"type": options.gguf_type} | found
+    return report
+
+
+def _calibrate(
+    folder: Path, tokenizer: Tokenizer, options: ExportOptions, step: Callable[[str], None]
+) -> Sensitivity | None:
+    bundle = Bundle.open(folder, verify="size")
+    ids = calibration.calibration_ids(tokenizer, bundle.config.context_length)
+    if ids is None:
+        return None
+
+    def layer_done(done: int, layers: int) -> None:
+        step(f"what errors cost, layer {done} of {layers}")
+
+    return calibration.calibrate(bundle, ids, options.threads, layer_done)
 
 
 def _describe(located: Located) -> dict[str, Any]:

@@ -16,10 +16,33 @@ def environment_name(name: str) -> str:
 
 def cache_folder() -> Path:
     """Folder for files that can be made again (exported default model, hash records)."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "kvq"
+    return _folder("XDG_CACHE_HOME", ".cache")
+
+
+def config_folder() -> Path:
+    """Folder for what the user sets."""
+    return _folder("XDG_CONFIG_HOME", ".config")
+
+
+def data_folder() -> Path:
+    """Folder for what the user made and cannot be made again (chats)."""
+    return _folder("XDG_DATA_HOME", ".local/share")
+
+
+def editor_command() -> str:
+    """The user's editor, as a command line."""
+    return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
 
 
 def terminal_is_plain() -> bool:
     """Whether the user asked for output without escape codes (https://no-color.org)."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return bool(os.environ.get("NO_COLOR")) or terminal_is_dumb()
+
+
+def terminal_is_dumb() -> bool:
+    """Whether the terminal says it takes no escape codes at all."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def _folder(variable: str, usual: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / usual) / "kvq"

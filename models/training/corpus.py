@@ -170,7 +170,7 @@ def english_documents(path: Path) -> Iterator[Document]:
 
 def main() -> None:
     """Builds the corpus and its manifest."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Collects the training text.")
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -194,9 +194,8 @@ def main() -> None:
         )
 
     with lzma.open(partial, "wt", encoding="utf-8", preset=6) as out:
-        about = {
-            "name": "Python standard library", "version": sys.version.split()[0], "licence": "PSF-2.0",
-        }  # fmt: skip
+        version = sys.version.split()[0]
+        about = {"name": "Python standard library", "version": version, "licence": "PSF-2.0"}
         library = python_documents("python", standard_library(), seen, 100 * PACKAGE_BYTES)
         write(out, about, library)
         for path in sorted(arguments.packages.iterdir()):

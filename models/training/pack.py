@@ -214,7 +214,7 @@ def write_tokens(path: Path, documents: Iterator[list[int]], count: int) -> None
 
 def main() -> None:
     """Packs the training files and the held-out texts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Packs the corpus for training.")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--out", type=Path, required=True)

@@ -234,9 +234,9 @@ def save(state: dict[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
-def main() -> None:
-    """Trains, or goes on training, until the recipe's last step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+    """What to train, from where to where."""
+    parser = argparse.ArgumentParser(description="Trains one model of the family.")
     parser.add_argument("config", type=Path)
     parser.add_argument("packed", type=Path)
     parser.add_argument("tokenizer", type=Path)
@@ -245,7 +245,43 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--stop-minutes", type=float, default=math.inf, help="save and leave then")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+class Journal:
+    """The progress line and the log of a run."""
+
+    def __init__(self, path: Path, recipe: Recipe, first: int) -> None:
+        self._path, self._recipe, self._first = path, recipe, first
+        self._started = self._lap = time.monotonic()
+        self._recent: float | None = None
+
+    @property
+    def minutes(self) -> float:
+        """Since the run, or its continuation, began."""
+        return (time.monotonic() - self._started) / 60
+
+    def step(self, step: int, nats: float, bits_per_byte: float | None) -> None:
+        """Writes a row and redraws the line."""
+        now = time.monotonic()
+        speed = round(self._recipe.tokens_per_step / (now - self._lap))
+        self._lap = now
+        self._recent = nats if self._recent is None else 0.95 * self._recent + 0.05 * nats
+        left = self.minutes / (step - self._first) * (self._recipe.steps - step)
+        row = {"step": step, "nats": round(nats, 4), "tokens_per_second": speed}
+        shown = f"step {step}/{self._recipe.steps}  {self._recent:.3f} nats  {speed} tokens/s  "
+        shown += f"{left:.0f} min left"
+        if bits_per_byte is not None:
+            row["held_out_bits_per_byte"] = bits_per_byte
+            shown += f"  held out {bits_per_byte:.4f} bits per byte\n"
+        with self._path.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+        print(f"\r{shown:100}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Trains, or goes on training, until the recipe's last step."""
+    arguments = arguments_of()
     torch.set_num_threads(arguments.threads)
     # A layer is compiled for the short and the long length and for evaluation.
     torch._dynamo.config.cache_size_limit = 64
@@ -261,44 +297,14 @@ def main() -> None:
     }
     recipe = Recipe(**settings["train"])
     trainer = Trainer(settings["model"], recipe, arguments.device)
-    checkpoint, log = arguments.out / "checkpoint.pt", arguments.out / "log.jsonl"
+    checkpoint = arguments.out / "checkpoint.pt"
     arguments.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
         trainer.load(torch.load(checkpoint, map_location=arguments.device, weights_only=True))
         print(f"resumed at step {trainer.step}", file=sys.stderr)
-    data = Data(arguments.packed, recipe)
-    held_out = (arguments.packed / "held_out.python.txt").read_text(encoding="utf-8")
-
-    started = saved = time.monotonic()
-    recent, first = 0.0, trainer.step
-    while trainer.step < recipe.steps:
-        lap = time.monotonic()
-        nats = trainer.train_step(data.batch(trainer.step))
-        now = time.monotonic()
-        recent = nats if trainer.step == first + 1 else 0.95 * recent + 0.05 * nats
-        left = (now - started) / (trainer.step - first) * (recipe.steps - trainer.step)
-        row: dict[str, Any] = {
-            "step": trainer.step,
-            "nats": round(nats, 4),
-            "tokens_per_second": round(recipe.tokens_per_step / (now - lap)),
-        }
-        last = trainer.step == recipe.steps
-        if trainer.step % 200 == 0 or last:
-            length = recipe.length_at(trainer.step - 1)
-            row["held_out_bits_per_byte"] = trainer.bits_per_byte(tokenizer, held_out, length, 24)
-        with log.open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
-        shown = f"step {trainer.step}/{recipe.steps}  {recent:.3f} nats  "
-        shown += f"{row['tokens_per_second']} tokens/s  {left / 60:.0f} min left"
-        if "held_out_bits_per_byte" in row:
-            shown += f"  held out {row['held_out_bits_per_byte']:.4f} bits per byte\n"
-        print(f"\r{shown:100}", end="", file=sys.stderr, flush=True)
-        stop = now - started > 60 * arguments.stop_minutes
-        if last or stop or now - saved > 60 * arguments.save_minutes:
-            save(trainer.state(), checkpoint)
-            saved = now
-        if stop:
-            return
+    train(trainer, tokenizer, arguments, checkpoint)
+    if trainer.step < recipe.steps:
+        return
     about = settings | {
         "recipe": asdict(recipe),
         "turn_end": tokenizer.token_to_id("<|im_end|>"),
@@ -307,6 +313,28 @@ def main() -> None:
         "torch": torch.__version__,
     }
     write_model(trainer, arguments.tokenizer, arguments.out / "model", about)
+
+
+def train(
+    trainer: Trainer, tokenizer: Tokenizer, arguments: argparse.Namespace, checkpoint: Path
+) -> None:
+    """Steps to the recipe's end, or to the end of the minutes allowed; saves on the way."""
+    recipe = trainer.recipe
+    data = Data(arguments.packed, recipe)
+    held_out = (arguments.packed / "held_out.python.txt").read_text(encoding="utf-8")
+    journal = Journal(arguments.out / "log.jsonl", recipe, trainer.step)
+    saved = 0.0
+    while trainer.step < recipe.steps and journal.minutes < arguments.stop_minutes:
+        nats = trainer.train_step(data.batch(trainer.step))
+        bits_per_byte = None
+        if trainer.step % 200 == 0 or trainer.step == recipe.steps:
+            length = recipe.length_at(trainer.step - 1)
+            bits_per_byte = trainer.bits_per_byte(tokenizer, held_out, length, 24)
+        journal.step(trainer.step, nats, bits_per_byte)
+        if journal.minutes - saved > arguments.save_minutes:
+            save(trainer.state(), checkpoint)
+            saved = journal.minutes
+    save(trainer.state(), checkpoint)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def train(texts: Iterator[str], size: int) -> Tokenizer:
 
 def main() -> None:
     """Trains and writes the tokenizer's files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains the tokenizer.")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", type=int, default=16384)

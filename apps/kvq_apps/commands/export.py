@@ -24,8 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     options.add_flags(
         parser,
-        "out", "format", "wbits", "group", "embedding-bits", "kbits", "vbits", "kv",
-        "no-quality", "force", "threads",
+        "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "kbits", "vbits", "kv",
+        "kv-policy", "no-quality", "no-calibrate", "force", "threads",
         kbits="bits of cached keys the bundle asks for: 8, 4 or 2 (default: 4)",
         vbits="bits of cached values the bundle asks for: 8, 4 or 2 (default: 2)",
     )  # fmt: skip
@@ -35,6 +35,7 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not arguments.source:
         raise UsageError("MODEL is missing; give a checkpoint folder or a hub id")
+    _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
     from kvq.config import KvPlan
@@ -46,10 +47,12 @@ def run(arguments: Namespace) -> int:
         **options.given(arguments, bits="wbits", block="group", embedding_bits="embedding-bits")
     )
     export_options = ExportOptions(
+        **options.given(arguments, format="format", gguf_type="gguf-type", policy="kv-policy"),
         weights=weights,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
         quality=not arguments.no_quality,
+        calibrate=not arguments.no_calibrate,
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
     since = perf_counter()
@@ -66,6 +69,26 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+def _refuse_unused(arguments: Namespace) -> None:
+    """Flags of a file that is not written would be ignored."""
+    chosen = arguments.format or "onnx"
+    kind = arguments.gguf_type or "q4_k_m"
+    unused: dict[str, str] = {}
+    if chosen == "onnx":
+        unused["gguf-type"] = "is of the GGUF file; add --format gguf or both"
+    if chosen == "gguf":
+        unused |= dict.fromkeys(
+            ("wbits", "group"), "is of the ONNX graph; choose --gguf-type, or --format both"
+        )
+        if kind != "q4_0":
+            unused["embedding-bits"] = (
+                f"changes nothing in a GGUF file of type {kind}, only in q4_0"
+            )
+    for flag, why in unused.items():
+        if options.given(arguments, value=flag):
+            raise UsageError(f"--{flag} {why}")
+
+
 def _name(source: str) -> str:
     """Last part of a folder's path or a hub id."""
     return Path(source).resolve().name if Path(source).is_dir() else source.rsplit("/", 1)[-1]
@@ -80,27 +103,24 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files.values()),
         **{
             key: manifest[key]
-            for key in ("name", "model_type", "weights", "kv", "quality", "files")
+            for key in ("name", "model_type", "weights", "gguf", "kv", "quality", "files")
         },
     }
 
 
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
-    weights, kv = report["weights"], report["kv"]
+    kv = report["kv"]
     shape = bundle.config.cache_shape
     rows = [
         ("bundle", report["path"]),
         ("model", f"{report['name']} ({report['model_type']})"),
-        (
-            "weights",
-            f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block "
-            f"{weights['block']}, embedding {weights['embedding_bits']} bits",
-        ),
+        *output.weight_rows(report),
         (
             "KV plan",
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens "
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
+        ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]

@@ -1,0 +1,128 @@
+"""What an error in one layer's keys or values costs the model's predictions.
+
+Errors of attention outputs are cheap to know at run time; what they cost in the end is not, and
+differs between layers by orders of magnitude (Lee et al., arXiv 2502.04420, KVTuner; the layer
+sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). So it is measured
+once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
+fewer bits, its values, or half of its pages are evicted, and the divergence of the following
+tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error.
+"""
+
+from collections.abc import Callable
+from importlib import resources
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.cache import Cache, budget_for_tokens
+from kvq.config import PAGE_TOKENS, KvPlan
+from kvq.policies import Sensitivity
+from kvq_export import quality
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime import backends
+from kvq_runtime.backends import plain_input
+from kvq_runtime.bundle import Bundle
+
+READ_TOKENS = 768
+SCORED_TOKENS = 128
+CHUNK_TOKENS = 128
+# Rounding of activations moves predictions by this much whatever the cache holds.
+NOISE_NATS = 1e-6
+WIDTHS = (8, 4, 2)
+
+Floats = NDArray[np.float64]
+
+
+def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int64] | None:
+    """Tokens of prose and code, or None for a context too short to calibrate in."""
+    code = resources.files("kvq").joinpath("reference.py").read_text(encoding="utf-8")
+    limit = min(READ_TOKENS + SCORED_TOKENS, context_tokens)
+    ids = tokenizer.encode(f"{quality.quality_text()}\n\n{code}", start=True)[:limit]
+    return np.array(ids, np.int64) if len(ids) >= 4 * PAGE_TOKENS + SCORED_TOKENS else None
+
+
+class _Reading:
+    """A text read into 8-bit pages, and what changing them does to the tokens after it."""
+
+    def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int) -> None:
+        config, plan = bundle.config, KvPlan(k_bits=8, v_bits=8)
+        self._backend = backends.open_backend("auto", bundle, threads=threads)
+        self.cache = Cache(
+            config.cache_shape,
+            plan,
+            2 * budget_for_tokens(config.cache_shape, plan, len(ids)) + (1 << 20),
+            len(ids),
+            chunk_tokens=CHUNK_TOKENS,
+            threads=threads,
+            windows=[layer.window_tokens for layer in config.layers],
+            observed=True,
+            native=self._backend.cache_kind == "native",
+        )
+        read, self._scored = ids[:-SCORED_TOKENS], ids[-SCORED_TOKENS:]
+        for start in range(0, len(read), CHUNK_TOKENS):
+            self._forward(read[start : start + CHUNK_TOKENS])
+        self._state = self.cache.state()
+        self.widths = self.cache.columns()[1]
+        attention = self.cache.evidence().attention
+        assert attention is not None
+        self.attention = attention
+        self._expected = quality.log_softmax(self._forward(self._scored))
+
+    def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        first = self.cache.tokens
+        self.cache.begin(len(ids))
+        inputs = plain_input(ids, first, np.arange(len(ids)), rope_long=False)
+        logits = self._backend.forward(self.cache, inputs)
+        self.cache.commit(len(ids))
+        return logits
+
+    def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
+        """Mean nats per scored token once one layer's pages are read at these widths."""
+        self.cache.load_state(self._state)
+        heads = range(self.widths.shape[1])
+        self.cache.demote(
+            np.array([(layer, h, c, k_bits, v_bits) for h in heads for c in columns], np.int32)
+        )
+        found = quality.log_softmax(self._forward(self._scored))
+        return max(quality.compare(self._expected, found)["mean_kld"], NOISE_NATS)
+
+    def close(self) -> None:
+        self.cache.close()
+        self._backend.close()
+
+
+def calibrate(
+    bundle: Bundle,
+    ids: NDArray[np.int64],
+    threads: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Sensitivity:
+    """Measures every layer of a bundle with a graph; `progress` gets (layers done, layers)."""
+    reading = _Reading(bundle, ids, threads)
+    try:
+        layers, _, count, _ = reading.widths.shape
+        nats = np.zeros((layers, 2, len(WIDTHS)))
+        evict = np.zeros(layers)
+        half = range(count // 2)
+        for layer in range(layers):
+            for index, bits in enumerate(WIDTHS[1:], start=1):
+                nats[layer, 0, index] = reading.divergence(layer, range(count), bits, 8)
+                nats[layer, 1, index] = reading.divergence(layer, range(count), 8, bits)
+            evict[layer] = reading.divergence(layer, half, 0, 0)
+            progress(layer + 1, layers)
+        attention = reading.attention
+        narrow = 4.0 ** (WIDTHS[0] - WIDTHS[-1])
+        return Sensitivity(
+            key=nats[:, 0, -1] / (narrow * _total(attention.key_error)),
+            value=nats[:, 1, -1] / (narrow * _total(attention.value_error)),
+            evict=evict / _total(attention.evict_error[..., : len(half)]),
+            key_bits_nats=nats[:, 0],
+            value_bits_nats=nats[:, 1],
+        )
+    finally:
+        reading.close()
+
+
+def _total(error: NDArray[np.float32]) -> Floats:
+    """Sum over a layer's heads and pages; what no probe saw counts as next to nothing."""
+    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)

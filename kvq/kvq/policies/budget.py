@@ -1,0 +1,124 @@
+"""The default: key bits, value bits and eviction in one currency, spent where they cost least.
+
+Every page can be read at (K, V) widths of {8, 4, 2} each, or be gone: ten rungs, each with its
+bytes and its damage. Of each page the lower convex hull of (bytes, damage) remains, and the step
+with the least damage per byte freed is taken first, over all pages, layers and heads: for one
+error currency that is the least total damage for the bytes, up to one step.
+
+Damage is the squared change of the attention output. Two terms make it up. What the probes see: to
+first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of
+sum_d q_d^2 s_d^2 / 12, values by S_t s_t; an evicted page by what renormalising without it does
+(`Evidence.attention`). And what they do not see: a later query may look for one token of the page,
+as a question looks for its answer. `prior` is the chance of that, per query and over all pages
+together; such a query gives the token `FOCUS` of its attention. Without the second term a page
+nobody has asked for yet is free to evict, and retrieval fails first.
+
+Layers differ in what an error costs in the end: calibration at export measures nats per unit of
+error (`Evidence.sensitivity`). Uncalibrated, an error counts relative to the layer's mean output,
+and `EDGE` times as much in the first and last layer.
+
+Sensitivities after QAQ (arXiv 2403.04643); convex-hull allocation as in rate-distortion theory
+(Shoham and Gersho, 1988); the prior and the calibration in nats are ours.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.config import PAGE_WIDTHS
+from kvq.policies import Evidence
+from kvq.policies.spend import Steps, held_pages, page_bytes_at, spend
+
+Costs = NDArray[np.float64]
+
+RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
+FOCUS = 0.5
+EDGE = 4.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Convex-hull allocation of bits and evictions."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
+
+    prior: float = 0.1
+    evict: float = 1.0
+
+    def relieve(
+        self, evidence: Evidence, bytes_short: int, columns_short: int
+    ) -> NDArray[np.int32]:
+        pages = held_pages(evidence)
+        costs = self._costs(evidence)[tuple(pages[:, :3].T)]
+        steps = hull_steps(pages, costs, page_bytes_at(RUNGS, evidence.head_dim))
+        gone = np.zeros(evidence.widths.shape[2])
+        np.add.at(gone, pages[:, 2], costs[:, -1])
+        return spend(evidence, steps, bytes_short, columns_short, np.argsort(gone, kind="stable"))
+
+    def _costs(self, evidence: Evidence) -> Costs:
+        """Damage float64 [L, Hk, C, rungs] of reading each page at each rung."""
+        attention, constants = evidence.attention, evidence.constants
+        assert attention is not None
+        assert constants is not None
+        dim = evidence.head_dim
+        chance = self.prior / max(1, evidence.widths.shape[2])
+        key_step, value_step = constants.key_range / 255, constants.value_range / 255
+        # Of a query that looks for one token: what rounding and absence do to its output.
+        logit_noise = np.einsum("lhd,lhcd->lhc", attention.query_square, np.square(key_step)) / 12
+        middle = constants.value_min + constants.value_range / 2
+        size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
+        unseen = FOCUS**2 * chance
+        keys = attention.key_error + unseen * (1 - FOCUS) ** 2 * logit_noise * size
+        values = attention.value_error + unseen * np.square(value_step).mean(axis=-1) * dim / 12
+        gone = attention.evict_error + unseen * size
+        key_weight, value_weight, evict_weight = _weights(evidence)
+        costs = np.empty((*keys.shape, len(RUNGS)))
+        for rung, (k_bits, v_bits) in enumerate(RUNGS[:-1].tolist()):
+            rounded_keys = key_weight * keys * 4.0 ** (8 - k_bits)
+            costs[..., rung] = rounded_keys + value_weight * values * 4.0 ** (8 - v_bits)
+        costs[..., -1] = self.evict * evict_weight * gone
+        return costs
+
+
+def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Steps:
+    """Every page's steps down its convex hull, the cheapest per byte first.
+
+    `pages` int32 [P, 5] with present widths, `costs` float64 [P, rungs], `rung_bytes` [rungs].
+    """
+    count = len(pages)
+    rows = np.arange(count)
+    at = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
+    slopes = np.full(count, -np.inf)
+    taken: list[tuple[Costs, NDArray[np.intp], NDArray[np.intp]]] = []
+    while (moving := at < len(RUNGS) - 1).any():
+        freed = rung_bytes[at][:, None] - rung_bytes[None]
+        lower = (RUNGS[None] <= RUNGS[at][:, None]).all(axis=-1) & (freed > 0)
+        slope = np.where(lower, (costs - costs[rows, at][:, None]) / np.maximum(freed, 1), np.inf)
+        best = np.argmin(slope, axis=1)
+        # A step is never taken before the page's earlier ones, whatever rounding says.
+        slopes = np.maximum(slopes, slope[rows, best])
+        taken.append((slopes[moving], rows[moving], best[moving]))
+        at = np.where(moving, best, at)
+    if not taken:
+        return pages[:0]
+    price, page, rung = (np.concatenate(parts) for parts in zip(*taken, strict=True))
+    # Stable: among equals the page's earlier step, then the older page.
+    order = np.argsort(price, kind="stable")
+    page, rung = page[order], rung[order]
+    return np.column_stack([pages[page, :3], RUNGS[rung]]).astype(np.int32)
+
+
+def _weights(evidence: Evidence) -> tuple[Costs, Costs, Costs]:
+    """What a unit of key, value and eviction error costs in each layer, float64 [L, 1, 1] each."""
+    sensitivity = evidence.sensitivity
+    if sensitivity is not None:
+        parts = (sensitivity.key, sensitivity.value, sensitivity.evict)
+        return tuple(part[:, None, None] for part in parts)  # type: ignore[return-value]
+    assert evidence.attention is not None
+    output = evidence.attention.output_square.sum(axis=-1).mean(axis=1).astype(np.float64)
+    weight = 1 / np.maximum(output, 1e-12)
+    weight[[0, -1]] *= EDGE
+    column = weight[:, None, None]
+    return column, column, column

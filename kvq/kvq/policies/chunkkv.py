@@ -1,0 +1,41 @@
+"""ChunkKV (2502.00299): whole chunks stay or go, and neighbouring layers choose alike.
+
+The paper sums the attention of an observation window over the tokens of a chunk (about ten) and
+over the heads, keeps each layer's best chunks whole, and lets `reuse` layers in a row use the
+choice of the first. Here the chunk is the page. A layer follows the first of its group only if both
+have the same sliding window: another window sees other pages.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import UsageError
+from kvq.policies import Evidence
+from kvq.policies.scorer import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKV(Scorer):
+    """Evicts the pages all heads of a layer look at least."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    reuse: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reuse < 1:
+            raise UsageError(
+                f"--kv-policy chunkkv: reuse={self.reuse} is not possible: 1 layer or more"
+            )
+
+    def importance(self, evidence: Evidence) -> NDArray[np.floating]:
+        assert evidence.attention is not None
+        mass = evidence.attention.mass
+        layers = np.arange(len(mass))
+        first = layers - layers % self.reuse
+        leader = np.where(evidence.windows[first] == evidence.windows, first, layers)
+        return np.broadcast_to(mass.sum(axis=1, keepdims=True)[leader], mass.shape)

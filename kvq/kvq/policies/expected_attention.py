@@ -1,0 +1,37 @@
+"""Expected Attention (2510.00636): what future queries will look at, in closed form.
+
+The paper takes queries as Gaussian, moves their mean and covariance on to the positions to come,
+and scores a token by E[exp(q.k)] = exp(mu.k + k'Sigma k / 2) times the norm of its value. Here mu
+and the diagonal of Sigma come from the probes' rotated and scaled queries, where they stand, and a
+page's key is the middle of each channel. Scores are logarithms: only their order counts.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.policies import Evidence
+from kvq.policies.estimates import mean_square, middle
+from kvq.policies.scorer import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Scorer):
+    """Evicts the pages that are expected to move the output least."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
+
+    def importance(self, evidence: Evidence) -> NDArray[np.floating]:
+        assert evidence.attention is not None
+        assert evidence.constants is not None
+        constants = evidence.constants
+        mean = evidence.attention.query_mean
+        variance = np.maximum(evidence.attention.query_square - np.square(mean), 0)
+        key = middle(constants.key_min, constants.key_range)
+        logit = np.einsum("lhcd,lhd->lhc", key, mean)
+        logit += np.einsum("lhcd,lhd->lhc", np.square(key), variance) / 2
+        square = mean_square(constants.value_min, constants.value_range).mean(axis=-1)
+        with np.errstate(divide="ignore"):  # a page of zeros moves nothing: minus infinity
+            return logit + np.log(square) / 2

@@ -1,0 +1,139 @@
+"""From an order of preference to actions: how every policy's wish becomes bytes freed.
+
+A policy lists steps in the order it would take them; `spend` takes as few from the front as free
+what is short. What costs nothing goes before all of them: pages their layer's window has left.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.config import PAGE_TOKENS
+from kvq.formats import FORMATS, constant_bytes, granule_bytes
+from kvq.policies import Evidence
+
+Steps = NDArray[np.int32]  # [n, 5]: layer, head, column, K bits, V bits
+
+# A window's pages are kept this much longer, so that a rollback of a page or two loses nothing.
+WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
+
+_GRANULES = np.array([FORMATS[bits].granules if bits in FORMATS else 0 for bits in range(9)])
+
+
+def held_pages(evidence: Evidence) -> NDArray[np.int32]:
+    """int32 [n, 5]: layer, head, column and present widths of every page not evicted.
+
+    Ordered by column, layer, head: the order ties are decided in.
+    """
+    columns, layers, heads = np.nonzero(evidence.widths[..., 0].transpose(2, 0, 1))
+    widths = evidence.widths[layers, heads, columns]
+    return np.column_stack([layers, heads, columns, widths]).astype(np.int32)
+
+
+def page_bytes_at(bits: NDArray[np.integer], head_dim: int) -> NDArray[np.int64]:
+    """Bytes of pages with these widths [..., 2]; 0 and 0 takes none."""
+    granules = _GRANULES[bits].sum(axis=-1)
+    return (granules * granule_bytes(head_dim) + (granules > 0) * constant_bytes(head_dim)).astype(
+        np.int64
+    )
+
+
+def spend(
+    evidence: Evidence,
+    steps: Steps,
+    bytes_short: int,
+    columns_short: int,
+    column_order: NDArray[np.integer] | None = None,
+    together: NDArray[np.integer] | None = None,
+) -> Steps:
+    """Actions freeing `bytes_short` bytes and `columns_short` rows of the page table.
+
+    `steps` are in order of preference; those of one page must fall from step to step. Neighbours
+    with equal numbers in `together` [n], which never falls, are taken all or none. A row is free
+    when its page is evicted in every layer and head, which no single step does, so whole columns go
+    by `column_order` (default: oldest first) as far as rows are short.
+    """
+    widths = evidence.widths.astype(np.int32)
+    unseen = _unseen(evidence)
+    seen = (widths[..., 0] > 0) & ~unseen
+    rows = _rows(seen, unseen, column_order)[: max(columns_short, 0)].tolist()
+    plan = [_evictions((seen | unseen) & (np.arange(widths.shape[2]) == row)) for row in rows]
+    for actions in plan:
+        apply(widths, actions)
+    freed = _freed(evidence, widths)
+    if freed < bytes_short:
+        free = _evictions(unseen)
+        useful = seen[steps[:, 0], steps[:, 1], steps[:, 2]]
+        groups = np.arange(len(steps)) if together is None else together
+        plan.append(
+            _prefix(
+                evidence,
+                widths,
+                np.concatenate([free, steps[useful]]),
+                np.concatenate([free[:, 2], widths.shape[2] + groups[useful]]),
+                bytes_short - freed,
+            )
+        )
+    return np.concatenate([np.zeros((0, 5)), *plan]).astype(np.int32)
+
+
+def apply(widths: NDArray[np.int32], actions: Steps) -> None:
+    """Lowers `widths` [L, Hk, C, 2] in place."""
+    layers, heads, columns = actions[:, 0], actions[:, 1], actions[:, 2]
+    widths[layers, heads, columns] = np.minimum(widths[layers, heads, columns], actions[:, 3:])
+
+
+def _prefix(
+    evidence: Evidence,
+    widths: NDArray[np.int32],
+    steps: Steps,
+    groups: NDArray[np.integer],
+    short: int,
+) -> Steps:
+    """The last action of each page among as few first groups of steps as free `short` bytes."""
+    held = widths[steps[:, 0], steps[:, 1], steps[:, 2], 0] > 0
+    steps, groups = steps[held], groups[held]
+    heads, columns = widths.shape[1], widths.shape[2]
+    page = (steps[:, 0] * heads + steps[:, 1]) * columns + steps[:, 2]
+    order = np.argsort(page, kind="stable")
+    after = page_bytes_at(steps[order, 3:], evidence.head_dim)
+    before = page_bytes_at(widths.reshape(-1, 2)[page[order]], evidence.head_dim)
+    later = np.flatnonzero(np.diff(page[order]) == 0) + 1
+    before[later] = after[later - 1]
+    gained = np.empty(len(steps), np.int64)
+    gained[order] = before - after
+    enough = np.searchsorted(np.cumsum(gained), short)
+    taken = np.searchsorted(groups, groups[enough : enough + 1], side="right")
+    page = page[: taken[0] if len(taken) else len(page)]
+    last = len(page) - 1 - np.unique(page[::-1], return_index=True)[1]
+    return steps[np.sort(last)]
+
+
+def _freed(evidence: Evidence, widths: NDArray[np.int32]) -> int:
+    held, left = evidence.widths.astype(np.int32), widths
+    bytes_of = page_bytes_at(held, evidence.head_dim) - page_bytes_at(left, evidence.head_dim)
+    return int(bytes_of.sum())
+
+
+def _rows(
+    seen: NDArray[np.bool_], unseen: NDArray[np.bool_], column_order: NDArray[np.integer] | None
+) -> NDArray[np.integer]:
+    """Columns that hold a page, by `column_order`, those that no layer can see first."""
+    order = np.arange(seen.shape[2]) if column_order is None else column_order
+    pages, seen_pages = (mask.sum(axis=(0, 1)) for mask in (seen | unseen, seen))
+    order = order[pages[order] > 0]
+    return order[np.argsort(seen_pages[order] > 0, kind="stable")]
+
+
+def _evictions(chosen: NDArray[np.bool_]) -> Steps:
+    """Evictions of the chosen pages [L, Hk, C], ordered by column, layer, head."""
+    columns, layers, heads = np.nonzero(chosen.transpose(2, 0, 1))
+    zero = np.zeros_like(layers)
+    return np.column_stack([layers, heads, columns, zero, zero]).astype(np.int32)
+
+
+def _unseen(evidence: Evidence) -> NDArray[np.bool_]:
+    """[L, Hk, C]: held pages that have left the window of their layer."""
+    last = evidence.facts[:, 0] + evidence.facts[:, 1] + PAGE_TOKENS + WINDOW_MARGIN_TOKENS
+    passed = last[None, :] < evidence.tokens - evidence.windows[:, None]
+    unseen = (evidence.windows[:, None] > 0) & passed
+    return (evidence.widths[..., 0] > 0) & unseen[:, None, :]

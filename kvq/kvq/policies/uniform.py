@@ -1,0 +1,46 @@
+"""One pair of widths for the whole sequence, lowered as it grows: the fixed widths of the flags.
+
+What quantised caches usually do, made to fit a budget: when bytes are short all pages step down
+one ladder together, K and V pair by pair, the oldest first while a rung is under way; then the
+oldest pages are evicted. Option `order`: the pairs, such as `order=8:4/4:4/4:2/2:2`.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from kvq.config import PAGE_WIDTHS, parse_kv
+from kvq.errors import UsageError
+from kvq.policies import Evidence
+from kvq.policies.ladder import EVICTED, descend_by_age
+from kvq.policies.spend import Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Age decides who is first, the ladder where all go."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    order: str = "8:4/4:4/4:2/2:2"
+
+    def __post_init__(self) -> None:
+        try:
+            rungs = self._rungs()
+        except UsageError:
+            rungs = []
+        falls = all(
+            k <= above_k and v <= above_v and (k, v) != (above_k, above_v)
+            for (above_k, above_v), (k, v) in pairwise(rungs)
+        )
+        if not rungs or not falls or any(rung[0] not in PAGE_WIDTHS for rung in rungs):
+            raise UsageError(
+                f"--kv-policy uniform: order={self.order} is not possible: write K:V pairs of "
+                "8, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2"
+            )
+
+    def _rungs(self) -> list[tuple[int, int]]:
+        return [parse_kv(pair) for pair in self.order.split("/")]
+
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+        return descend_by_age(evidence, [*self._rungs(), EVICTED], bytes_short, columns_short)

@@ -1,0 +1,704 @@
+"""What sets each policy apart, on cases small enough to work out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvq.cache import Cache
+from kvq.config import CacheShape, KvPlan
+from kvq.formats import arena_for, granule_bytes, page_bytes
+from kvq.policies import Evidence, Sensitivity, policy_named
+from kvq.policies.expected_attention import ExpectedAttention
+from kvq.policies.l2norm import L2Norm
+from kvq.policies.lagkv import LagKV
+from kvq.policies.qaq import key_targets, value_targets
+from kvq.policies.snapkv import SnapKV
+from pairs import attention, forward, pack_heads
+from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
+
+MIDDLE = page_bytes(DIM, 4, 4)
+SMALL = page_bytes(DIM, 2, 2)
+
+
+def relieve(policy: str, facts: Evidence, bytes_short: int, columns_short: int = 0):
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
+
+
+def evicted(policy: str, facts: Evidence, pages: int) -> list[tuple[int, int, int]]:
+    """The first pages to be evicted, all pages being of one size."""
+    size = page_bytes(DIM, *facts.widths[0, 0, 0].tolist())
+    actions = relieve(policy, facts, pages * size)
+    assert all(action[3:] == [0, 0] for action in actions)
+    return [tuple(action[:3]) for action in actions]
+
+
+def one_head(*pages: float) -> NDArray[np.float64]:
+    """Evidence [1, 1, C, 1]: one number per page for all its channels or tokens."""
+    return np.array(pages)[None, None, :, None]
+
+
+# ---- by age ----------------------------------------------------------------------------------
+
+
+def test_streaming_drops_the_oldest_column_whole_and_never_demotes() -> None:
+    facts = evidence(all_at(8, 4))
+    every_page = [[layer, head, 0, 0, 0] for layer in (0, 1) for head in (0, 1)]
+    assert relieve("streaming", facts, 1) == every_page
+    facts.widths[:, :, 0] = 0
+    facts.widths[1, 1, 0] = 8, 4
+    assert relieve("streaming", facts, 1) == [[1, 1, 0, 0, 0]]
+
+
+def test_uniform_walks_its_ladder_with_all_pages_alike() -> None:
+    widths = all_at(8, 8, layers=1, heads=1, columns=2)
+    granule = granule_bytes(DIM)
+    # 8:8 -> 8:4 -> 4:4 -> 4:2 -> 2:2 frees 2, 2, 1 and 1 granules a page.
+    rungs = [(8, 4), (4, 4), (4, 2), (2, 2)]
+    gained = [2, 2, 1, 1]
+    held = [(8, 8), (8, 8)]
+    for step in range(8):
+        held[step % 2] = rungs[step // 2]
+        freed = sum(gained[i // 2] for i in range(step + 1)) * granule
+        left = after(widths, relieve("uniform", evidence(widths), freed))
+        assert [tuple(pair) for pair in left[0, 0].tolist()] == held
+    assert relieve("uniform", evidence(widths), 12 * granule + 1) == [
+        [0, 0, 1, 2, 2],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_uniform_takes_other_ladders_and_other_first_widths() -> None:
+    facts = evidence(all_at(8, 8, layers=1, heads=1, columns=1))
+    assert relieve("uniform:order=4:8/2:8", facts, 1) == [[0, 0, 0, 4, 8]]
+    assert relieve("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM)) == [[0, 0, 0, 2, 8]]
+    assert relieve("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM) + 1) == [[0, 0, 0, 0, 0]]
+    assert relieve("uniform", evidence(all_at(2, 8, layers=1, heads=1)), 1) == [[0, 0, 0, 2, 4]]
+
+
+def test_uniform_brings_a_new_page_down_before_the_others_go_on() -> None:
+    widths = all_at(4, 2, layers=1, heads=1, columns=4)
+    widths[0, 0, 3] = 8, 8
+    assert relieve("uniform", evidence(widths), 1) == [[0, 0, 3, 8, 4]]
+    assert relieve("uniform", evidence(widths), 5 * granule_bytes(DIM)) == [[0, 0, 3, 4, 2]]
+
+
+# ---- eviction by attention -------------------------------------------------------------------
+
+
+def test_h2o_keeps_the_recent_half_and_the_heavy_hitters() -> None:
+    """Each head loses the least of its older two, then the other, then the least recent."""
+    mass = [[[0.1, 0.4, 0.2, 0.3], [0.5, 0.2, 0.1, 0.1]]]
+    facts = evidence(all_at(4, 2, layers=1, columns=4), mean_mass=mass)
+    order = [(0, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 1), (0, 0, 2), (0, 1, 2), (0, 0, 3), (0, 1, 3)]
+    for pages in range(1, 9):
+        assert evicted("h2o", facts, pages) == order[:pages]
+
+
+def test_h2o_without_a_recent_share_goes_by_attention_alone() -> None:
+    facts = evidence(all_at(4, 2, layers=1, heads=1, columns=4), mean_mass=[0.1, 0.4, 0.2, 0.3])
+    assert [page[2] for page in evicted("h2o:recent=0", facts, 4)] == [0, 2, 3, 1]
+    assert [page[2] for page in evicted("h2o:recent=0.25", facts, 4)] == [0, 2, 1, 3]
+    assert [page[2] for page in evicted("h2o:recent=1", facts, 4)] == [0, 2, 3, 1]
+
+
+def test_demote_spends_the_same_order_on_bits_first() -> None:
+    widths = all_at(8, 8, layers=1, heads=1, columns=3)
+    facts = evidence(widths, mean_mass=[0.3, 0.1, 0.2])
+    falls = [(1, 4), (2, 4), (0, 4), (1, 2), (2, 2), (0, 2), (1, 0), (2, 0), (0, 0)]
+    gained = [page_bytes(DIM, 8, 8) - MIDDLE] * 3 + [MIDDLE - SMALL] * 3 + [SMALL] * 3
+    bits = [8, 8, 8]
+    for step, (column, left) in enumerate(falls, start=1):
+        bits[column] = left
+        kept = after(widths, relieve("h2o:recent=0,demote=1", facts, sum(gained[:step])))
+        assert kept[0, 0].tolist() == [[b, b] for b in bits]
+
+
+def test_demote_spares_what_eviction_spares() -> None:
+    """The recent half is evicted last, and it keeps its bits until the others are gone."""
+    facts = evidence(all_at(4, 4, layers=1, heads=1, columns=2), mean_mass=[0.9, 0.1])
+    assert relieve("h2o:demote=1", facts, MIDDLE) == [[0, 0, 0, 0, 0]]
+    assert relieve("h2o:demote=1", facts, MIDDLE + 1) == [[0, 0, 0, 0, 0], [0, 0, 1, 2, 2]]
+
+
+def test_every_head_keeps_as_many_pages() -> None:
+    """A head with little attention everywhere loses no more pages than one with much."""
+    rng = np.random.default_rng(0)
+    mass = rng.random((2, 2, 6)) * np.array([[1, 1e-3], [1e-6, 1]])[..., None]
+    facts = evidence(all_at(4, 2, columns=6), mass=mass, mean_mass=mass)
+    for policy in ("h2o", "snapkv"):
+        gone = evicted(policy, facts, 12)
+        assert [sum(page[:2] == head for page in gone) for head in np.ndindex(2, 2)] == [3] * 4
+
+
+def test_columns_are_freed_by_importance_not_by_age() -> None:
+    mass = [[[0.4, 0.1, 0.3, 0.2], [0.3, 0.2, 0.4, 0.1]]] * 2
+    facts = evidence(all_at(4, 2, columns=4), mean_mass=mass)
+    gone = relieve("h2o:recent=0", facts, 0, columns_short=2)
+    assert gone == [[layer, head, c, 0, 0] for c in (1, 3) for layer in (0, 1) for head in (0, 1)]
+
+
+def test_snapkv_pools_over_pages_that_are_still_there() -> None:
+    facts = evidence(all_at(4, 2, layers=1, heads=1, columns=4), mass=[0, 0.5, 0, 0.25])
+    pooled = SnapKV().importance(facts)[0, 0]
+    assert pooled.tolist() == [0.25, 0.5 / 3, 0.25, 0.125]
+    assert [page[2] for page in evicted("snapkv", facts, 4)] == [3, 1, 0, 2]
+    assert [page[2] for page in evicted("snapkv:pool=1", facts, 4)] == [0, 2, 3, 1]
+    facts.widths[0, 0, 0] = 0
+    assert SnapKV().importance(facts)[0, 0].tolist() == [0.5, 0.25, 0.25, 0.125]
+    assert SnapKV(pool=7).importance(facts)[0, 0].tolist() == [0.25] * 4
+
+
+def test_chunkkv_evicts_a_page_of_all_heads_and_of_the_layers_that_follow() -> None:
+    mass = [
+        [[0.1, 0.5], [0.4, 0.1]],  # 0.5 and 0.6 over the heads: page 0 goes, here and in layer 1
+        [[0.9, 0.1], [0.9, 0.1]],
+        [[0.3, 0.2], [0.3, 0.2]],  # page 1 goes, here and in layer 3
+        [[0.0, 0.9], [0.0, 0.9]],
+    ]
+    widths = all_at(4, 2, layers=4, columns=2)
+    first = [(layer, head, 0) for layer in (0, 1) for head in (0, 1)]
+    second = [(layer, head, 1) for layer in (2, 3) for head in (0, 1)]
+    assert evicted("chunkkv", evidence(widths, mass=mass), 8) == first + second
+    own = [(layer, head, 0) for layer in (0, 3) for head in (0, 1)]
+    others = [(layer, head, 1) for layer in (1, 2) for head in (0, 1)]
+    assert evicted("chunkkv:reuse=1", evidence(widths, mass=mass), 8) == own + others
+
+
+def test_chunkkv_follows_no_layer_with_another_window() -> None:
+    mass = [[[0.1, 0.5]], [[0.9, 0.1]]]
+    widths = all_at(4, 2, heads=1, columns=2)
+    wide = evidence(widths, mass=mass, windows=(4096, 0))
+    assert evicted("chunkkv", wide, 2) == [(0, 0, 0), (1, 0, 1)]
+    same = evidence(widths, mass=mass, windows=(4096, 4096))
+    assert evicted("chunkkv", same, 2) == [(0, 0, 0), (1, 0, 0)]
+
+
+# ---- eviction by keys and values -------------------------------------------------------------
+
+
+def test_l2norm_evicts_long_keys_and_leaves_the_first_layers_for_last() -> None:
+    """Mean squares per channel: 3^2 = 9, 0 + 6^2/12 = 3, 2^2 + 2^2/12 = 4.33."""
+    facts = evidence(
+        all_at(4, 2, layers=3, heads=1),
+        key_min=one_head(3, -3, 1),
+        key_range=one_head(0, 6, 2),
+    )
+    squares = -L2Norm().importance(facts)[2, 0] / DIM
+    np.testing.assert_allclose(squares, [9, 3, 13 / 3], rtol=1e-6)
+    order = [(2, 0, c) for c in (0, 2, 1)] + [(layer, 0, c) for c in (0, 2, 1) for layer in (0, 1)]
+    assert evicted("l2norm", facts, 9) == order
+    assert evicted("l2norm:skip=0", facts, 3) == [(layer, 0, 0) for layer in (0, 1, 2)]
+
+
+def test_l2norm_estimates_the_norm_of_keys_spread_evenly() -> None:
+    rng = np.random.default_rng(0)
+    low, high = rng.uniform(-3, 0, DIM), rng.uniform(0, 3, DIM)
+    keys = rng.uniform(low, high, (4000, DIM))
+    facts = evidence(all_at(4, 2, layers=1, heads=1, columns=1), key_min=low, key_range=high - low)
+    estimate = -L2Norm().importance(facts)[0, 0, 0]
+    assert estimate == pytest.approx((keys**2).sum(axis=1).mean(), rel=0.01)
+
+
+def test_lagkv_scores_a_page_by_the_spread_the_next_one_gives_it() -> None:
+    """Channels in two kinds; page 1 measures page 0, page 2 measures page 1, page 2 stays."""
+    kinds = np.arange(DIM) % 2
+    smallest = np.stack([0 * kinds, kinds, 0 * kinds])
+    span = np.stack([2 + 0 * kinds, 4 - 2 * kinds, 1 + 0 * kinds])
+    facts = evidence(
+        all_at(4, 2, layers=1, heads=1),
+        key_min=smallest,
+        key_range=span,
+        value_min=one_head(0, 0, 1),
+        value_range=one_head(1, 2, 4),
+    )
+    # Page 0 by page 1: middles (1 - 0)/4 and (1 - 1)/2, spans 2/4 and 2/2.
+    first_key = math.sqrt(0.125**2 + (0.25 + 1) / 2 / 12)
+    # Page 1 by page 2: middles 2/1 and 2/1, spans 4 and 2.
+    second_key = math.sqrt((16 + 4) / 2 / 12)
+    # Values: spans 1 of 2, and 2 of 4.
+    shares = math.exp(first_key) / (math.exp(first_key) + math.exp(second_key))
+    found = LagKV().importance(facts)[0, 0]
+    np.testing.assert_allclose(found, [(shares + 0.5) / 2, (1 - shares + 0.5) / 2, 0], rtol=1e-6)
+    assert [page[2] for page in evicted("lagkv", facts, 3)] == [0, 1, 2]
+
+
+def test_lagkv_measures_by_the_next_page_that_is_held() -> None:
+    facts = evidence(
+        all_at(4, 2, layers=1, heads=1, columns=4),
+        key_range=one_head(1, 2, 4, 8),
+        value_range=one_head(1, 1, 1, 1),
+    )
+    # All spreads are 1/2 of sqrt(1/12): the oldest goes, the newest last.
+    assert [page[2] for page in evicted("lagkv", facts, 4)] == [0, 1, 2, 3]
+    facts.widths[0, 0, 2] = 0
+    # Page 1 is measured by page 3 now, which makes it look a quarter as wide.
+    found = LagKV().importance(facts)[0, 0]
+    assert found[1] < found[0]
+    assert found[2] == found[3] == 0
+    assert [page[2] for page in evicted("lagkv", facts, 3)] == [1, 0, 3]
+
+
+def test_lagkv_estimates_what_the_paper_computes_from_the_tokens() -> None:
+    """Three pages of tokens: what the stored constants say against the paper's own formula."""
+    rng = np.random.default_rng(1)
+    low, high = np.sort(rng.normal(0, [[[3]], [[1]], [[0.4]]], (3, 2, DIM)), axis=1).swapaxes(0, 1)
+    keys = rng.uniform(low[:, None], high[:, None], (3, 64, DIM))
+    values = rng.uniform(-1, 1, (3, 64, DIM)) * np.array([0.5, 1.5, 0.7])[:, None, None]
+    scores = []
+    for x in (keys, values):
+        lowest, highest = x[1:].min(axis=1, keepdims=True), x[1:].max(axis=1, keepdims=True)
+        spread = ((x[:-1] - lowest) / (highest - lowest)).std(axis=-1).mean(axis=-1)
+        scores.append(np.exp(spread) / np.exp(spread).sum())
+    facts = evidence(
+        all_at(4, 2, layers=1, heads=1),
+        key_min=keys.min(axis=1),
+        key_range=np.ptp(keys, axis=1),
+        value_min=values.min(axis=2),
+        value_range=np.ptp(values, axis=2),
+    )
+    exact = np.mean(scores, axis=0)
+    assert abs(exact[0] - 0.5) > 0.1
+    np.testing.assert_allclose(LagKV().importance(facts)[0, 0, :2], exact, atol=0.02)
+
+
+def test_expected_attention_is_the_mean_of_exp_times_the_length_of_the_value() -> None:
+    """Channel 0 has mean query 0.5 and variance 0.04; a key of 2 there, a value of 3 throughout."""
+    key = np.zeros((2, DIM))
+    key[0, 0] = 1
+    span = np.zeros((2, DIM))
+    span[0, 0] = 2
+    mean, square = np.zeros(DIM), np.zeros(DIM)
+    mean[0], square[0] = 0.5, 0.29
+    facts = evidence(
+        all_at(4, 2, layers=1, heads=1, columns=2),
+        key_min=key,
+        key_range=span,
+        value_min=one_head(3, 4),
+        query_mean=mean,
+        query_square=square,
+    )
+    found = ExpectedAttention().importance(facts)[0, 0]
+    expected = [0.5 * 2 + 0.04 * 2**2 / 2 + math.log(3), math.log(4)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert evicted("expected-attention", facts, 1) == [(0, 0, 1)]
+
+
+def test_expected_attention_agrees_with_sampled_queries() -> None:
+    rng = np.random.default_rng(2)
+    mean, deviation = rng.normal(0, 0.1, DIM), rng.uniform(0, 0.1, DIM)
+    keys = rng.normal(size=(3, DIM))
+    queries = rng.normal(mean, deviation, (200_000, DIM))
+    facts = evidence(
+        all_at(4, 2, layers=1, heads=1),
+        key_min=keys,
+        value_min=1,
+        query_mean=mean,
+        query_square=mean**2 + deviation**2,
+    )
+    found = ExpectedAttention().importance(facts)[0, 0]
+    np.testing.assert_allclose(found, np.log(np.exp(queries @ keys.T).mean(axis=0)), atol=0.02)
+
+
+def test_expected_attention_gives_up_pages_without_values_first() -> None:
+    facts = evidence(all_at(4, 2, layers=1, heads=1), value_min=one_head(1, 0, 2), key_min=1)
+    assert [page[2] for page in evicted("expected-attention", facts, 3)] == [1, 0, 2]
+
+
+# ---- through the cache -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ("budget", True),
+        ("chunkkv", True),
+        ("expected-attention", True),
+        ("h2o", True),
+        ("qaq", True),
+        ("snapkv", True),
+        ("zipcache", True),
+        ("l2norm:skip=0", False),
+        ("streaming", False),
+        ("uniform", False),
+    ],
+)
+def test_a_page_all_queries_look_for_outlives_the_others(
+    policy: str, kept: bool, native: bool
+) -> None:
+    """Twenty pages in the room of six; attention asks for the third, whose keys are longer."""
+    shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    plan = KvPlan(k_bits=8, v_bits=8)
+    probes = "attention" in policy_named(policy).needs
+    budget = arena_for(
+        shape, plan, context_tokens=1280, chunk_tokens=64, threads=1, probes=probes
+    ).bytes_for_columns(6)
+    cache = Cache(shape, plan, budget, 1280, chunk_tokens=64, policy=policy, native=native)
+    rng = np.random.default_rng(0)
+    look = rng.standard_normal(16, np.float32)
+    sought = range(4 + 2 * 64, 4 + 3 * 64)
+    while cache.tokens < 1280:
+        where = np.arange(cache.tokens, cache.tokens + 32)
+        q, k, v = (rng.standard_normal((32, heads, 16), np.float32) for heads in (2, 1, 1))
+        q, k = look + 0.3 * q, 0.3 * k
+        k[np.isin(where, sought)] += 0.4 * look
+        forward(cache, [attention(shape)], [pack_heads(q, k, v)], where)
+        cache.commit(32)
+    facts, _ = cache.columns()
+    assert len(facts) < 20
+    assert (sought[0] in facts[:, 2]) == kept
+    cache.close()
+
+
+# ---- zipcache --------------------------------------------------------------------------------
+
+
+def zipcache_evidence(bits: int) -> Evidence:
+    """Ten pages of two heads; by falling mass (h, c): 04 13 02 11 00 10 01 12 03 14."""
+    mass = [[[0.6, 0.4, 0.8, 0.2, 1.0], [0.5, 0.7, 0.3, 0.9, 0.1]]]
+    return evidence(all_at(bits, bits, layers=1, columns=5), mass=mass)
+
+
+RANKED = [(0, 4), (1, 3), (0, 2), (1, 1), (0, 0), (1, 0), (0, 1), (1, 2), (0, 3), (1, 4)]
+
+
+def zipcache_widths(policy: str, facts: Evidence, short: int) -> list[int]:
+    """Widths of the pages by falling saliency."""
+    left = after(facts.widths, relieve(policy, facts, short))
+    assert (left[..., 0] == left[..., 1]).all()
+    return [int(left[0, head, column, 0]) for head, column in RANKED]
+
+
+def test_zipcache_lowers_the_unsalient_then_the_salient_then_the_fraction() -> None:
+    facts = zipcache_evidence(8)
+    large = page_bytes(DIM, 8, 8)
+    widths, freed = [8] * 10, 0
+    steps = [(i, 2, large - SMALL) for i in (9, 8, 7, 6)]
+    steps += [(i, 4, large - MIDDLE) for i in (5, 4, 3, 2, 1, 0)]
+    steps += [(i, 2, MIDDLE - SMALL) for i in (5, 4, 3, 2, 1, 0)]
+    steps += [(i, 0, SMALL) for i in (9, 8, 7, 6, 5, 4, 3, 2, 1, 0)]
+    for page, bits, gained in steps:
+        widths[page] = bits
+        freed += gained
+        assert zipcache_widths("zipcache", facts, freed) == widths
+        assert zipcache_widths("zipcache", facts, freed - gained + 1) == widths
+
+
+def test_zipcache_fraction_and_widths_are_options() -> None:
+    facts = zipcache_evidence(8)
+    large = page_bytes(DIM, 8, 8)
+    enough = 8 * (large - SMALL) + 2 * (large - MIDDLE)
+    assert zipcache_widths("zipcache:salient=0.2", facts, enough) == [4] * 2 + [2] * 8
+    enough = 4 * (large - MIDDLE)
+    assert zipcache_widths("zipcache:high=8,low=4", facts, enough) == [8] * 6 + [4] * 4
+
+
+def test_zipcache_ranks_the_heads_of_a_layer_together_and_layers_apart() -> None:
+    """Layer 0's mass is all above layer 1's; within a layer head 1 has all the mass."""
+    mass = np.array([[[1, 2], [7, 8]], [[0.1, 0.2], [0.7, 0.8]]])
+    facts = evidence(all_at(4, 4, columns=2), mass=mass)
+    left = after(facts.widths, relieve("zipcache:salient=0.5", facts, 4 * (MIDDLE - SMALL)))
+    assert left[:, 0].tolist() == [[[2, 2]] * 2] * 2
+    assert left[:, 1].tolist() == [[[4, 4]] * 2] * 2
+
+
+def test_zipcache_lowers_all_that_is_unsalient_before_anything_salient() -> None:
+    """Of layer 0 three of six pages, of layer 1 one of two, whatever its rank."""
+    widths = all_at(8, 8, heads=1, columns=6)
+    widths[1, 0, 2:] = 0
+    facts = evidence(widths, mass=np.arange(6) * (widths[..., 0] > 0))
+    short = 4 * (page_bytes(DIM, 8, 8) - SMALL)
+    left = after(widths, relieve("zipcache:salient=0.5", facts, short))
+    assert left[..., 0].tolist() == [[[2, 2, 2, 8, 8, 8]], [[2, 8, 0, 0, 0, 0]]]
+    short += page_bytes(DIM, 8, 8) - MIDDLE
+    left = after(widths, relieve("zipcache:salient=0.5", facts, short))
+    assert left[..., 0].tolist() == [[[2, 2, 2, 4, 8, 8]], [[2, 8, 0, 0, 0, 0]]]
+
+
+# ---- qaq (T7) --------------------------------------------------------------------------------
+
+EXACT_LENGTH = {"query_mean": 0.125, "query_square": 1 / 64}  # |q|^2 = 1, always
+
+
+def width_for(bits: int) -> int:
+    """The least width a page can have that is no less than the bits asked for."""
+    return next(width for width in (0, 2, 4, 8, bits) if width >= min(bits, 8))
+
+
+def width_at(targets: NDArray[np.float64], widths: tuple[int, ...], target: float) -> int:
+    """The least width whose own target is reached."""
+    reached = [w for w, log in zip(widths, targets, strict=True) if log <= math.log(target) + 1e-9]
+    return min(reached, default=8)
+
+
+@pytest.mark.parametrize(
+    ("attention", "target", "bits"),
+    [
+        # T = 1024 and S = 1/1024: sigma = 32 t deviations, bits = ceil(log2(1 / (32 t))).
+        (1 / 1024, 2.0**-13, 8),
+        (1 / 1024, 2.0**-10, 5),
+        (1 / 1024, 2.0**-9, 4),
+        (1 / 1024, 2.0**-8, 3),
+        (1 / 1024, 2.0**-7, 2),
+        (1 / 1024, 2.0**-6, 1),
+        (1 / 1024, 2.0**-5, 0),
+        (1 / 1024, 1.0, -5),
+        # Eight times the attention needs three bits more.
+        (1 / 128, 2.0**-9, 7),
+        (1 / 128, 2.0**-6, 4),
+        (1 / 128, 2.0**-4, 2),
+        (1 / 128, 2.0**-2, 0),
+    ],
+)
+def test_t7_value_bits_follow_attention(attention: float, target: float, bits: int) -> None:
+    sigma = target * 1.0 / (math.sqrt(1024) * attention)
+    deviation = 3 / (2 * math.sqrt(3))
+    assert math.ceil(math.log2(3 / (2 * math.sqrt(3) * sigma * deviation))) == bits
+    facts = evidence(
+        all_at(8, 8, layers=1, heads=1),
+        tokens=1024,
+        peak_mass=64 * attention,
+        value_range=3,
+        **EXACT_LENGTH,
+    )
+    targets = value_targets(facts, (4, 2, 0))[0, 0, 1]
+    assert width_at(targets, (4, 2, 0), target) == width_for(bits)
+
+
+def test_t7_value_bits_follow_the_range_against_the_heads_usual_one() -> None:
+    """Ranges 1 and 7: the usual one is 5, so page 1 needs log2(7) bits more than page 0."""
+    facts = evidence(
+        all_at(8, 8, layers=1, heads=1, columns=2),
+        tokens=1024,
+        peak_mass=64 / 1024,
+        value_range=one_head(1, 7),
+    )
+    targets = np.exp(value_targets(facts, (0,))[0, 0, :, 0])
+    np.testing.assert_allclose(targets, [1 / 32 / 5, 7 / 32 / 5], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("span", "tokens", "target", "bits"),
+    [
+        # T = 2: sigma^2 = ln(8 (t^2 / 2) + 1); t = 1/2 gives ln 2 and sigma = 0.8326.
+        (4 * math.sqrt(12), 2, 0.5, 3),
+        (3 * math.sqrt(12), 2, 0.5, 2),
+        (16 * math.sqrt(12), 2, 0.5, 5),
+        (100 * math.sqrt(12), 2, 0.5, 7),
+        # T = 1025: sigma^2 = ln(1026.001 t^2 + 1); t = 0.05 gives 1.2712 and sigma = 1.1275.
+        (8 * math.sqrt(12), 1025, 0.05, 3),
+        (20 * math.sqrt(12), 1025, 0.05, 5),
+        (4 * math.sqrt(12), 1025, 0.05, 2),
+        (4 * math.sqrt(12), 1025, 0.001, 7),
+        (300 * math.sqrt(12), 1025, 0.05, 9),
+    ],
+)
+def test_t7_key_bits_follow_range_and_length(
+    span: float, tokens: int, target: float, bits: int
+) -> None:
+    sigma_s = target / math.sqrt(tokens)
+    sigma = math.sqrt(math.log(tokens**3 / (tokens - 1) * sigma_s**2 + 1) / 1.0)
+    assert math.ceil(math.log2(span / (2 * math.sqrt(3) * sigma))) == bits
+    facts = evidence(all_at(8, 8, layers=1, heads=1), tokens=tokens, key_range=span, **EXACT_LENGTH)
+    targets = key_targets(facts, (4, 2))[0, 0, 1]
+    assert width_at(targets, (4, 2), target) == max(2, width_for(bits))
+
+
+def test_t7_the_query_norm_counts_by_its_upper_quantile() -> None:
+    """|q|^2 of 64 standard normals over 64 is chi-squared: 78.86 / 64 at 90 %."""
+    span = math.sqrt(12)
+    varied = evidence(all_at(8, 8, layers=1, heads=1), key_range=span, query_square=1 / 64)
+    steady = evidence(
+        all_at(8, 8, layers=1, heads=1), key_range=span * math.sqrt(78.86 / 64), **EXACT_LENGTH
+    )
+    np.testing.assert_allclose(key_targets(varied, (4,)), key_targets(steady, (4,)), atol=0.01)
+    fewer = evidence(all_at(8, 8, layers=1, heads=1), key_range=span, **EXACT_LENGTH)
+    assert (key_targets(fewer, (4,)) < key_targets(varied, (4,)) - 0.08).all()
+
+
+def test_t7_a_channel_counts_by_what_queries_look_for_in_it() -> None:
+    square = np.zeros(DIM)
+    square[0] = 1
+    wide = np.ones(DIM)
+    wide[1:] = 1000
+    unlooked = evidence(all_at(8, 8, layers=1, heads=1), key_range=wide, query_square=square)
+    narrow = evidence(all_at(8, 8, layers=1, heads=1), key_range=1, query_square=square)
+    assert (key_targets(unlooked, (4,)) == key_targets(narrow, (4,))).all()
+
+
+@settings(deadline=None, database=None, derandomize=True, max_examples=40)
+@given(st.integers(0, 2**32), st.floats(0.001, 1))
+def test_qaq_ends_where_a_bisection_for_the_target_would(seed: int, share: float) -> None:
+    """All pages stand at the widths of one target, but for those whose turn comes at it."""
+    rng = np.random.default_rng(seed)
+    facts = random_evidence(rng, all_at(8, 8), calibrated=False)
+    short = int(share * bytes_of(facts.widths))
+    left = after(facts.widths, relieve("qaq", facts, short)).astype(int)
+
+    def needed(log_target: float) -> NDArray[np.int64]:
+        keys = np.select([t <= log_target for t in channels_last(key_targets(facts, (2, 4)))],
+                         [2, 4], 8)  # fmt: skip
+        values = np.select(
+            [t <= log_target for t in channels_last(value_targets(facts, (0, 2, 4)))], [0, 2, 4], 8
+        )
+        return np.stack([np.where(values == 0, 0, keys), values], axis=-1)
+
+    everything = np.concatenate([key_targets(facts, (4, 2)), value_targets(facts, (4, 2, 0))], -1)
+    candidates = np.unique(everything)
+    fits = [bytes_of(facts.widths) - bytes_of(needed(t)) >= short for t in candidates]
+    at = int(np.argmax(fits))
+    assert fits[at]
+    before = needed(candidates[at - 1]) if at else facts.widths.astype(int)
+    assert (left <= before).all()
+    assert (left >= needed(candidates[at])).all()
+
+
+def channels_last(targets: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    return [targets[..., i] for i in range(targets.shape[-1])]
+
+
+# ---- kv-adaquant -----------------------------------------------------------------------------
+
+
+def calibrated(keys: list[list[float]], values: list[list[float]]) -> Sensitivity:
+    nothing = np.zeros(len(keys))
+    return Sensitivity(
+        key=nothing,
+        value=nothing,
+        evict=nothing,
+        key_bits_nats=np.array(keys, np.float64),
+        value_bits_nats=np.array(values, np.float64),
+    )
+
+
+def falls(facts: Evidence) -> list[tuple[int, str, int]]:
+    """(layer, side, width) in the order kv-adaquant lowers whole layers in."""
+    found: list[tuple[int, str, int]] = []
+    before = facts.widths
+    for freed in range(0, bytes_of(facts.widths), granule_bytes(DIM)):
+        left = after(facts.widths, relieve("kv-adaquant", facts, freed))
+        if not left.all():
+            break
+        for layer, head, column, side in np.argwhere(left < before).tolist():
+            fall = (layer, "kv"[side], int(left[layer, head, column, side]))
+            if fall not in found:
+                found.append(fall)
+        before = left
+    return found
+
+
+def test_kv_adaquant_lowers_what_costs_least_per_byte_keys_never_below_values() -> None:
+    """Nats per granule: layer 0 K .1, 1.0 and V .05, .3; layer 1 K .01, .28 and V .15, .6.
+
+    Layer 1's keys would go first, but wait for its values.
+    """
+    sensitivity = calibrated(
+        keys=[[0, 0.2, 1.2], [0, 0.02, 0.3]], values=[[0, 0.1, 0.4], [0, 0.3, 0.9]]
+    )
+    facts = evidence(all_at(8, 8), sensitivity=sensitivity)
+    assert falls(facts) == [
+        (0, "v", 4),
+        (0, "k", 4),
+        (1, "v", 4),
+        (1, "k", 4),
+        (0, "v", 2),
+        (1, "v", 2),
+        (1, "k", 2),
+        (0, "k", 2),
+    ]
+
+
+def test_kv_adaquant_takes_a_layer_from_its_oldest_page_on() -> None:
+    sensitivity = calibrated(keys=[[0, 9, 99]] * 2, values=[[0, 2, 9], [0, 1, 9]])
+    facts = evidence(all_at(8, 8, heads=1), sensitivity=sensitivity)
+    step = 2 * granule_bytes(DIM)
+    assert relieve("kv-adaquant", facts, 2 * step) == [[1, 0, 0, 8, 4], [1, 0, 1, 8, 4]]
+    assert relieve("kv-adaquant", facts, 3 * step + 1)[-1] == [0, 0, 0, 8, 4]
+
+
+def test_kv_adaquant_reaches_no_rung_before_the_one_above_it() -> None:
+    """8 to 4 costs 3 a granule and 4 to 2 nothing: both wait for the other layer's 1."""
+    sensitivity = calibrated(keys=[[0, 99, 999]] * 2, values=[[0, 6, 6], [0, 2, 3]])
+    facts = evidence(all_at(8, 8, heads=1, columns=1), sensitivity=sensitivity)
+    assert falls(facts)[:4] == [(1, "v", 4), (1, "v", 2), (0, "v", 4), (0, "v", 2)]
+
+
+def test_kv_adaquant_evicts_the_oldest_pages_when_all_are_at_2_bits() -> None:
+    facts = evidence(all_at(2, 2))
+    gone = [[layer, head, 0, 0, 0] for layer in (0, 1) for head in (0, 1)]
+    assert relieve("kv-adaquant", facts, 4 * SMALL) == gone
+    assert relieve("kv-adaquant", facts, 4 * SMALL + 1) == [*gone, [0, 0, 1, 0, 0]]
+
+
+def test_kv_adaquant_uncalibrated_spends_values_first_and_edge_layers_last() -> None:
+    middle, edge = (2, 3), (0, 1, 4, 5)
+    order = [(middle, "v", 4), (middle, "k", 4), (middle, "v", 2), (edge, "v", 4)]
+    order += [(middle, "k", 2), (edge, "k", 4), (edge, "v", 2), (edge, "k", 2)]
+    expected = [(layer, side, bits) for layers, side, bits in order for layer in layers]
+    assert falls(evidence(all_at(8, 8, layers=6, heads=1, columns=2))) == expected
+
+
+def test_t12_values_never_have_more_bits_than_keys_on_a_qk_norm_model() -> None:
+    """Keys per token, normalised, with loud channels, and ||W_K|| < ||W_V||.
+
+    The weights say values need more bits; the damage, measured as calibration does, and the widths
+    the policy gives do not.
+    """
+    sensitivity, weight_ratio = qk_norm_fixture()
+    assert weight_ratio < 1
+    assert (sensitivity.key_bits_nats[:, 1:] > 3 * sensitivity.value_bits_nats[:, 1:]).all()
+    facts = evidence(all_at(8, 8, layers=2, heads=1), sensitivity=sensitivity)
+    lower = 0
+    for short in range(0, bytes_of(facts.widths) + 1, granule_bytes(DIM)):
+        left = after(facts.widths, relieve("kv-adaquant", facts, short)).astype(int)
+        assert (left[..., 0] >= left[..., 1]).all()
+        lower += int((left[..., 0] > left[..., 1]).sum())
+    assert lower > 20
+    # Not by the rule alone: of each layer the values go as low as they can before the keys.
+    for layer in (0, 1):
+        own = [fall[1:] for fall in falls(facts) if fall[0] == layer]
+        assert own == [("v", 4), ("v", 2), ("k", 4), ("k", 2)]
+
+
+def qk_norm_fixture() -> tuple[Sensitivity, float]:
+    """Sensitivities of two layers of a small QK-norm attention, and mean ||W_K|| / ||W_V||."""
+    rng = np.random.default_rng(3)
+    tokens, width = 256, 128
+    keys, values, ratios = [], [], []
+    for _ in range(2):
+        x = rng.normal(size=(tokens, width))
+        w_q, w_k, w_v = (rng.normal(0, s / math.sqrt(width), (width, DIM)) for s in (1, 1, 1.1))
+        loud = np.ones(DIM)
+        loud[rng.integers(0, DIM, 2)] = 30
+        q, k = ((x @ w) for w in (w_q, w_k))
+        q, k = (rows / np.sqrt((rows**2).mean(axis=1, keepdims=True)) for rows in (q, k))
+        k = k * loud
+        v = x @ w_v
+        q = 2 * q / loud**0.5
+        exact = attend(q, k, v)
+        keys.append([damage(exact, attend(q, per_token(k, bits), v)) for bits in (8, 4, 2)])
+        values.append([damage(exact, attend(q, k, per_token(v, bits))) for bits in (8, 4, 2)])
+        ratios.append(np.linalg.norm(w_k) / np.linalg.norm(w_v))
+    return calibrated(keys, values), float(np.mean(ratios))
+
+
+def attend(q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64]):
+    logits = q @ k.T / math.sqrt(DIM)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True) @ v
+
+
+def per_token(x: NDArray[np.float64], bits: int) -> NDArray[np.float64]:
+    """Rounded to codes of `bits` bits with a scale and minimum per row."""
+    low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    return low + step * np.rint((x - low) / step)
+
+
+def damage(exact: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Mean squared change of the output, relative: what the divergence is proportional to."""
+    return float(((exact - other) ** 2).mean() / (exact**2).mean())
