@@ -1,34 +1,50 @@
-"""The measures of `kvq eval` against values worked out by hand."""
+"""The measures of `kvq eval` against values worked out by hand; the wording of look-ups."""
 
+import random
 from collections.abc import Iterator, Sequence
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvq.errors import DataError
-from kvq_apps.evaluation import (
-    divergence,
-    first_digits,
-    kl_divergence,
-    passkey_prompts,
-    perplexity,
-    windows,
-)
+from kvq.errors import BudgetError, DataError
+from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
+from kvq_apps.evaluation.measurement import log_softmax, score_answer
+from kvq_apps.evaluation.recall import ANSWER_TOKENS, Question, first_digits, questions, recall
+from kvq_apps.evaluation.table import measure_table
+from kvq_apps.evaluation.tasks import Material
+from kvq_apps.evaluation.text import divergence, kl_divergence, perplexity, windows
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_models.recall import filler_text, key_value, passkey
 from kvq_models.tokenizer import ControlTokens, Tokenizer
-from tiny import byte_level_tokenizer
+from kvq_runtime.engine import Engine
+from kvq_runtime.session import Step
+from tiny import byte_level_tokenizer, make_llama_checkpoint
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(byte_level_tokenizer().to_str(), ControlTokens())
+    return Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens())
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("evaluation")
+    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=2048)
+    bundle = export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path
+    with Engine.open(bundle, threads=1) as opened:
+        yield opened
 
 
 class FixedSession:
     """Gives the same next-token distribution at every position, in chunks of three rows."""
 
-    def __init__(self, probabilities: Sequence[float]) -> None:
+    def __init__(self, probabilities: Sequence[float], answer: Sequence[int] = ()) -> None:
         self.row = np.log(np.array(probabilities, np.float32)) + np.float32(7)
+        self.answer = list(answer)
+        self.tokens: list[int] = []
 
     def __enter__(self) -> "FixedSession":
         return self
@@ -36,7 +52,20 @@ class FixedSession:
     def __exit__(self, *_: object) -> None:
         """Nothing to free."""
 
+    def prefill(self, ids: Sequence[int]) -> bool:
+        self.tokens += ids
+        return True
+
+    def generate(self, max_tokens: int, **_: object) -> Iterator[Step]:
+        for token in self.answer[:max_tokens]:
+            self.tokens.append(token)
+            yield Step(token=token, text="", logprob=None)
+
+    def rollback(self, n_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - n_tokens :]
+
     def logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        self.tokens += ids
         for start in range(0, len(ids), 3):
             yield np.tile(self.row, (min(3, len(ids) - start), 1))
 
@@ -44,6 +73,22 @@ class FixedSession:
         return self
 
     kv_bytes_peak = 123
+    bytes_per_token = 4.5
+
+
+class FullSession(FixedSession):
+    """Has no room after so many rows."""
+
+    def __init__(self, probabilities: Sequence[float], rows: int) -> None:
+        super().__init__(probabilities)
+        self.rows = rows
+
+    def logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        for logits in super().logits(ids):
+            self.rows -= len(logits)
+            if self.rows < 0:
+                raise BudgetError("no room")
+            yield logits
 
 
 def unseen(done: int, total: int) -> None:
@@ -84,8 +129,8 @@ def test_bits_per_byte_counts_the_bytes_of_scored_text(tokenizer: Tokenizer) -> 
 
 
 def test_divergence_of_known_distributions() -> None:
-    measured = divergence(
-        lambda: FixedSession([0.2, 0.4, 0.4]),
+    measured, same = divergence(
+        [lambda: FixedSession([0.2, 0.4, 0.4]), lambda: FixedSession([0.5, 0.25, 0.25])],
         lambda: FixedSession([0.5, 0.25, 0.25]),
         [[0, 0, 0, 0, 1, 0]],
         unseen,
@@ -93,11 +138,35 @@ def test_divergence_of_known_distributions() -> None:
     expected = 0.5 * log(0.5 / 0.2) + 0.5 * log(0.25 / 0.4)
     assert measured.n == 3
     assert measured.value == pytest.approx(expected, rel=1e-5)
+    assert measured.details["kld_99"] == pytest.approx(expected, rel=1e-5)
     assert measured.details["kld_99_9"] == pytest.approx(expected, rel=1e-5)
     assert measured.details["same_top_1"] == 0.0
     # the scored tokens are 0, 1 and 0: they moved by 0.3, 0.15 and 0.3
     rms = np.sqrt((0.3**2 + 0.15**2 + 0.3**2) / 3)
     assert measured.details["rms_delta_p"] == pytest.approx(rms, rel=1e-5)
+    nats = -(2 * log(0.2) + log(0.4)) / 3
+    assert measured.details["perplexity"] == pytest.approx(np.exp(nats), rel=1e-5)
+    assert (same.value, same.details["same_top_1"]) == (0.0, 1.0)
+    assert (measured.kv_bytes, measured.bytes_per_token) == (123, 4.5)
+
+
+def test_a_cache_that_is_too_small_is_refused_and_the_others_are_measured() -> None:
+    texts = [[0, 1] * 6, [1, 0] * 6]
+    outcomes = divergence(
+        [
+            lambda: FixedSession([0.2, 0.8]),
+            lambda: FullSession([0.2, 0.8], 4),
+            lambda: FullSession([0.2, 0.8], 7),
+        ],
+        lambda: FixedSession([0.5, 0.5]),
+        texts,
+        unseen,
+    )
+    alone = divergence(
+        [lambda: FixedSession([0.2, 0.8])], lambda: FixedSession([0.5] * 2), texts, unseen
+    )
+    assert isinstance(outcomes[1], BudgetError)
+    assert outcomes[0] == outcomes[2] == alone[0]
 
 
 def test_divergence_from_itself_is_zero() -> None:
@@ -108,28 +177,145 @@ def test_divergence_from_itself_is_zero() -> None:
     np.testing.assert_allclose(kl_divergence(rows, shifted), expected, rtol=1e-12)
 
 
-def test_passkey_prompts_fill_their_length_and_place_the_key(tokenizer: Tokenizer) -> None:
-    prompts = passkey_prompts(
-        tokenizer, lengths=[400, 900], depths=[0.0, 0.5, 1.0], trials=2, seed=3
+# Look-ups
+
+
+def test_the_wording_of_a_passkey() -> None:
+    prompt, answer = passkey(random.Random(1), "One is first. Two is next. Three.", depth=0.5)
+    key = answer.strip()
+    assert (len(key), key.isdigit(), answer[0]) == (5, True, " ")
+    assert prompt == (
+        "There is a pass key hidden in a lot of text that does not matter. Find it and keep it.\n"
+        f"One is first. The pass key is {key}. Remember it. {key} is the pass key. "
+        "Two is next. Three.\nWhat is the pass key? The pass key is"
     )
-    assert len(prompts) == 12
-    assert len({prompt.key for prompt in prompts}) == 12
-    for prompt in prompts:
-        assert prompt.length_tokens * 0.85 < len(prompt.ids) <= prompt.length_tokens
-        text = tokenizer.decode(prompt.ids)
-        assert text.count(prompt.key) == 2
+    first = passkey(random.Random(1), "def f():\n    pass\n", depth=0.0).prompt
+    assert f"keep it.\nThe pass key is {key}. Remember it. {key} is the pass key. def f" in first
+    last = passkey(random.Random(1), "def f():\n    pass\n", depth=1.0).prompt
+    assert f"    pass\nThe pass key is {key}. Remember it. {key} is the pass key.\nWhat" in last
+
+
+@pytest.mark.parametrize(("depth", "line"), [(0.0, 1), (0.5, 3), (1.0, 5)])
+def test_a_table_is_a_program_that_holds(depth: float, line: int) -> None:
+    recalled = key_value(random.Random(7), 5, depth)
+    lines = recalled.prompt.splitlines()
+    assert len(lines) == 8
+    name = lines[line].split('"')[1]
+    assert lines[-1] == f'assert values["{name}"] =='
+    assert lines[line] == f'    "{name}":{recalled.answer},'
+    assert recalled.text == f"{recalled.prompt}{recalled.answer}\n"
+    exec(recalled.text)  # the assertion is true
+
+
+def test_filler_is_as_long_as_asked_and_the_same_for_a_seed() -> None:
+    text = filler_text(random.Random(3), 2000)
+    assert 2000 <= len(text) < 2500
+    assert text == filler_text(random.Random(3), 2000) != filler_text(random.Random(4), 2000)
+    assert filler_text(random.Random(3), 0) == ""
+
+
+def ask(tokenizer: Tokenizer, task: str, seed: int = 3, depth: float = 0.5) -> list[Question]:
+    return questions(
+        task, tokenizer, lengths=[400, 900], depths=[0.0, depth, 1.0], trials=2, seed=seed
+    )
+
+
+def test_passkey_prompts_fill_their_length_and_place_the_key(tokenizer: Tokenizer) -> None:
+    asked = ask(tokenizer, "passkey")
+    assert len(asked) == 12
+    assert len({question.answer for question in asked}) == 12
+    for question in asked:
+        assert question.length_tokens * 0.85 < len(question.ids) <= question.length_tokens
+        text = tokenizer.decode(question.ids)
+        assert text.count(question.answer) == 2
         assert text.endswith("The pass key is")
         start = text.index("\n") + 1
-        needle = text.index(f"The pass key is {prompt.key}")
+        needle = text.index(f"The pass key is {question.answer}")
         share = (needle - start) / (text.rindex("\n") - start)
-        assert abs(share - prompt.depth) < 0.2
-    again = passkey_prompts(tokenizer, lengths=[400, 900], depths=[0.0, 0.5, 1.0], trials=2, seed=3)
-    assert [prompt.ids for prompt in again] == [prompt.ids for prompt in prompts]
+        assert abs(share - question.depth) < 0.2
 
 
-def test_a_passkey_prompt_too_short_names_the_shortest(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"of 20 tokens is not possible; .* has \d+"):
-        passkey_prompts(tokenizer, lengths=[20], depths=[0.5], trials=1, seed=0)
+def test_retrieval_prompts_fill_their_length_and_ask_at_the_depth(tokenizer: Tokenizer) -> None:
+    for question in ask(tokenizer, "retrieval"):
+        assert question.length_tokens - 40 < len(question.ids) <= question.length_tokens
+        *pairs, _, asking = tokenizer.decode(question.ids).splitlines()[1:]
+        place = round(question.depth * (len(pairs) - 1))
+        assert asking.split('"')[1] == pairs[place].split('"')[1]
+        assert pairs[place].endswith(f": {question.answer},")
+
+
+@pytest.mark.parametrize("task", ["passkey", "retrieval"])
+def test_a_question_depends_on_its_own_seed_length_depth_and_trial(
+    tokenizer: Tokenizer, task: str
+) -> None:
+    asked = ask(tokenizer, task)
+    assert ask(tokenizer, task) == asked
+    assert all(
+        one.ids != other.ids for one, other in zip(asked, ask(tokenizer, task, 4), strict=True)
+    )
+    others = ask(tokenizer, task, depth=0.25)
+    same = [one == other for one, other in zip(asked, others, strict=True)]
+    assert same == [question.depth in (0.0, 1.0) for question in asked]
+
+
+@pytest.mark.parametrize("task", ["passkey", "retrieval"])
+def test_the_answer_continues_the_prompt(tokenizer: Tokenizer, task: str) -> None:
+    for question in ask(tokenizer, task):
+        assert question.answered[: question.first] == question.ids[: question.first]
+        assert tokenizer.decode(question.answered) == (
+            f"{tokenizer.decode(question.ids)} {question.answer}"
+        )
+        assert len(question.answered) <= question.length_tokens + ANSWER_TOKENS
+
+
+@pytest.mark.parametrize("task", ["passkey", "retrieval"])
+def test_a_prompt_too_short_names_the_shortest(tokenizer: Tokenizer, task: str) -> None:
+    with pytest.raises(DataError, match=rf"{task} prompt of 20 tokens is not .* has \d+"):
+        questions(task, tokenizer, lengths=[20], depths=[0.5], trials=1, seed=0)
+
+
+def test_recall_counts_exact_answers_and_how_likely_they_were(tokenizer: Tokenizer) -> None:
+    asked = ask(tokenizer, "passkey")
+    row = np.full(tokenizer.vocab_size, 1.0)
+    # The answer's tokens are half as likely as all others.
+    wanted = {token for question in asked for token in question.answered[question.first :]}
+    row[list(wanted)] = 0.5
+    row /= row.sum()
+    right = iter([True, False, True, True] * 3)
+
+    def open_session() -> FixedSession:
+        question = asked[opened.pop(0)]
+        said = f" {question.answer}." if next(right) else " 12 34"
+        return FixedSession(row, tokenizer.encode(said))
+
+    opened = list(range(12))
+    measured = recall(open_session, tokenizer, asked, unseen)
+    assert (measured.value, measured.n, measured.unit) == (9 / 12, 12, "exact match")
+    assert measured.details["answer_nats"] == pytest.approx(-log(row[min(wanted)]), rel=1e-5)
+    rank = 1 / (1 + len(row) - len(wanted))
+    assert measured.details["answer_reciprocal_rank"] == pytest.approx(rank)
+    rows = measured.details["rows"]
+    assert [(r["length"], r["depth"], r["correct"], r["trials"]) for r in rows] == [
+        (400, 0.0, 1, 2), (400, 0.5, 2, 2), (400, 1.0, 1, 2),
+        (900, 0.0, 2, 2), (900, 0.5, 1, 2), (900, 1.0, 2, 2),
+    ]  # fmt: skip
+
+
+def test_an_answers_score_is_the_models_own(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("The quick brown fox jumps over the lazy dog" * 4)
+    first = len(ids) - 5
+    with engine.session(context_tokens=300, k_bits=16, v_bits=16) as session:
+        whole = log_softmax(np.concatenate(list(session.logits(ids))))
+    rows = [whole[at - 1] for at in range(first, len(ids))]
+    wanted = ids[first:]
+    with engine.session(context_tokens=300, k_bits=16, v_bits=16) as session:
+        session.prefill(ids[: first - 1])
+        score = score_answer(session, ids, first)
+    assert score.nats == pytest.approx(
+        -np.mean([row[token] for row, token in zip(rows, wanted, strict=True)]), rel=1e-3
+    )
+    ranks = [1 + int((row > row[token]).sum()) for row, token in zip(rows, wanted, strict=True)]
+    assert score.reciprocal_rank == pytest.approx(np.mean([1 / rank for rank in ranks]), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +323,39 @@ def test_a_passkey_prompt_too_short_names_the_shortest(tokenizer: Tokenizer) -> 
 )
 def test_first_digits(text: str, digits: str) -> None:
     assert first_digits(text) == digits
+
+
+# The table
+
+
+def test_the_table_gives_every_width_its_bytes_and_its_damage(engine: Engine) -> None:
+    text = Path(__file__).read_text()[:4000]
+    material = Material(
+        tokenizer=engine.tokenizer,
+        windows=windows(engine.tokenizer.encode(text), (), 600)[:2],
+        questions={
+            task: questions(task, engine.tokenizer, lengths=[584], depths=[0.5], trials=1, seed=0)
+            for task in ("passkey", "retrieval")
+        },
+    )
+    settings = [
+        UNQUANTIZED, CacheSetting(k_bits=8, v_bits=8), CacheSetting(k_bits=2, v_bits=2)
+    ]  # fmt: skip
+    rows = measure_table(engine.session, material, settings, 600, lambda *_: None)
+    assert [row["kv"] for row in rows] == ["fp", "8:8", "2:2"]
+    # 4 streams: 64 channels of K and V, 16 bits; 512 bytes of constants in a page of 64 tokens
+    assert [row["bytes_per_token"] for row in rows] == [
+        4 * 64 * 4, 4 * (512 / 64 + 64 * 2), 4 * (512 / 64 + 64 / 2)
+    ]  # fmt: skip
+    assert rows[0]["kld"] == 0.0 < rows[1]["kld"] < rows[2]["kld"]
+    assert rows[0]["kv_bytes"] > rows[1]["kv_bytes"] > rows[2]["kv_bytes"]
+    for row in rows:
+        assert row["kld"] <= row["kld_99"]
+        assert row["perplexity"] > 1
+        assert row["retrieval_rows"][0]["answer_nats"] == row["retrieval_nats"] > 0
+    # a task alone gives what the table gives
+    (alone,) = material.measure_all(
+        "kld", [settings[2].opener(engine.session, 600)],
+        UNQUANTIZED.opener(engine.session, 600), unseen,
+    )  # fmt: skip
+    assert alone.value == rows[2]["kld"]

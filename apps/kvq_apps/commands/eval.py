@@ -1,24 +1,31 @@
-"""`kvq eval`: quality of a bundle at a KV setting, over texts or generated passkeys."""
+"""`kvq eval`: quality at a KV setting, over texts, generated look-ups or lines to fill in.
+
+One task at one setting, `--table` of several widths, or `--sweep` of policies and budgets.
+"""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq.config import parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output, text_input
+from kvq_apps import options, output
 
 if TYPE_CHECKING:
-    from kvq_apps.evaluation import Measurement
+    from kvq_apps.evaluation.asked import Asked
+    from kvq_apps.evaluation.cache_setting import CacheSetting
     from kvq_runtime.engine import Engine
-    from kvq_runtime.session import Session
 
 DEFAULT_CONTEXT = 2048
-DEFAULT_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# What a passkey answer may add to a prompt that fills its length.
-ANSWER_TOKENS = 16
+# A table or a sweep reads its text many times, and fills in the same lines.
+DEFAULT_WINDOWS = 16
+DEFAULT_SWEEP_LINES = 20
+# A sweep judges pressure: a line to fill in must have this share of the context around it.
+LEAST_FILLED = Fraction(3, 4)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,41 +34,132 @@ def add_arguments(parser: ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] FILE",
-        help="UTF-8 texts for ppl and kld (`-`: stdin); a first word that is no file is the model",
+        help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
+        ".xz); a first word that is no file is the model",
     )
     options.add_flags(parser, *options.ENGINE_FLAGS)
     options.add_flags(
         parser, "task", "context", "max-tokens", "depths", "trials", "seed",
-        context="tokens per window (default: 2048); passkey takes a list of prompt lengths",
-        seed="passkey: seed of keys and filler (default: 0)",
+        context="tokens per window (default: 2048); passkey and retrieval take a list of lengths",
+        seed="seed of look-ups and of the choice of lines (default: 0)",
     )  # fmt: skip
-    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
+    options.add_flags(
+        parser.add_argument_group("filling in lines"),
+        "limit", "predict", "execute", "baseline",
+        predict="tokens of a line at most (default: 64)",
+    )  # fmt: skip
+    options.add_flags(
+        parser.add_argument_group("many settings"),
+        "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
+        out="sweep: the JSON file to write, or to go on with",
+        plot="sweep: draw quality over bytes",
+    )  # fmt: skip
+    options.add_flags(
+        parser.add_argument_group("cache"), *options.KV_FLAGS,
+        kv="both at once, such as 4:2; fp: an unquantised cache; --table takes several",
+    )  # fmt: skip
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    if arguments.task is None:
-        raise UsageError("--task is missing; choose ppl, kld or passkey")
+    modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
+    if not modes:
+        raise UsageError("--task is missing; choose ppl, kld, passkey, retrieval or fim")
+    if len(modes) > 1:
+        raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
     model, files = _model_and_files(arguments)
+    mode = {"task": _one_task, "table": _table, "sweep": _sweep}[modes[0]]
 
     from kvq_apps.model_path import resolve_model
     from kvq_runtime.engine import Engine
 
-    text = "".join(text_input.read_text(file) for file in files)
+    _check_before_loading(arguments)
     engine_options = options.given(arguments, threads="threads", backend="backend")
     with Engine.open(resolve_model(model), **engine_options) as engine:
-        progress = output.Progress()
-        job = _job(engine, arguments, text, progress)
-        settings = _settings(job)
-        try:
-            measured = _TASKS[arguments.task](job)
-        finally:
-            progress.clear()
+        return mode(engine, arguments, files)
+
+
+def _check_before_loading(arguments: Namespace) -> None:
+    """Refuses what needs no model to be refused."""
+    owners = {
+        "baseline": ("fim",),
+        "execute": ("fim", "sweep"),
+        "out": ("sweep",),
+        "plot": ("sweep",),
+    }
+    mode = arguments.task or ("sweep" if arguments.sweep else "table")
+    for name, takers in owners.items():
+        if mode not in takers and options.written(arguments, name):
+            raise UsageError(f"--{name} is for {' and '.join(takers)} only; leave it out")
+    if arguments.execute:
+        from kvq_apps.evaluation import execution
+
+        execution.check_possible()
+        output.print_note(
+            "--execute runs programs the model wrote on this machine: with limits of time "
+            f"({execution.TIMEOUT_S:.0f} s) and memory ({format_bytes(execution.MEMORY_BYTES)}), "
+            "but not in a sandbox"
+        )
+    if arguments.plot is not None:
+        from kvq_apps.bench.plot import check_plot
+
+        check_plot(arguments.plot)
+    if arguments.sweep:
+        from kvq_apps.evaluation.sweep import check_out
+
+        if arguments.out is None:
+            raise UsageError("--sweep needs --out FILE.json, the file it writes and goes on with")
+        check_out(Path(arguments.out))
+
+
+def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    from kvq_apps.evaluation.cache_setting import UNQUANTIZED
+    from kvq_apps.evaluation.recall import ANSWER_TOKENS
+    from kvq_apps.evaluation.tasks import RECALL_TASKS
+    from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
+
+    task = arguments.task
+    room = ANSWER_TOKENS if task in RECALL_TASKS else 0
+    lengths = _lengths(engine, arguments, room)
+    if len(lengths) > 1 and task not in RECALL_TASKS:
+        raise UsageError(
+            f"--context {','.join(map(str, lengths))} is not possible: give one number of tokens; "
+            "only passkey and retrieval take several"
+        )
+    context_tokens = max(lengths) + room
+    cache = {
+        "kv_budget": f"{context_tokens}tok",
+        "context_tokens": context_tokens,
+        "chunk_tokens": SCORE_CHUNK_TOKENS,
+    }
+    open_session = partial(engine.session, **(cache | options.session_options(arguments)))
+    exact = UNQUANTIZED.opener(engine.session, context_tokens)
+    asked = _asked(arguments, files)
+    progress = output.Progress()
+    try:
+        # An impossible setting is refused before any work.
+        with open_session() as session:
+            plan = session.config.plan
+            settings = {
+                "kv": output.kv_text(plan.k_bits, plan.v_bits),
+                "policy": session.config.policy,
+                "kv_budget": session.stats().kv_budget,
+            }
+        material = asked.material(
+            engine.tokenizer, [task], context_tokens, lengths=lengths, texts=files, programs=files
+        )
+        measured = material.measure(task, open_session, exact, progress)
+        baseline = arguments.baseline or ()
+        if baseline:
+            beaten = asked.baseline(engine.tokenizer, baseline, material.gaps, progress)
+            measured.details["baseline"] = beaten
+    finally:
+        progress.clear()
     report = {
-        "task": arguments.task,
-        "model": engine.bundle.manifest.name,
+        "task": task,
+        "model": engine.model.name,
         "backend": engine.backend.name,
-        "context": max(job.lengths),
+        "context": max(lengths),
         **settings,
         "kv_bytes": measured.kv_bytes,
         "value": measured.value,
@@ -76,109 +174,181 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """One evaluation: what to measure, and what each of its sessions is opened with."""
-
-    engine: "Engine"
-    arguments: Namespace
-    text: str
-    lengths: tuple[int, ...]
-    session_options: dict[str, Any]
-    progress: Callable[[int, int], None]
-
-    def open_session(self) -> "Session":
-        return self.engine.session(**self.session_options)
-
-    def open_exact_session(self) -> "Session":
-        """The same with an unquantised cache that holds everything."""
-        tokens = self.session_options["context_tokens"]
-        exact = {"k_bits": 16, "v_bits": 16, "kv_budget": f"{tokens}tok"}
-        return self.engine.session(**(self.session_options | exact))
+def _print(report: dict[str, Any]) -> None:
+    rows = report.pop("rows", [])
+    sizes = {"kv_bytes": "held_bytes", "kv_budget": "budget_bytes"}
+    output.print_table(output.flat({sizes.get(key, key): value for key, value in report.items()}))
+    if rows:
+        output.print_data("")
+        cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
+        output.print_table(cells, header=list(rows[0]))
 
 
-def _job(engine: "Engine", arguments: Namespace, text: str, progress: output.Progress) -> _Job:
-    from kvq_apps.evaluation import SCORE_CHUNK_TOKENS
+# Many settings
 
-    room = ANSWER_TOKENS if arguments.task == "passkey" else 0
-    lengths = arguments.context or (min(DEFAULT_CONTEXT, engine.config.context_length - room),)
-    if min(lengths) < 1 or (len(lengths) > 1 and arguments.task != "passkey"):
-        raise UsageError(
-            f"--context {','.join(map(str, lengths))} is not possible: give one number of tokens; "
-            "only passkey takes several"
+
+def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
+    from kvq_apps.evaluation import table
+    from kvq_apps.evaluation.cache_setting import CacheSetting
+
+    _refuse(arguments, "--table", "kv-budget", "kv-policy", "kbits", "vbits")
+    texts = arguments.kv.split(",") if options.written(arguments, "kv") else table.SETTINGS
+    pairs = dict.fromkeys(parse_kv(text) for text in texts)
+    context_tokens = _one_length(engine, arguments)
+    asked = _asked(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
+    material = asked.material(engine.tokenizer, table.TASKS, context_tokens, texts=files)
+    progress = output.Progress()
+    try:
+        rows = table.measure_table(
+            engine.session,
+            material,
+            [CacheSetting(k_bits=k_bits, v_bits=v_bits) for k_bits, v_bits in pairs],
+            context_tokens,
+            progress,
         )
-    context_tokens = max(lengths) + room
-    session_options = {
-        "kv_budget": f"{context_tokens}tok",
-        "context_tokens": context_tokens,
-        "chunk_tokens": SCORE_CHUNK_TOKENS,
+    finally:
+        progress.clear()
+    report = {
+        "model": engine.model.name,
+        "backend": engine.backend.name,
+        "context": context_tokens,
+        "windows": len(material.windows),
+        "questions": sum(map(len, material.questions.values())),
+        "rows": rows,
     }
-    return _Job(
-        engine=engine,
-        arguments=arguments,
-        text=text,
-        lengths=lengths,
-        session_options=session_options | options.session_options(arguments),
-        progress=progress,
+    if arguments.json:
+        output.print_json(report)
+    else:
+        table.print_table(report)
+    return 0
+
+
+def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
+    from kvq_apps.evaluation import sweep, sweep_report
+    from kvq_apps.evaluation.cache_setting import UNQUANTIZED
+
+    _refuse(arguments, "--sweep", "kv-budget", "kv-policy")
+    context_tokens = _one_length(engine, arguments)
+    asked = _asked(
+        arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens, limit=DEFAULT_SWEEP_LINES
     )
-
-
-def _settings(job: _Job) -> dict[str, Any]:
-    """How the KV setting reads in the report; refuses an impossible one before any work."""
-    with job.open_session() as session:
-        plan = session.config.plan
-        return {
-            "kv": output.kv_text(plan.k_bits, plan.v_bits),
-            "policy": session.config.policy,
-            "kv_budget": session.stats().kv_budget,
-        }
-
-
-def _ppl(job: _Job) -> "Measurement":
-    from kvq_apps import evaluation
-
-    tokenizer = job.engine.tokenizer
-    return evaluation.perplexity(job.open_session, tokenizer, _windows(job), job.progress)
-
-
-def _kld(job: _Job) -> "Measurement":
-    from kvq_apps import evaluation
-
-    return evaluation.divergence(
-        job.open_session, job.open_exact_session, _windows(job), job.progress
+    tasks = _sweep_tasks(arguments.tasks, asked)
+    material = asked.material(
+        engine.tokenizer,
+        tasks,
+        context_tokens,
+        texts=asked.texts,
+        programs=asked.programs,
+        least_prompt_tokens=int(LEAST_FILLED * context_tokens),
     )
-
-
-def _passkey(job: _Job) -> "Measurement":
-    from kvq_apps import evaluation
-    from kvq_runtime.config import check_seed
-
-    depths = job.arguments.depths or DEFAULT_DEPTHS
-    if not all(0 <= depth <= 1 for depth in depths):
-        raise UsageError(f"--depths {depths} is not possible: give numbers from 0 to 1")
-    trials = 1 if job.arguments.trials is None else job.arguments.trials
-    if trials < 1:
-        raise UsageError(f"--trials {trials} is not possible: give 1 or more")
-    seed = job.arguments.seed or 0
-    check_seed(seed)
-    prompts = evaluation.passkey_prompts(
-        job.engine.tokenizer, lengths=job.lengths, depths=depths, trials=trials, seed=seed
+    with UNQUANTIZED.opener(engine.session, context_tokens)() as session:
+        fp16_bytes = int(session.stats().bytes_per_token * context_tokens)
+    plan = sweep.Sweep(
+        tasks=tasks,
+        settings=_sweep_settings(arguments),
+        budgets=arguments.budgets or sweep.BUDGETS,
+        context_tokens=context_tokens,
+        fp16_bytes=fp16_bytes,
     )
-    return evaluation.passkey(job.open_session, job.engine.tokenizer, prompts, job.progress)
+    file = sweep.SweepFile(
+        Path(arguments.out),
+        {
+            "model": engine.model.name,
+            "fingerprint": engine.model.fingerprint,
+            "backend": engine.backend.name,
+            "context_tokens": context_tokens,
+            "fp16_bytes": fp16_bytes,
+            "seed": asked.seed,
+        },
+        {
+            task: {"sequences": len(material.sequences(task)), "sha256": material.digest(task)}
+            for task in tasks
+        },
+    )
+    progress = output.Progress()
+    try:
+        sweep.run(engine.session, material, plan, file, progress)
+    finally:
+        progress.clear()
+    if arguments.plot is not None:
+        sweep_report.draw_sweep(arguments.plot, file.data)
+    if arguments.json:
+        output.print_json(file.data)
+    else:
+        sweep_report.print_sweep(file.data)
+    return 0
 
 
-_TASKS = {"ppl": _ppl, "kld": _kld, "passkey": _passkey}
+def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "Asked") -> tuple[str, ...]:
+    """What is wanted, or all that the files allow."""
+    from kvq_apps.evaluation.sweep import TASKS
+
+    inputs = {"kld": asked.texts, "fim": asked.programs}
+    if wanted is None:
+        return tuple(task for task in TASKS if inputs.get(task, True))
+    for task in wanted:
+        if task not in TASKS:
+            raise UsageError(f"--tasks {task} is not possible: choose from {', '.join(TASKS)}")
+        if not inputs.get(task, True):
+            needed = "a text" if task == "kld" else "source files (.py) or infilling records"
+            raise UsageError(f"--tasks {task} needs {needed}: kvq eval --sweep -m MODEL FILE")
+    return tuple(dict.fromkeys(wanted))
 
 
-def _windows(job: _Job) -> list[list[int]]:
-    from kvq_apps import evaluation
+def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
+    """Policies as `NAME[:option=value,...][@K:V]`; without widths those of `--kv`, or 8:8."""
+    from kvq.policies import POLICIES
+    from kvq_apps.evaluation.cache_setting import CacheSetting
 
-    tokenizer = job.engine.tokenizer
-    limit = job.arguments.max_tokens
-    if limit is not None and limit < 1:
-        raise UsageError(f"--max-tokens {limit} is not possible: give 1 or more")
-    ids = tokenizer.encode(job.text)[:limit]
-    return evaluation.windows(ids, tokenizer.control.start, job.lengths[0])
+    widths = {"k_bits": 8, "v_bits": 8} | options.kv_bits(arguments)
+    found: list[CacheSetting] = []
+    for text in arguments.policies or tuple(POLICIES):
+        policy, _, own = text.partition("@")
+        k_bits, v_bits = parse_kv(own) if own else (widths["k_bits"], widths["v_bits"])
+        found.append(CacheSetting(policy=policy, k_bits=k_bits, v_bits=v_bits))
+    return tuple(dict.fromkeys(found))
+
+
+def _refuse(arguments: Namespace, mode: str, *names: str) -> None:
+    for name in names:
+        if options.written(arguments, name):
+            raise UsageError(f"{mode} chooses the caches itself; leave out --{name}")
+
+
+def _lengths(engine: "Engine", arguments: Namespace, room: int = 0) -> tuple[int, ...]:
+    default = min(DEFAULT_CONTEXT, engine.model.context_length - room)
+    lengths: tuple[int, ...] = arguments.context or (default,)
+    if min(lengths) < 1:
+        raise UsageError(
+            f"--context {','.join(map(str, lengths))} is not possible: give numbers of tokens "
+            "above 0"
+        )
+    return lengths
+
+
+def _one_length(engine: "Engine", arguments: Namespace) -> int:
+    length, *more = _lengths(engine, arguments)
+    if more:
+        raise UsageError("--table and --sweep take one --context")
+    return length
+
+
+def _asked(arguments: Namespace, files: Sequence[str], **defaults: int) -> "Asked":
+    """What the flags ask for; `defaults` where they say nothing."""
+    from kvq_apps.evaluation import execution
+    from kvq_apps.evaluation.asked import Asked
+
+    given: dict[str, Any] = defaults | options.given(
+        arguments,
+        max_tokens="max-tokens",
+        depths="depths",
+        trials="trials",
+        limit="limit",
+        line_tokens="predict",
+        seed="seed",
+    )
+    passes = execution.passes if arguments.execute else None
+    return Asked(**given, files=tuple(files), passes=passes)
 
 
 def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
@@ -187,21 +357,12 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
     may_be_model = bool(files) and files[0] != "-" and not Path(files[0]).is_file()
     if may_be_model and not options.written(arguments, "model"):
         model = files.pop(0)
-    if arguments.task == "passkey" and files:
-        raise UsageError("--task passkey makes its own prompts; leave out the files")
-    if arguments.task != "passkey" and not files:
-        raise UsageError(f"--task {arguments.task} needs a text: kvq eval -m MODEL FILE")
+    makes_own = arguments.task in ("passkey", "retrieval")
+    if makes_own and files:
+        raise UsageError(f"--task {arguments.task} makes its own prompts; leave out the files")
+    if arguments.task and not makes_own and not files:
+        needed = "source files or records" if arguments.task == "fim" else "a text"
+        raise UsageError(f"--task {arguments.task} needs {needed}: kvq eval -m MODEL FILE")
+    if arguments.table and not files:
+        raise UsageError("--table needs a text: kvq eval --table -m MODEL FILE")
     return model, files
-
-
-def _print(report: dict[str, Any]) -> None:
-    rows = report.pop("rows", [])
-    texts = {
-        key: f"{value:.6g}" if isinstance(value, float) else value for key, value in report.items()
-    }
-    for key in ("kv_budget", "kv_bytes"):
-        texts[key] = format_bytes(report[key])
-    output.print_table(texts.items())
-    if rows:
-        output.print_data("")
-        output.print_table((row.values() for row in rows), header=list(rows[0]))

@@ -1,0 +1,1 @@
+"""Quality at a KV setting: what each task asks and how it is scored. Knows no flag, no terminal."""

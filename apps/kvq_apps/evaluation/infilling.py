@@ -1,0 +1,220 @@
+"""Filling in one line of a program: the samples, the model's lines, how near they come.
+
+Samples are records in the form of HumanEval's infilling benchmark (Bavarian et al., arXiv
+2207.14255) or lines chosen from source files. Only the first line of what a model writes counts,
+without the white space at its end.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvq.errors import DataError
+from kvq_apps import text_input
+from kvq_apps.evaluation import documents
+from kvq_apps.evaluation.measurement import (
+    HeldBytes,
+    Measurement,
+    OpenSession,
+    Progress,
+    score_answer,
+)
+from kvq_models.infilling import infill_prompt, infill_tokens
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import Sampling
+
+# Shorter lines (`else:`, `pass`, a bracket) say little about a model.
+MIN_LINE_CHARACTERS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A program whose line from `start` to `end` (characters, line end excluded) is missing.
+
+    `test` is a program text that defines `check(candidate)`, or empty; `entry_point` names the
+    candidate.
+    """
+
+    name: str
+    text: str
+    start: int
+    end: int
+    test: str = ""
+    entry_point: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the missing line."""
+        return self.text[: self.start]
+
+    @property
+    def middle(self) -> str:
+        """The missing line."""
+        return self.text[self.start : self.end]
+
+    @property
+    def suffix(self) -> str:
+        """What stands after the missing line's end."""
+        return self.text[self.end :].removeprefix("\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """A sample as a prompt in ids; `answered` goes on with the right line."""
+
+    sample: Sample
+    ids: list[int]
+    answered: list[int]
+
+
+Passes = Callable[[Sample, str], bool]
+
+
+def read_samples(files: Sequence[str], *, seed: int) -> list[Sample]:
+    """Every sample of `files`, in an order that the seed decides.
+
+    Raises `DataError` for a damaged file, and when there is no sample.
+    """
+    found = [sample for path in files for sample in _samples(path)]
+    if not found:
+        raise DataError(
+            f"{', '.join(files)}: there is no line to fill in; give infilling records (.jsonl, "
+            f".jsonl.gz) or source files with lines of {MIN_LINE_CHARACTERS} or more characters"
+        )
+    random.Random(seed).shuffle(found)  # noqa: S311  alike each time, nothing is kept secret
+    return found
+
+
+def gaps(
+    tokenizer: Tokenizer,
+    samples: Iterable[Sample],
+    *,
+    limit: int,
+    prompt_tokens: tuple[int, int],
+    answer_tokens: int,
+) -> list[Gap]:
+    """The first `limit` samples whose prompts have at least `prompt_tokens[0]` tokens.
+
+    Longer prompts are cut to `prompt_tokens[1]`, answers to `answer_tokens`.
+    """
+    least, most = prompt_tokens
+    found: list[Gap] = []
+    for sample in samples:
+        ids = infill_prompt(tokenizer, sample.prefix, sample.suffix, most)
+        if len(ids) < least:
+            continue
+        answer = tokenizer.encode(f"{sample.middle}\n")[:answer_tokens]
+        found.append(Gap(sample=sample, ids=ids, answered=[*ids, *answer]))
+        if len(found) == limit:
+            break
+    return found
+
+
+def infilling(
+    open_session: OpenSession,
+    tokenizer: Tokenizer,
+    asked: Sequence[Gap],
+    answer_tokens: int,
+    progress: Progress,
+    passes: Passes | None = None,
+) -> Measurement:
+    """Share of lines filled in exactly, greedily, up to a line's end or `answer_tokens`.
+
+    `passes` runs a sample's test on a line; samples without a test are left out of its rate.
+    """
+    fim = infill_tokens(tokenizer)
+    ends = {fim.prefix, fim.suffix, fim.middle, fim.pad, fim.repo, fim.file, *tokenizer.eos_ids}
+    stop_ids = [token for token in ends if token is not None]
+    lines: list[str] = []
+    nats: list[float] = []
+    held = HeldBytes()
+    for number, gap in enumerate(asked):
+        with open_session() as session:
+            session.prefill(gap.ids)
+            steps = session.generate(
+                answer_tokens,
+                sampling=Sampling(temperature=0),
+                stop_strings=["\n"],
+                stop_ids=stop_ids,
+            )
+            lines.append("".join(step.text for step in steps))
+            session.rollback(len(session.tokens) - (len(gap.ids) - 1))
+            nats.append(score_answer(session, gap.answered, len(gap.ids)).nats)
+            held.see(session)
+        progress(number + 1, len(asked))
+    samples = [gap.sample for gap in asked]
+    nearness = line_scores(samples, lines)
+    tested = [(sample, line) for sample, line in zip(samples, lines, strict=True) if sample.test]
+    if passes is not None and tested:
+        nearness["pass_rate"] = sum(passes(*one) for one in tested) / len(tested)
+        nearness["tested"] = len(tested)
+    return Measurement(
+        value=nearness.pop("exact_match"),
+        unit="exact match",
+        n=len(asked),
+        kv_bytes=held.peak,
+        bytes_per_token=held.per_token,
+        details={**nearness, "answer_nats": float(np.mean(nats))},
+    )
+
+
+def line_scores(samples: Sequence[Sample], lines: Sequence[str]) -> dict[str, float]:
+    """`exact_match` and `edit_similarity` of the lines written for the samples, means."""
+    pairs = [
+        (line.split("\n", 1)[0].rstrip(), sample.middle.rstrip())
+        for line, sample in zip(lines, samples, strict=True)
+    ]
+    return {
+        "exact_match": sum(line == wanted for line, wanted in pairs) / len(pairs),
+        "edit_similarity": sum(edit_similarity(*pair) for pair in pairs) / len(pairs),
+    }
+
+
+def edit_similarity(one: str, other: str) -> float:
+    """1 - (single-character edits between the texts) / (length of the longer); 1 is equal."""
+    longest = max(len(one), len(other))
+    distances = list(range(len(other) + 1))
+    for row, character in enumerate(one, 1):
+        above_left, distances[0] = distances[0], row
+        for column, wanted in enumerate(other, 1):
+            above = distances[column]
+            distances[column] = min(
+                above + 1, distances[column - 1] + 1, above_left + (character != wanted)
+            )
+            above_left = above
+    return 1 - distances[-1] / longest if longest else 1.0
+
+
+def _samples(path: str) -> Iterator[Sample]:
+    if not documents.is_records(path):
+        yield from _lines(path, text_input.read_text(path))
+        return
+    for place, record in documents.records(path):
+        if "text" not in record:
+            yield _from_record(place, record)
+        elif documents.may_judge(record):
+            yield from _lines(place, documents.field(record, "text", place))
+
+
+def _from_record(place: str, record: dict[str, object]) -> Sample:
+    prefix = documents.field(record, "prompt", place)
+    middle = documents.field(record, "canonical_solution", place)
+    return Sample(
+        name=str(record.get("task_id", place)),
+        text=prefix + middle + documents.field(record, "suffix", place),
+        start=len(prefix),
+        end=len(prefix) + len(middle.removesuffix("\n")),
+        test=str(record.get("test", "")),
+        entry_point=str(record.get("entry_point", "")),
+    )
+
+
+def _lines(name: str, text: str) -> Iterator[Sample]:
+    """Every line of a source file that is worth filling in, one sample each."""
+    for line in re.finditer(r".+", text):
+        if len(line[0].strip()) >= MIN_LINE_CHARACTERS:
+            number = text.count("\n", 0, line.start()) + 1
+            yield Sample(name=f"{name}:{number}", text=text, start=line.start(), end=line.end())

@@ -1,0 +1,88 @@
+"""What every task takes and gives: a way to open sessions in, a `Measurement` out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq_runtime.session import Session
+
+OpenSession = Callable[[], Session]
+Progress = Callable[[int, int], None]
+Floats = NDArray[np.floating]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One task's outcome: `value` in `unit` over `n` samples, `details` for whoever wants more.
+
+    `kv_bytes` is the most any of its sessions held, `bytes_per_token` what one more token costs
+    at the plan's widths.
+    """
+
+    value: float
+    unit: str
+    n: int
+    kv_bytes: int
+    bytes_per_token: float
+    details: dict[str, object] = field(default_factory=dict)
+
+
+class HeldBytes:
+    """The most bytes any session of a task held."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.per_token = 0.0
+
+    def see(self, session: Session) -> None:
+        """Counts a session that has done its work."""
+        stats = session.stats()
+        self.peak = max(self.peak, stats.kv_bytes_peak)
+        self.per_token = stats.bytes_per_token
+
+
+def predictions(session: Session, ids: Sequence[int], first: int) -> Iterator[tuple[int, Floats]]:
+    """Runs `ids` through an empty session; (position, logits [n, V]) of those from `first` on.
+
+    The row at position i predicts token i + 1, so the last token has none.
+    """
+    if first:
+        session.prefill(ids[:first])
+    start = first
+    for logits in session.logits(ids[first:]):
+        rows = logits[: len(ids) - 1 - start]
+        if len(rows):
+            yield start, rows
+        start += len(logits)
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Natural log-probabilities of logits [n, V], row by row."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerScore:
+    """How well a session expected a given answer, token by token.
+
+    `nats` is the mean negative log-probability per token, `reciprocal_rank` the mean of
+    1 / (1 + tokens that were held more likely): 1 is certain to be taken greedily.
+    """
+
+    nats: float
+    reciprocal_rank: float
+
+
+def score_answer(session: Session, ids: Sequence[int], first: int) -> AnswerScore:
+    """Scores tokens `ids[first:]`, given that the session already holds `ids[: first - 1]`."""
+    wanted = ids[first:]
+    logits = np.concatenate(list(session.logits(ids[first - 1 : -1])))
+    picked = np.arange(len(wanted)), np.asarray(wanted)
+    likelier = (logits > logits[picked][:, None]).sum(1)
+    return AnswerScore(
+        nats=float(-log_softmax(logits)[picked].mean(dtype=np.float64)),
+        reciprocal_rank=float((1 / (1 + likelier)).mean()),
+    )

@@ -1,0 +1,213 @@
+"""Policies against budgets against tasks: what a cache of N bytes still knows.
+
+Budgets are shares of the context's fp16 bytes. The results lie in one JSON file that is replaced
+after every cell; a sweep that finds its file goes on where it ended. A budget too small for its
+plan is a result like any other: the cell says why it was refused.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvq.errors import BudgetError, DataError, UsageError
+from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
+from kvq_apps.evaluation.measurement import Measurement
+from kvq_apps.evaluation.tasks import Material
+from kvq_runtime.session import Session
+
+FORMAT, VERSION = "kvq-sweep", 1
+TASKS = ("kld", "passkey", "retrieval", "fim")
+BUDGETS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 6), Fraction(1, 8))
+# What a cell without a policy and a budget is called: the cache that everything is compared with.
+EXACT = "unquantised"
+
+Shown = Callable[[float, float, str], None]
+Key = tuple[str, str, str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """What is asked: tasks, caches and shares of the `fp16_bytes` that `context_tokens` need."""
+
+    tasks: tuple[str, ...]
+    settings: tuple[CacheSetting, ...]
+    budgets: tuple[Fraction, ...]
+    context_tokens: int
+    fp16_bytes: int
+
+    def budget_bytes(self, budget: Fraction | None) -> int | None:
+        """Bytes of a share; None for the unquantised cache."""
+        return None if budget is None else int(budget * self.fp16_bytes)
+
+    def batches(self) -> Iterator[tuple[str, Fraction | None, tuple[CacheSetting, ...]]]:
+        """Cells that are measured together: (task, budget, caches), the unquantised one first."""
+        for task in self.tasks:
+            yield task, None, (UNQUANTIZED,)
+            for budget in self.budgets:
+                yield task, budget, self.settings
+
+
+class SweepFile:
+    """The JSON of a sweep: its material and the cells measured so far."""
+
+    def __init__(self, path: Path, subject: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
+        """`subject` says what is judged, `tasks` what each task's material is.
+
+        Raises `UsageError` when the file is another sweep's, `DataError` when it cannot be used.
+        """
+        self.path = path
+        self.data: dict[str, Any] = {
+            "format": FORMAT, "version": VERSION, **subject, "tasks": dict(tasks), "cells": [],
+        }  # fmt: skip
+        if path.exists():
+            self._resume(_read(path), subject, tasks)
+
+    def __contains__(self, key: Key) -> bool:
+        return any(_key(cell) == key for cell in self.data["cells"])
+
+    def add(self, cell: Mapping[str, Any]) -> None:
+        """Keeps a cell, on disk too: the file holds it whole or is what it was before."""
+        self.data["cells"].append(dict(cell))
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            partial.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            raise UsageError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+    def _resume(
+        self, data: dict[str, Any], subject: Mapping[str, Any], tasks: Mapping[str, Any]
+    ) -> None:
+        both = [task for task in tasks if task in data["tasks"]]
+        wanted = {**subject, **{task: tasks[task] for task in both}}
+        found = {**data, **{task: data["tasks"][task] for task in both}}
+        other = [name for name, value in wanted.items() if found.get(name) != value]
+        if other:
+            raise UsageError(
+                f"--out {self.path} holds a sweep that differs in: {', '.join(other)}; give "
+                "another name, or delete it to begin again"
+            )
+        self.data["tasks"] = data["tasks"] | dict(tasks)
+        self.data["cells"] = data["cells"]
+
+
+def check_out(path: Path) -> None:
+    """Raises `UsageError` before anything is measured when the file could not be written."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {path.parent}")
+    if path.suffix.lower() != ".json":
+        raise UsageError(f"--out {path}: a sweep writes one JSON file; give a name in .json")
+
+
+def run(
+    open_session: Callable[..., Session],
+    material: Material,
+    sweep: Sweep,
+    file: SweepFile,
+    progress: Shown,
+) -> None:
+    """Measures every cell that `file` does not hold yet.
+
+    Raises `UsageError` for a policy that cannot be opened, before anything is measured.
+    """
+    for setting in sweep.settings:
+        setting.opener(open_session, sweep.context_tokens)().close()
+    clock = _Clock(sweep, material, file, progress)
+    exact = UNQUANTIZED.opener(open_session, sweep.context_tokens)
+    for task, budget, settings in sweep.batches():
+        waiting = [one for one in settings if _name(task, one, budget) not in file]
+        if not waiting:
+            continue
+        num_bytes = sweep.budget_bytes(budget)
+        sessions = [one.opener(open_session, sweep.context_tokens, num_bytes) for one in waiting]
+        show = clock.batch(task, budget, len(waiting))
+        outcomes = material.measure_all(task, sessions, exact, show)
+        for setting, outcome in zip(waiting, outcomes, strict=True):
+            file.add(_cell(sweep, task, setting, budget, outcome))
+    progress(1, 1, "done")
+
+
+def _cell(
+    sweep: Sweep,
+    task: str,
+    setting: CacheSetting,
+    budget: Fraction | None,
+    outcome: Measurement | BudgetError,
+) -> dict[str, Any]:
+    cell: dict[str, Any] = {
+        "task": task,
+        "policy": setting.policy or EXACT,
+        "kv": setting.kv,
+        "budget": None if budget is None else str(budget),
+        "budget_bytes": sweep.budget_bytes(budget),
+    }
+    if isinstance(outcome, BudgetError):
+        return cell | {"refused": str(outcome)}
+    measured = asdict(outcome)
+    details = measured.pop("details")
+    return cell | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
+
+
+def _name(task: str, setting: CacheSetting, budget: Fraction | None) -> Key:
+    return task, setting.policy or EXACT, setting.kv, None if budget is None else str(budget)
+
+
+def _key(cell: Mapping[str, Any]) -> Key:
+    return cell["task"], cell["policy"], cell["kv"], cell["budget"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise KeyError("format")
+        if data["version"] != VERSION:
+            raise DataError(
+                f"{path} is a sweep of version {data['version']}, this is version {VERSION}; "
+                "give another --out"
+            )
+        for cell in data["cells"]:
+            _key(cell)
+        dict(data["tasks"])
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path} is no sweep; give another --out, or delete it") from None
+    return data
+
+
+class _Clock:
+    """How much of a sweep is done, in sequences read, and how long the rest will take."""
+
+    def __init__(self, sweep: Sweep, material: Material, file: SweepFile, show: Shown) -> None:
+        self._lengths = {task: len(material.sequences(task)) for task in sweep.tasks}
+        self._total = self._held = 0
+        for task, budget, settings in sweep.batches():
+            self._total += len(settings) * self._lengths[task]
+            held = sum(_name(task, one, budget) in file for one in settings)
+            self._held += held * self._lengths[task]
+        self._before = self._held
+        self._began = monotonic()
+        self._show = show
+
+    def batch(self, task: str, budget: Fraction | None, count: int) -> Callable[[int, int], None]:
+        """The progress of one batch of `count` cells."""
+        before, label = self._before, f"{task} at {budget or 'fp'}"
+        self._before += count * self._lengths[task]
+
+        def show(done: int, total: int) -> None:
+            now = before + done
+            share = (now - self._held) / max(1, self._total - self._held)
+            left = (monotonic() - self._began) * (1 / share - 1) if share else 0.0
+            self._show(now, self._total, f"{label}, {_minutes(left)} left")
+
+        return show
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"

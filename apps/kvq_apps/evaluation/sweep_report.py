@@ -1,0 +1,118 @@
+"""A sweep's JSON as a table and as a plot: quality against the bytes really held. Runs nothing."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import UsageError
+from kvq.formats import format_bytes
+from kvq_apps import output
+from kvq_apps.evaluation.sweep import EXACT
+
+Cell = Mapping[str, Any]
+
+# What a table's column and a plot's panel show of a task: key of the cell, words, kind of axis.
+MEASURES = {
+    "kld": (("value", "KL divergence, nats", "log"), ("perplexity", "perplexity", "")),
+    "passkey": (("value", "pass keys found", "share"), ("answer_nats", "pass key, nats", "")),
+    "retrieval": (("value", "values found", "share"), ("answer_nats", "value, nats", "")),
+    "fim": (("value", "lines exact", "share"), ("edit_similarity", "edit similarity", "share")),
+}
+STYLES = ("-", "--", ":")
+
+
+def line_name(cell: Cell) -> str:
+    """`budget 8:8`: what the points of one line share."""
+    return cell["policy"] if cell["policy"] == EXACT else f"{cell['policy']} {cell['kv']}"
+
+
+def print_sweep(data: Mapping[str, Any]) -> None:
+    """One line per cache and budget, a column per measure; what was refused on stderr."""
+    tasks = [task for task in MEASURES if task in data["tasks"]]
+    by_place: dict[tuple[str, str | None], dict[str, Cell]] = {}
+    for cell in data["cells"]:
+        by_place.setdefault((line_name(cell), cell["budget"]), {})[cell["task"]] = cell
+    header = ["cache", "budget", "held"]
+    header += [words for task in tasks for _, words, _ in MEASURES[task]]
+    rows = [
+        [name, budget or "-", _held(cells.values()), *_values(cells, tasks)]
+        for (name, budget), cells in by_place.items()
+    ]
+    output.print_table(
+        (name, data[name]) for name in ("model", "backend", "context_tokens", "seed")
+    )
+    output.print_data("")
+    output.print_table(rows, header=header)
+    refusals = {
+        f"{line_name(cell)} at {cell['budget']}: {cell['refused']}": None
+        for cell in data["cells"]
+        if "refused" in cell
+    }
+    for text in refusals:
+        output.print_note(f"refused: {text}")
+
+
+def draw_sweep(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes the plot: a panel per measure, a line per cache. Raises `UsageError`."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in MEASURES if task in data["tasks"]]
+    measured = [cell for cell in data["cells"] if "refused" not in cell]
+    names = [name for name in dict.fromkeys(map(line_name, measured)) if name != EXACT]
+    palette = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    looks = {name: (palette[i % 10], STYLES[i // 10 % len(STYLES)]) for i, name in enumerate(names)}
+    figure = Figure(figsize=(4.4 * len(tasks) + 2.2, 7.0), layout="constrained")
+    panels = figure.subplots(2, len(tasks), squeeze=False)
+    for column, task in enumerate(tasks):
+        cells = [cell for cell in measured if cell["task"] == task]
+        for row, measure in enumerate(MEASURES[task]):
+            _draw_panel(panels[row][column], cells, measure, looks)
+    handles, labels = panels[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(
+        f"{data['model']}, {data['context_tokens']} tokens of context", x=0.01, ha="left"
+    )
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
+
+
+def _draw_panel(
+    panel: Any,
+    cells: Sequence[Cell],
+    measure: tuple[str, str, str],
+    looks: Mapping[str, tuple[Any, str]],
+) -> None:
+    key, words, axis = measure
+    for name, (colour, style) in looks.items():
+        points = sorted((c["kv_bytes"], c[key]) for c in cells if line_name(c) == name)
+        held, values = [x for x, _ in points], [y for _, y in points]
+        panel.plot(held, values, style, color=colour, label=name, marker="o", markersize=3)
+    exact = [cell[key] for cell in cells if line_name(cell) == EXACT]
+    if exact and axis != "log":
+        panel.axhline(exact[0], color="#6b7280", linestyle="--", linewidth=1, label=EXACT)
+    panel.set_xscale("log", base=2)
+    low, high = panel.get_xlim()
+    ticks = [2.0**power for power in range(8, 50) if low <= 2.0**power <= high]
+    panel.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
+    if axis == "log" and any(cell[key] > 0 for cell in cells):
+        panel.set_yscale("log")
+    if axis == "share":
+        panel.set_ylim(-0.03, 1.03)
+    panel.set_xlabel("KV bytes held")
+    panel.set_title(words, fontsize=10, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+
+
+def _held(cells: Iterable[Cell]) -> str:
+    held = [cell["kv_bytes"] for cell in cells if "refused" not in cell]
+    return format_bytes(max(held)) if held else "refused"
+
+
+def _values(cells: Mapping[str, Cell], tasks: Sequence[str]) -> list[str]:
+    """Cells of a table; `-` where nothing was measured."""
+    values = [cells.get(task, {}).get(key) for task in tasks for key, _, _ in MEASURES[task]]
+    return ["-" if value is None else f"{value:.4g}" for value in values]

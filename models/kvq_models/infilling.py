@@ -1,0 +1,42 @@
+"""The prompt that asks a model for what stands between two texts. Knows no file and no cursor."""
+
+from kvq.errors import ModelError
+from kvq_models.control import FimTokens
+from kvq_models.tokenizer import Tokenizer
+
+# Of a prompt that does not fit, what comes after the gap keeps this share at most.
+SUFFIX_SHARE = 0.25
+# A token of source text is 3 to 4 characters: what lies farther from the gap is not even encoded.
+CHARACTERS_PER_TOKEN = 16
+
+
+def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
+    """The model's fill-in-the-middle tokens. Raises `ModelError` for a model without them."""
+    if tokenizer.fim is None:
+        raise ModelError(
+            "this model has no fill-in-the-middle tokens (such as <|fim_prefix|>), so it can only "
+            "continue a text; choose a code model that has them"
+        )
+    return tokenizer.fim
+
+
+def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: int) -> list[int]:
+    """Ids of `prefix` and `suffix` in the order prefix, suffix, middle: at most `max_tokens`.
+
+    What is too long loses the beginning of the prefix and the end of the suffix: the text near
+    the gap stays. Source: Bavarian et al., arXiv 2207.14255. Raises `ModelError` for a model
+    without fill-in-the-middle tokens, or when `max_tokens` leaves no room for text.
+    """
+    fim = infill_tokens(tokenizer)
+    start = tokenizer.control.start
+    room = max_tokens - len(start) - 3
+    if room < 1:
+        raise ModelError(
+            f"an infilling prompt of {max_tokens} tokens has no room for text; "
+            f"give it {len(start) + 4} or more"
+        )
+    near = room * CHARACTERS_PER_TOKEN
+    before, after = tokenizer.encode(prefix[-near:]), tokenizer.encode(suffix[:near])
+    after = after[: max(int(room * SUFFIX_SHARE), room - len(before))]
+    before = before[max(0, len(before) - (room - len(after))) :]
+    return [*start, fim.prefix, *before, fim.suffix, *after, fim.middle]

@@ -1,0 +1,404 @@
+"""Filling in lines: the prompt token by token, which lines, how they are scored, the n-grams."""
+
+import gzip
+import json
+import lzma
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq.errors import DataError, ModelError
+from kvq_apps.evaluation.documents import training_texts
+from kvq_apps.evaluation.execution import passes
+from kvq_apps.evaluation.infilling import (
+    Sample,
+    edit_similarity,
+    gaps,
+    infilling,
+    line_scores,
+    read_samples,
+)
+from kvq_apps.evaluation.ngram import BACKOFF, LineBaseline, NGram
+from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.infilling import infill_prompt
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.session import Step
+from tiny import CONTROL_TOKENS, byte_level_tokenizer
+
+PREFIX, SUFFIX, MIDDLE = (
+    CONTROL_TOKENS.index(f"<|fim_{part}|>") for part in ("prefix", "suffix", "middle")
+)
+FIM = FimTokens(prefix=PREFIX, suffix=SUFFIX, middle=MIDDLE)
+# No merge of the tokenizer joins these: one token each.
+LETTERS = "!#$%&*+?@^"
+PROGRAM = "def add(first, second):\n    total = first + second\n\n    return total\nx = 1\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    control = ControlTokens(eos=(0,), fim=FIM)
+    return Tokenizer.from_json(byte_level_tokenizer().to_str(), control)
+
+
+def unseen(done: int, total: int) -> None:
+    """The progress nobody watches."""
+
+
+# The prompt
+
+
+def test_the_prompt_is_prefix_suffix_middle(tokenizer: Tokenizer) -> None:
+    prefix, suffix = "def f(x):\n", "    return y\n"
+    assert infill_prompt(tokenizer, prefix, suffix, 100) == [
+        PREFIX, *tokenizer.encode(prefix), SUFFIX, *tokenizer.encode(suffix), MIDDLE
+    ]  # fmt: skip
+
+
+def test_what_starts_a_text_stays_first_and_control_words_are_text() -> None:
+    control = ControlTokens(start=(1, 2), fim=FIM)
+    tokenizer = Tokenizer.from_json(byte_level_tokenizer().to_str(), control)
+    ids = infill_prompt(tokenizer, "<|fim_suffix|>", "", 100)
+    assert ids[:3] == [1, 2, PREFIX]
+    assert ids[-2:] == [SUFFIX, MIDDLE]
+    assert ids.count(SUFFIX) == 1
+    assert tokenizer.decode(ids[3:-2]) == "<|fim_suffix|>"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept_before", "kept_after"),
+    [(40, 4, 13, 4), (40, 40, 13, 4), (3, 40, 3, 14), (10, 40, 10, 7), (0, 2, 0, 2)],
+)
+def test_a_long_prompt_keeps_what_is_near_the_gap(
+    tokenizer: Tokenizer, before: int, after: int, kept_before: int, kept_after: int
+) -> None:
+    # one token each: 20 tokens leave 17, of which the suffix takes a quarter, or what is left
+    prefix, suffix = (LETTERS * 4)[:before], (LETTERS[::-1] * 4)[:after]
+    assert len(tokenizer.encode(prefix)) == before
+    ids = infill_prompt(tokenizer, prefix, suffix, 20)
+    place = ids.index(SUFFIX)
+    assert tokenizer.decode(ids[1:place]) == prefix[len(prefix) - kept_before :]
+    assert tokenizer.decode(ids[place + 1 : -1]) == suffix[:kept_after]
+    assert len(ids) == 3 + kept_before + kept_after <= 20
+
+
+def test_a_model_without_the_tokens_is_refused(tokenizer: Tokenizer) -> None:
+    plain = Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens())
+    with pytest.raises(ModelError, match=r"no fill-in-the-middle tokens \(such as <\|fim_prefix"):
+        infill_prompt(plain, "a", "b", 100)
+    with pytest.raises(ModelError, match="3 tokens has no room for text; give it 4 or more"):
+        infill_prompt(tokenizer, "a", "b", 3)
+
+
+# Samples
+
+
+def test_lines_of_source_files_are_the_samples(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(PROGRAM)
+    (tmp_path / "b.py").write_text("\n\n    value = other.value\r\nend")
+    found = read_samples([str(tmp_path / "a.py"), str(tmp_path / "b.py")], seed=0)
+    by_place = {sample.name.rpartition("/")[2]: sample for sample in found}
+    # `x = 1`, `end` and blank lines are too short
+    assert sorted(by_place) == ["a.py:1", "a.py:2", "a.py:4", "b.py:3"]
+    second = by_place["a.py:2"]
+    assert second.prefix == "def add(first, second):\n"
+    assert second.middle == "    total = first + second"
+    assert second.suffix == "\n    return total\nx = 1\n"
+    assert by_place["b.py:3"].middle.rstrip() == "    value = other.value"
+
+
+def test_the_choice_of_lines_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    path.write_text("".join(f"number_{i} = {i}\n" for i in range(100)))
+    names = [[one.name for one in read_samples([str(path)], seed=seed)] for seed in (0, 0, 1)]
+    assert names[0] == names[1] != names[2]
+    assert sorted(names[0]) == sorted(names[2])
+
+
+RECORD = {
+    "task_id": "t/0",
+    "prompt": "def f(x):\n",
+    "canonical_solution": "    y = x + 1\n",
+    "suffix": "    return y\n",
+    "test": "def check(f):\n    assert f(1) == 2\n",
+    "entry_point": "f",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "opener"), [("r.jsonl", open), ("r.jsonl.gz", gzip.open), ("r.jsonl.xz", lzma.open)]
+)
+def test_records_are_samples(tmp_path: Path, name: str, opener: Callable) -> None:
+    with opener(tmp_path / name, "wt") as file:
+        file.write(json.dumps(RECORD) + "\n\n")
+    (sample,) = read_samples([str(tmp_path / name)], seed=0)
+    assert (sample.prefix, sample.suffix) == (RECORD["prompt"], RECORD["suffix"])
+    assert sample.middle == "    y = x + 1"
+    assert (sample.name, sample.entry_point, sample.test) == ("t/0", "f", RECORD["test"])
+
+
+def test_records_of_text_give_held_out_python_only(tmp_path: Path) -> None:
+    rows = [
+        {"text": "held_out = 1111\n", "source": "p/a.py", "held_out": True},
+        {"text": "trained_on = 2222\n", "source": "p/b.py", "held_out": False},
+        {"text": "not a program\n", "source": "book", "held_out": True},
+        {"text": "unmarked = 3333\n"},
+    ]
+    path = tmp_path / "corpus.jsonl.xz"
+    with lzma.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    found = {sample.middle for sample in read_samples([str(path)], seed=0)}
+    assert found == {"held_out = 1111", "unmarked = 3333"}
+    assert list(training_texts(str(path))) == ["trained_on = 2222\n", "unmarked = 3333\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"{}\nno\n", "a.jsonl:1 has no text 'prompt'; it has nothing"),
+        ("a.jsonl", b"[1]\n", "a.jsonl:1 is not a JSON object"),
+        ("a.jsonl", b'{"prompt": "p", "suffix": 3}', "has no text 'canonical_solution'"),
+        ("a.jsonl.gz", b"no", "a.jsonl.gz cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "a.jsonl.gz cannot be read: Compressed"),
+        ("a.jsonl.xz", b"not compressed", "a.jsonl.xz cannot be read: Input format not supported"),
+        ("a.py", b"x\n", "there is no line to fill in"),
+        ("a.py", b"\xff\xfe", "a.py is not valid UTF-8"),
+        ("a.jsonl", b"\n", "there is no line to fill in"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refusal:
+        read_samples([str(tmp_path / name)], seed=0)
+    assert message in str(refusal.value)
+
+
+def test_gaps_are_the_first_that_are_long_enough(tokenizer: Tokenizer) -> None:
+    text = f"{LETTERS}\n" * 5
+    samples = [Sample(name=str(at), text=text, start=11 * at, end=11 * at + 10) for at in range(5)]
+    # 44 characters around each line, one token each, and three control tokens
+    whole = gaps(tokenizer, samples, limit=9, prompt_tokens=(47, 100), answer_tokens=4)
+    assert [gap.sample.name for gap in whole] == list("01234")
+    assert [len(gap.ids) for gap in whole] == [47] * 5
+    for gap in whole:
+        assert gap.answered == [*gap.ids, *tokenizer.encode(LETTERS[:4])]
+    assert gaps(tokenizer, samples, limit=9, prompt_tokens=(48, 100), answer_tokens=4) == []
+    cut = gaps(tokenizer, samples, limit=2, prompt_tokens=(30, 30), answer_tokens=99)
+    assert [len(gap.ids) for gap in cut] == [30, 30]
+    assert tokenizer.decode(cut[1].answered[30:]) == f"{LETTERS}\n"
+
+
+# Scores
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "similarity"),
+    [
+        ("", "", 1.0),
+        ("abc", "abc", 1.0),
+        ("abc", "", 0.0),
+        ("", "abcd", 0.0),
+        ("kitten", "sitting", 1 - 3 / 7),
+        ("flaw", "lawn", 1 - 2 / 4),
+        ("return x", "return xs", 1 - 1 / 9),
+        ("ab", "ba", 0.0),
+    ],
+)
+def test_edit_similarity(one: str, other: str, similarity: float) -> None:
+    assert edit_similarity(one, other) == pytest.approx(similarity)
+    assert edit_similarity(other, one) == pytest.approx(similarity)
+
+
+def lines_of(*middles: str) -> list[Sample]:
+    return [Sample(name="", text=middle, start=0, end=len(middle)) for middle in middles]
+
+
+def test_a_line_counts_up_to_its_end_without_its_last_spaces() -> None:
+    samples = lines_of("    a = 1", "    a = 1", "    a = 1 ", "    a = 1")
+    scores = line_scores(samples, ["    a = 1  ", "    a = 1\nb = 2", "    a = 1", "  a = 1"])
+    assert scores["exact_match"] == 3 / 4
+    assert scores["edit_similarity"] == pytest.approx((3 + 1 - 2 / 9) / 4)
+
+
+class Writer:
+    """Writes one text whatever it is asked, and holds every token equally likely."""
+
+    kv_bytes_peak = 5
+    bytes_per_token = 1.0
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self.tokenizer = tokenizer
+        self.text = text
+        self.tokens: list[int] = []
+        self.asked: dict[str, object] = {}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to free."""
+
+    def prefill(self, ids: Sequence[int]) -> bool:
+        self.tokens += ids
+        return True
+
+    def generate(self, max_tokens: int, **asked: object) -> Iterator[Step]:
+        self.asked = asked
+        for token in self.tokenizer.encode(self.text):
+            self.tokens.append(token)
+            yield Step(token=token, text=self.tokenizer.decode([token]), logprob=None)
+
+    def rollback(self, n_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - n_tokens :]
+
+    def logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        self.tokens += ids
+        yield np.zeros((len(ids), self.tokenizer.vocab_size), np.float32)
+
+    def stats(self) -> "Writer":
+        return self
+
+
+def test_infilling_asks_greedily_to_the_lines_end_and_scores(tokenizer: Tokenizer) -> None:
+    samples = [
+        Sample(name=str(at), text=PROGRAM, start=start, end=end, test=test, entry_point="add")
+        for at, (start, end, test) in enumerate([(24, 50, "T"), (52, 68, ""), (24, 50, "T")])
+    ]
+    asked = gaps(tokenizer, samples, limit=9, prompt_tokens=(1, 400), answer_tokens=64)
+    writers = [
+        Writer(tokenizer, text)
+        for text in ("    total = first + second", "    return first", "    total = 0")
+    ]
+    left = iter(writers)
+    tested: list[tuple[str, str]] = []
+
+    def passes(sample: Sample, line: str) -> bool:
+        tested.append((sample.name, line))
+        return sample.name == "2"
+
+    measured = infilling(lambda: next(left), tokenizer, asked, 64, unseen, passes)
+    assert (measured.value, measured.n, measured.unit) == (1 / 3, 3, "exact match")
+    similarity = (1 + (1 - 5 / 16) + (1 - 14 / 26)) / 3
+    assert measured.details["edit_similarity"] == pytest.approx(similarity)
+    assert measured.details["answer_nats"] == pytest.approx(np.log(tokenizer.vocab_size), rel=1e-5)
+    assert (measured.details["pass_rate"], measured.details["tested"]) == (0.5, 2)
+    assert tested == [("0", "    total = first + second"), ("2", "    total = 0")]
+    for writer, gap in zip(writers, asked, strict=True):
+        assert writer.tokens == gap.answered[:-1]
+        assert writer.asked["stop_strings"] == ["\n"]
+        assert sorted(writer.asked["stop_ids"]) == sorted({0, PREFIX, SUFFIX, MIDDLE})
+        assert writer.asked["sampling"].greedy
+
+
+# The baseline
+
+
+def test_ngrams_take_the_longest_context_that_was_seen() -> None:
+    ngram = NGram([[1, 2, 3, 1, 2, 4, 1, 2, 3], [5, 1, 2, 6]], 10)
+    assert ngram.tokens == 13
+    assert ngram.predict([1, 2]) == 3  # twice, 4 and 6 once
+    assert ngram.predict([3, 1, 2]) == 4
+    assert ngram.predict([9, 9, 5, 1, 2]) == 6
+    assert ngram.predict([9, 2, 4]) == 1
+    assert ngram.predict([]) == ngram.predict([8]) == 1  # 1 and 2 four times
+    assert ngram.predict([6]) == 1  # the end of a text says nothing
+    assert NGram([], 10).predict([1]) is None
+
+
+def test_a_weak_long_context_loses_to_a_strong_short_one() -> None:
+    # after 7 1: 3, 4 and 5 once each, a third; after 1 alone: 2 in 20 of 23, 0.4 of which is more
+    ngram = NGram([[7, 1, 3], [7, 1, 4], [7, 1, 5], *[[1, 2]] * 20], 8)
+    assert ngram.predict([7, 1]) == 2
+    ngram = NGram([[7, 1, 3], [7, 1, 4], *[[1, 2]] * 20], 8)
+    assert ngram.predict([7, 1]) == 3
+    # what the long context knows counts by it alone: 5 has a third, not 0.4 of 21 in 23
+    ngram = NGram([[7, 1, 3], [7, 1, 4], [7, 1, 5], *[[1, 5]] * 20], 8)
+    assert ngram.predict([7, 1]) == 3
+
+
+def backoff_scores(texts: list[list[int]], context: list[int], vocab: int) -> dict[int, float]:
+    """Stupid backoff from counts in a dict."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for text, length in product(texts, range(1, 7)):
+        counts.update(tuple(text[i : i + length]) for i in range(len(text) - length + 1))
+    scores: dict[int, float] = {}
+    weight = 1.0
+    for length in range(min(5, len(context)), -1, -1):
+        end = tuple(context[len(context) - length :])
+        seen = {token: counts[(*end, token)] for token in range(vocab) if counts[(*end, token)]}
+        for token, count in seen.items():
+            scores.setdefault(token, weight * count / sum(seen.values()))
+        weight *= BACKOFF
+    return scores
+
+
+def test_ngrams_agree_with_counting() -> None:
+    generator = np.random.default_rng(5)
+    texts = [generator.integers(0, 6, length).tolist() for length in (200, 3, 0, 61, 1)]
+    ngram = NGram(texts, 6)
+    for start in range(150):
+        for length in range(8):
+            context = texts[0][start : start + length]
+            scores = backoff_scores(texts, context, 6)
+            chosen = ngram.predict(context)
+            assert scores[chosen] == pytest.approx(max(scores.values()))
+
+
+def test_the_baseline_completes_lines_it_has_seen(tokenizer: Tokenizer) -> None:
+    baseline = LineBaseline(tokenizer, [PROGRAM, "y = 2\n"], unseen)
+    assert baseline.tokens == sum(
+        len(tokenizer.encode(line)) for line in [*PROGRAM.splitlines(keepends=True), "y = 2\n"]
+    )
+    assert baseline.complete("def add(first, second):\n", 64) == "    total = first + second"
+    assert baseline.complete("other\ndef add(first, second):\n", 3) == tokenizer.decode(
+        tokenizer.encode("    total = first + second\n")[:3]
+    )
+    with pytest.raises(DataError, match="hold no text"):
+        LineBaseline(tokenizer, [""], unseen)
+    short = LineBaseline(tokenizer, [PROGRAM, "y = 2\n"], unseen, most_tokens=7)
+    assert short.tokens == 7
+
+
+# Running what a model wrote
+
+
+def program(test: str) -> Sample:
+    return Sample(
+        name="",
+        text="def f(x):\n    ?\n    return y\n",
+        start=10,
+        end=15,
+        test=test,
+        entry_point="f",
+    )
+
+
+CHECK = "def check(f):\n    assert f(1) == 2\n"
+CHECK_ENVIRONMENT = "import os\ndef check(f):\n    assert set(os.environ) <= {'LC_CTYPE'}\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of time and memory there")
+@pytest.mark.parametrize(
+    ("line", "test", "passed"),
+    [
+        ("    y = x + 1", CHECK, True),
+        ("    y = x", CHECK, False),
+        ("    y = (", CHECK, False),
+        ("    raise SystemExit(0)", CHECK, False),
+        ("    import os; os._exit(0)", CHECK, False),
+        ("    y = bytearray(1 << 33) and 2", CHECK, False),
+        ("    y = 1 + x + 0 * open('f', 'wb').write(bytes(1 << 21))", CHECK, False),
+        ("    y = 2", CHECK_ENVIRONMENT, True),
+    ],
+)  # fmt: skip
+def test_a_line_passes_when_its_test_does(line: str, test: str, passed: bool) -> None:
+    assert passes(program(test), line) is passed
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of time and memory there")
+def test_a_line_that_never_ends_is_stopped() -> None:
+    assert passes(program(CHECK), "    while True: pass", timeout_s=0.5) is False
