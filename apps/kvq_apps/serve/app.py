@@ -1,0 +1,387 @@
+"""The routes: from an HTTP request to a job, from its events to a response.
+
+Runs in the event loop, touches no model: what is slow about a request (JSON, tokenizing) happens
+in a worker thread, what the engine does comes back through the job's outbox.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvq import __version__
+from kvq.errors import KvqError
+from kvq_apps.serve import requests
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.counts import Metric, prometheus_text
+from kvq_apps.serve.engine_thread import EngineThread, Served, leaving
+from kvq_apps.serve.errors import RequestError, as_request_error, error_body
+from kvq_apps.serve.fields import Fields, parse_object
+from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.outbox import Failed
+from kvq_apps.serve.requests import Ask, ModelView
+from kvq_apps.serve.shapes import SHAPES, Answered, Shape
+from kvq_apps.serve.streams import (
+    Events,
+    EventStream,
+    cancel_when_gone,
+    chunks,
+    whole_answer,
+)
+from kvq_models.tokenizer import Tokenizer
+
+# A stream's headers wait this long for a first event, so that an early error keeps its status.
+_FIRST_EVENT_S = 1.0
+
+Read = Callable[[Fields, ModelView], Ask]
+
+_GENERATE: dict[str, Read] = {
+    "/v1/chat/completions": requests.chat_ask,
+    "/v1/completions": requests.completion_ask,
+    "/completion": requests.native_ask,
+    "/infill": requests.infill_ask,
+}
+
+
+def make_app(engine: EngineThread, config: ServeConfig) -> Starlette:
+    """The ASGI application over a started engine thread."""
+    routes = _Routes(engine, config)
+    generating = [
+        Route(path, routes.generating(path, read), methods=["POST"])
+        for path, read in _GENERATE.items()
+    ]
+    return Starlette(
+        routes=[
+            *generating,
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.one_model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/apply-template", routes.apply_template, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/props", routes.props),
+        ],
+        middleware=[
+            Middleware(_Counting, engine=engine),
+            Middleware(Guard, config=config, refuse=error_response),
+        ],
+        exception_handlers={
+            KvqError: _handled,
+            ClientDisconnect: _handled_gone,
+            HTTPException: _handled_http,
+            Exception: _handled,
+        },
+    )
+
+
+def error_response(error: RequestError) -> Response:
+    """`error` in OpenAI's shape."""
+    headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+class _Routes:
+    """The handlers, over one engine."""
+
+    def __init__(self, engine: EngineThread, config: ServeConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    def generating(self, path: str, read: Read) -> Callable[[Request], Any]:
+        """The handler of a route that makes the model write."""
+
+        async def handle(request: Request) -> Response:
+            served = self._served()
+            body = await self._body(request)
+            ask, delivery = await asyncio.to_thread(self._understood, body, served, read)
+            answered = Answered(
+                model=served.name,
+                tokenizer=served.tokenizer,
+                ask=ask,
+                delivery=delivery,
+                kv=served.kv,
+                context_limit=served.context_tokens,
+            )
+            return await self._answer(request, SHAPES[path](answered), answered)
+
+        return handle
+
+    async def models(self, _: Request) -> Response:
+        """`GET /v1/models`."""
+        return JSONResponse({"object": "list", "data": [self._model_row(self._served())]})
+
+    async def one_model(self, request: Request) -> Response:
+        """`GET /v1/models/NAME`."""
+        served = self._served()
+        name = request.path_params["name"]
+        if name not in self._names(served):
+            raise RequestError(
+                f"the model {name!r} is not served here; {served.name!r} is",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return JSONResponse(self._model_row(served))
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: ids of `content`."""
+        tokenizer, fields = await self._plain(request)
+        ids = await asyncio.to_thread(
+            tokenizer.encode,
+            fields.text("content"),
+            special=fields.flag("parse_special"),
+            start=fields.flag("add_special"),
+        )
+        if not fields.flag("with_pieces"):
+            return JSONResponse({"tokens": ids})
+        pieces = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
+        return JSONResponse({"tokens": pieces})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: the text of `tokens`."""
+        tokenizer, fields = await self._plain(request)
+        ids = fields.get("tokens")
+        size = self._served().vocab_size
+        if not isinstance(ids, list) or not all(
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size
+            for token in ids
+        ):
+            fields.refuse("tokens", f"a list of token ids from 0 to {size - 1}")
+        return JSONResponse({"content": tokenizer.decode(ids, special=True)})
+
+    async def apply_template(self, request: Request) -> Response:
+        """`POST /apply-template`: the prompt that `messages` become."""
+        _, fields = await self._plain(request)
+        ask = await asyncio.to_thread(requests.chat_ask, fields, self._view(self._served()))
+        text = self._served().tokenizer.decode(ask.prompts[0], special=True)
+        return JSONResponse({"prompt": text})
+
+    async def health(self, _: Request) -> Response:
+        """`GET /health`: 503 until the model is loaded, and while the server is leaving."""
+        self._served()
+        if self._engine.draining:
+            raise leaving()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """`GET /metrics`: Prometheus' text."""
+        return PlainTextResponse(
+            prometheus_text(_metrics(self._engine)),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
+
+    async def props(self, _: Request) -> Response:
+        """`GET /props`: what llama-server's clients look up."""
+        served = self._served()
+        return JSONResponse(
+            {
+                "default_generation_settings": {"n_ctx": served.context_tokens},
+                "total_slots": self._config.sessions,
+                "model_alias": served.name,
+                "chat_template": served.tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"kvq {__version__}",
+                "x_kvq": {
+                    "kv": served.kv,
+                    "kv_budget": served.arena_bytes,
+                    "sessions": self._config.sessions,
+                },
+            }
+        )
+
+    def _served(self) -> Served:
+        """The loaded model. Raises `RequestError` while it is still being loaded."""
+        if self._engine.served is None or not self._engine.ready:
+            raise RequestError(
+                "the model is still being loaded; ask again soon",
+                status=503,
+                code="loading",
+                retry_s=1,
+            )
+        return self._engine.served
+
+    def _names(self, served: Served) -> frozenset[str]:
+        return frozenset((served.name, *self._config.aliases))
+
+    def _view(self, served: Served) -> ModelView:
+        return ModelView(
+            name=served.name,
+            names=self._names(served),
+            tokenizer=served.tokenizer,
+            vocab_size=served.vocab_size,
+            context_tokens=served.context_tokens,
+            sampling=self._config.sampling,
+        )
+
+    def _model_row(self, served: Served) -> dict[str, Any]:
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": served.loaded_at,
+            "owned_by": "kvq",
+            "meta": {
+                "n_ctx": served.context_tokens,
+                "n_vocab": served.vocab_size,
+                "kbits": served.k_bits,
+                "vbits": served.v_bits,
+                "kv_budget": served.arena_bytes,
+                "chat": served.tokenizer.chat_template is not None,
+                "infill": served.tokenizer.fim is not None,
+            },
+        }
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body, bounded in bytes and time."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(self._config.upload_s):
+                async for part in request.stream():
+                    num_bytes += len(part)
+                    if num_bytes > self._config.body_bytes:
+                        raise too_large(self._config.body_bytes)
+                    parts.append(part)
+        except TimeoutError:
+            raise RequestError("the request's body did not arrive in time", status=408) from None
+        return b"".join(parts)
+
+    def _understood(self, body: bytes, served: Served, read: Read) -> tuple[Ask, requests.Delivery]:
+        fields = parse_object(body)
+        return read(fields, self._view(served)), requests.delivery(fields)
+
+    async def _plain(self, request: Request) -> tuple[Tokenizer, Fields]:
+        """What the routes need that ask the tokenizer only."""
+        served = self._served()
+        body = await self._body(request)
+        return served.tokenizer, await asyncio.to_thread(parse_object, body)
+
+    async def _answer(self, request: Request, shape: Shape, answered: Answered) -> Response:
+        events = Events(self._engine, self._config, answered.ask)
+        watcher = asyncio.create_task(cancel_when_gone(request.receive, events))
+        try:
+            if answered.delivery.stream:
+                first = await events.next(_FIRST_EVENT_S)
+                if isinstance(first, Failed):
+                    raise as_request_error(first.error) from first.error
+                return EventStream(chunks(events, first, shape, self._config.ping_s), events)
+            return JSONResponse(await whole_answer(events, shape, answered))
+        except BaseException:
+            events.cancel()
+            raise
+        finally:
+            watcher.cancel()
+
+
+class _Counting:
+    """Counts requests by path and status."""
+
+    def __init__(self, app: Any, engine: EngineThread) -> None:
+        self._app = app
+        self._counts = engine.counts
+        self._known = {*_GENERATE, "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI request."""
+        if scope["type"] != "http":
+            return
+        # An unknown path is any text; it must not become a label.
+        path = scope["path"] if scope["path"] in self._known else "other"
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._counts.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+async def _handled(_: Request, error: Exception) -> Response:
+    return error_response(as_request_error(error))
+
+
+async def _handled_gone(_: Request, __: Exception) -> Response:
+    """Nobody reads this; the status is for the counts."""
+    return Response(status_code=499)
+
+
+async def _handled_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.url.path[:80]} here; see /v1/models",
+        405: f"{request.method} is not possible here",
+    }.get(error.status_code, error.detail)
+    response = error_response(RequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """A token's text, or its bytes when these are not whole characters."""
+    content = tokenizer.token_bytes(token)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(content)
+
+
+def _metrics(engine: EngineThread) -> list[Metric]:
+    """Everything `/metrics` tells."""
+    counts, served = engine.counts, engine.served
+    waiting, running = engine.queue
+    rows: dict[str, tuple[str, float]] = {
+        "jobs_total": ("Jobs that ended, however they did.", counts.finished),
+        "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
+        "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
+        "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
+        "steps_total": ("Steps of the engine.", counts.steps),
+        "busy_seconds_total": ("Seconds the engine was stepping.", counts.busy_s),
+        "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
+        "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
+        "new_tokens_total": ("Tokens written.", counts.new_tokens),
+        "jobs_running": ("Jobs that hold a session.", running),
+        "jobs_waiting": ("Jobs that wait for one.", waiting),
+    }
+    if served is not None:
+        saved = served.arenas.saved
+        used = sum(arena.session.stats().kv_bytes_peak for arena in served.arenas.all)
+        rows |= {
+            "sessions": ("Arenas, each of the KV budget.", len(served.arenas.all)),
+            "kv_budget_bytes": (
+                "Bytes of all arenas together.",
+                served.arena_bytes * len(served.arenas.all),
+            ),
+            "kv_peak_bytes": ("Most bytes ever used in them.", used),
+            "sessions_saved_total": ("Sessions written to disk.", saved.saved),
+            "sessions_restored_total": ("Sessions read from disk.", saved.restored),
+            "session_files_failed_total": (
+                "Sessions that could not be written or read.",
+                saved.failures,
+            ),
+        }
+    metrics = [
+        Metric(
+            name=f"kvq_{name}",
+            kind="counter" if name.endswith("_total") else "gauge",
+            help=text,
+            values={"": value},
+        )
+        for name, (text, value) in rows.items()
+    ]
+    by_status = {
+        f'path="{path}",status="{status}"': count
+        for (path, status), count in sorted(counts.requests.items())
+    }
+    requests_total = Metric(
+        name="kvq_requests_total", kind="counter", help="HTTP requests.", values=by_status
+    )
+    return [*metrics, requests_total]

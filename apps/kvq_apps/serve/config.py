@@ -1,0 +1,62 @@
+"""What a server is asked to be. Knows no socket and no model."""
+
+from dataclasses import dataclass, field
+
+from kvq.errors import UsageError
+from kvq_runtime.config import Sampling
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+# A step of the engine should not take longer than this while others wait.
+STEP_TARGET_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """Where to listen, how much to hold, how long to wait.
+
+    `sessions` arenas are opened at the start and no more later; `queue` requests may wait for
+    one. `chunk_tokens` of a prompt go through the model at once, None: as many as take about
+    50 ms, measured at the start. `saved_bytes` bounds the sessions kept on disk, 0: none are.
+    `buffer_bytes` is what the engine writes ahead of one reader, `stall_s` how long that may
+    stay full. At shutdown running requests get `grace_s` to end.
+    """
+
+    host: str = LOOPBACK_HOSTS[0]
+    port: int = 8012
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ("default",)
+    sessions: int = 4
+    queue: int = 64
+    chunk_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    saved_bytes: int = 2 << 30
+    grace_s: float = 8.0
+    ping_s: float = 15.0
+    idle_save_s: float = 2.0
+    stall_s: float = 120.0
+    upload_s: float = 60.0
+    buffer_bytes: int = 128 << 10
+    body_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        _require("port", self.port, 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        _require("sessions", self.sessions, self.sessions >= 1, "1 or more")
+        _require("queue", self.queue, self.queue >= 1, "1 or more")
+        _require("sessions-disk", self.saved_bytes, self.saved_bytes >= 0, "0 (off) or more")
+        _require("grace", self.grace_s, 0 <= self.grace_s <= 600, "0 to 600 seconds")
+        if self.chunk_tokens is not None:
+            _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("--api-key is empty; give a key or leave the flag out")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in LOOPBACK_HOSTS
+
+
+def _require(flag: str, value: float, holds: bool, possible: str) -> None:
+    if not holds:
+        raise UsageError(f"--{flag} {value} is not possible: give {possible}")

@@ -1,0 +1,68 @@
+"""A request that cannot be served, and every error as OpenAI's clients read it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import BackendError, CacheError, KvqError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+
+
+class RequestError(KvqError):
+    """A request is refused: with an HTTP `status`, naming the field `param` and a lasting `code`.
+
+    `retry_s` seconds later the same request may succeed. `numbers` say by how much it failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
+        self.numbers = dict(numbers or {})
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """`error` with the status it means: what the user caused is 400, a fault of ours 500."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, BackendError | CacheError):
+        return RequestError(str(error), status=500, code="engine_error")
+    if isinstance(error, KvqError):
+        return RequestError(str(error))
+    return RequestError(
+        f"internal error: {type(error).__name__}; the server's log says more",
+        status=500,
+        code="internal_error",
+    )
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The JSON every failed request is answered with."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(error.status, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code,
+            **error.numbers,
+        }
+    }

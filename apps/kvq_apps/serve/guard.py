@@ -1,0 +1,139 @@
+"""Who may ask: the Host, Origin and key of a request, before anything of it is read.
+
+A page in a browser can send requests to this machine. On a loopback address a foreign Host (a
+rebound name) is refused, a foreign Origin gets no CORS headers and may not POST, and a body that
+a form could send is not JSON. Knows headers only.
+"""
+
+import hmac
+from collections.abc import Callable, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvq_apps.serve.config import LOOPBACK_HOSTS, ServeConfig
+from kvq_apps.serve.errors import RequestError
+
+PUBLIC_PATHS = ("/health", "/v1/models")
+_JSON = "application/json"
+_PREFLIGHT_S = "600"
+
+Refuse = Callable[[RequestError], Response]
+
+
+class Guard:
+    """Passes on to `app` what may pass; `refuse` makes the answer to everything else."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, refuse: Refuse) -> None:
+        self._app = app
+        self._config = config
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI request."""
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        allowed = origin is not None and self._origin_allowed(origin, headers)
+        send = _with_cors(send, origin) if allowed and origin is not None else send
+        try:
+            self._check_host(headers)
+            self._check_origin(scope, allowed=allowed or origin is None)
+            if scope["method"] == "OPTIONS" and origin is not None:
+                await self._preflight()(scope, receive, send)
+                return
+            self._check_key(scope, headers)
+            self._check_body(headers)
+        except RequestError as error:
+            await self._refuse(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Mapping[str, str]) -> None:
+        host = headers.get("host", "")
+        if self._config.loopback and _name(host) not in LOOPBACK_HOSTS:
+            raise RequestError(
+                f"the Host {host[:80]!r} is not this machine's loopback address; "
+                "use http://127.0.0.1 or serve with --host",
+                status=403,
+                code="foreign_host",
+            )
+
+    def _check_origin(self, scope: Scope, *, allowed: bool) -> None:
+        if not allowed and scope["method"] not in ("GET", "HEAD"):
+            raise RequestError(
+                "requests from this web page are not allowed; serve with --origin to allow it",
+                status=403,
+                code="foreign_origin",
+            )
+
+    def _origin_allowed(self, origin: str, headers: Mapping[str, str]) -> bool:
+        own = origin == f"http://{headers.get('host', '')}"
+        return own or origin in self._config.origins or "*" in self._config.origins
+
+    def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        key = self._config.api_key
+        if key is None or scope["path"] in PUBLIC_PATHS:
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        # Headers arrive as Latin-1; what a client sent are the key's own bytes.
+        right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if kind.lower() != "bearer" or not right:
+            raise RequestError(
+                "this server needs its API key as `Authorization: Bearer KEY`",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def _check_body(self, headers: Mapping[str, str]) -> None:
+        kind = headers.get("content-type")
+        if kind is not None and kind.partition(";")[0].strip().lower() != _JSON:
+            raise RequestError(
+                f"a body of type {kind[:80]!r} is not read; send Content-Type: {_JSON}",
+                status=415,
+                code="unsupported_media_type",
+            )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._config.body_bytes:
+            raise too_large(self._config.body_bytes)
+
+    def _preflight(self) -> Response:
+        return Response(
+            status_code=204,
+            headers={
+                "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+                "Access-Control-Allow-Headers": "authorization, content-type",
+                "Access-Control-Max-Age": _PREFLIGHT_S,
+            },
+        )
+
+
+def too_large(limit_bytes: int) -> RequestError:
+    """The answer to a body over the limit."""
+    return RequestError(
+        f"the request's body is larger than {limit_bytes} bytes; send less text",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    """Lets the page at `origin` read the answer; never with credentials."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return sent

@@ -1,0 +1,49 @@
+"""From a model's name and the KV flags to a served model. Runs in the engine's thread."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kvq.settings import cache_folder
+from kvq_apps.model_path import resolve_model
+from kvq_apps.serve.arenas import Arenas
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.engine_thread import Served
+from kvq_apps.serve.saved import SavedSessions
+from kvq_runtime.engine import Engine
+
+
+def load(
+    model: str | None,
+    engine_options: Mapping[str, Any],
+    session_options: Mapping[str, Any],
+    config: ServeConfig,
+) -> Served:
+    """Loads the model and opens every arena. Raises `KvqError`."""
+    engine = Engine.open(resolve_model(model), **engine_options)
+    return serve_engine(engine, session_options, config)
+
+
+def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: ServeConfig) -> Served:
+    """What is served of an opened engine."""
+    first = engine.session(**session_options)
+    settings = asdict(first.config) | {"model": engine.model.fingerprint}
+    first.close()
+    saved = SavedSessions(
+        cache_folder() / "sessions",
+        repr(sorted(settings.items())) + engine.backend.cache_kind,
+        config.saved_bytes,
+    )
+    plan = first.config.plan
+    return Served(
+        name=engine.model.name,
+        tokenizer=engine.tokenizer,
+        vocab_size=engine.model.vocab_size,
+        stop_ids=engine.model.stop_ids,
+        k_bits=plan.k_bits,
+        v_bits=plan.v_bits,
+        loaded_at=int(time.time()),
+        arenas=Arenas(lambda: engine.session(**session_options), config.sessions, saved),
+        close=engine.close,
+    )

@@ -1,0 +1,423 @@
+"""From the JSON of a request to what the engine is asked: every field checked, by its name.
+
+Knows OpenAI's and llama-server's fields; what a client may send that this server cannot do is
+refused, what it does not know is ignored.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from secrets import randbits
+from typing import Any, cast
+
+from kvq.errors import DataError, ModelError
+from kvq_apps.serve import infill
+from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.scheduler import PRIORITIES
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import Sampling
+
+MOST_CHOICES = 16
+MOST_PROMPTS = 64
+MOST_LOGPROBS = 20
+MOST_STOPS = 4
+_MOST_TOKENS = 1 << 31
+_MOST_NATIVE_STOPS = 64
+_COMPLETION_TOKENS = 16
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelView:
+    """What a request is read against: the served model and its limits."""
+
+    name: str
+    names: frozenset[str]
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What the engine is asked: `choices` continuations of each of `prompts` (token ids).
+
+    `max_tokens` None: until the context is full; 0: only read the prompt. `stop_ids` None: the
+    model's own. `indent`: end before a line with fewer leading spaces; `time_limit_ms`: end at
+    the first line break after this long. `top_logprobs` alternatives come with every token.
+    `transient`: an editor's request, whose session is not worth keeping on disk.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    seed: int
+    rank: int
+    choices: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    reuse: bool = True
+    indent: int = 0
+    time_limit_ms: int = 0
+    truncated: bool = False
+    transient: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        """Choices of all prompts together; one each for a prompt that is only read."""
+        return len(self.prompts) * (1 if self.max_tokens == 0 else self.choices)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """How the answer is to be sent."""
+
+    stream: bool
+    include_usage: bool = False
+    response_fields: tuple[str, ...] | None = None
+
+
+def delivery(fields: Fields) -> Delivery:
+    """How the client wants the answer."""
+    names = fields.get("response_fields")
+    if names is not None and not _is_list_of(names, str):
+        fields.refuse("response_fields", "a list of strings")
+    return Delivery(
+        stream=fields.flag("stream"),
+        include_usage=fields.object("stream_options").flag("include_usage"),
+        response_fields=None if names is None else tuple(cast(list[str], names)),
+    )
+
+
+def chat_ask(fields: Fields, model: ModelView) -> Ask:
+    """`POST /v1/chat/completions`."""
+    _refuse_unsupported(fields, _CHAT_UNSUPPORTED)
+    _check_model(fields, model)
+    messages = _messages(fields)
+    try:
+        ids = model.tokenizer.chat(messages, add_generation_prompt=True)
+    except DataError as error:
+        raise RequestError(str(error), param="messages") from error
+    except ModelError as error:
+        raise RequestError(f"{model.name}: {error}", param="messages") from error
+    count = fields.whole("top_logprobs", 0, MOST_LOGPROBS, 0)
+    logprobs = fields.flag("logprobs")
+    if count and not logprobs:
+        fields.refuse_with("top_logprobs", "top_logprobs needs logprobs to be true")
+    name = "max_completion_tokens" if fields.get("max_completion_tokens") else "max_tokens"
+    return _checked(
+        replace(
+            _openai_ask(fields, model, "chat"),
+            prompts=(tuple(ids),),
+            max_tokens=fields.whole(name, 1, _MOST_TOKENS, 0) or None,
+            logprobs=logprobs,
+            top_logprobs=count,
+        ),
+        model,
+        "messages",
+    )
+
+
+def completion_ask(fields: Fields, model: ModelView) -> Ask:
+    """`POST /v1/completions`; `suffix` asks for what stands before it."""
+    _refuse_unsupported(fields, _COMPLETION_UNSUPPORTED)
+    _check_model(fields, model)
+    suffix = fields.text("suffix")
+    stop_ids = None
+    if suffix:
+        prefix = fields.text("prompt")
+        prompts = [
+            _encoded(
+                "prompt", lambda: infill.whole_prompt(model.tokenizer, model.name, prefix, suffix)
+            )
+        ]
+        stop_ids = infill.stop_ids(model.tokenizer)
+    else:
+        prompts = _prompts(fields, model)
+    count = fields.whole("logprobs", 0, MOST_LOGPROBS, 0)
+    return _checked(
+        replace(
+            _openai_ask(fields, model, "completion"),
+            prompts=tuple(map(tuple, prompts)),
+            max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
+            stop_ids=stop_ids,
+            transient=stop_ids is not None,
+            logprobs=fields.get("logprobs") is not None,
+            top_logprobs=count,
+        ),
+        model,
+        "prompt",
+    )
+
+
+def native_ask(fields: Fields, model: ModelView) -> Ask:
+    """llama-server's `POST /completion`."""
+    _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
+    prompts = _prompts(fields, model)
+    if len(prompts) != 1:
+        fields.refuse("prompt", "one prompt")
+    ask = replace(_native_ask(fields, model), prompts=(tuple(prompts[0]),))
+    return _checked(ask, model, "prompt")
+
+
+def infill_ask(fields: Fields, model: ModelView) -> Ask:
+    """llama-server's `POST /infill`: `prompt` belongs to the end of `input_prefix`.
+
+    What does not fit is left out, farthest from the gap first, as that server does.
+    """
+    _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
+    ask = _native_ask(fields, model)
+    prefix = fields.text("input_prefix") + fields.text("prompt")
+    suffix = fields.text("input_suffix")
+    extra = [
+        (chunk.text("filename", "snippet"), chunk.text("text"))
+        for chunk in fields.objects("input_extra")
+    ]
+    # A model's answer gets at most a quarter of the context reserved; it may grow beyond.
+    answer = min(model.context_tokens // 4, ask.max_tokens or model.context_tokens)
+    room = model.context_tokens - max(1, answer)
+    ids, truncated = _encoded(
+        "input_prefix",
+        lambda: infill.fitted_prompt(model.tokenizer, model.name, prefix, suffix, extra, room),
+    )
+    return _checked(
+        replace(
+            ask,
+            prompts=(tuple(ids),),
+            stop_ids=infill.stop_ids(model.tokenizer),
+            truncated=truncated,
+            transient=True,
+        ),
+        model,
+        "input_prefix",
+    )
+
+
+def _openai_ask(fields: Fields, model: ModelView, priority: str) -> Ask:
+    """What both of OpenAI's routes read alike; the prompts come later."""
+    seed = fields.whole("seed", -(1 << 63), (1 << 63) - 1, randbits(62))
+    return Ask(
+        prompts=(),
+        sampling=_sampling(fields, model),
+        # A generator takes no negative seed; the two's complement keeps them apart.
+        seed=seed % (1 << 64),
+        rank=_rank(fields, priority),
+        choices=fields.whole("n", 1, MOST_CHOICES, 1),
+        stop=fields.texts("stop", MOST_STOPS),
+        reuse=fields.flag("cache_prompt", True),
+    )
+
+
+def _native_ask(fields: Fields, model: ModelView) -> Ask:
+    """What both of llama-server's routes read alike; -1 is its word for no limit, or any seed."""
+    _check_model(fields, model)
+    limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
+    seed = fields.whole("seed", -1, (1 << 63) - 1, -1)
+    return Ask(
+        prompts=(),
+        sampling=_sampling(fields, model),
+        seed=randbits(62) if seed < 0 else seed,
+        rank=_rank(fields, "completion"),
+        choices=fields.whole("n_cmpl", 1, MOST_CHOICES, 1),
+        max_tokens=None if limit < 0 else limit,
+        stop=fields.texts("stop", _MOST_NATIVE_STOPS),
+        reuse=fields.flag("cache_prompt", True),
+        indent=fields.whole("n_indent", 0, 1 << 16, 0),
+        time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
+    )
+
+
+def _sampling(fields: Fields, model: ModelView) -> Sampling:
+    default = model.sampling
+    return replace(
+        default,
+        temperature=fields.number("temperature", 0, 100, default.temperature),
+        top_k=max(0, fields.whole("top_k", -1, 1 << 31, default.top_k)),
+        top_p=fields.number("top_p", 1e-6, 1, default.top_p),
+        min_p=fields.number("min_p", 0, 0.999, default.min_p),
+        repeat_penalty=fields.number("repeat_penalty", 0.01, 100, default.repeat_penalty),
+        repeat_window_tokens=fields.whole(
+            "repeat_last_n", 0, 1 << 20, default.repeat_window_tokens
+        ),
+        logit_bias=_logit_bias(fields, model),
+    )
+
+
+def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
+    given = fields.object("logit_bias") if isinstance(fields.get("logit_bias"), dict) else None
+    if given is None:
+        if fields.get("logit_bias"):
+            fields.refuse("logit_bias", "an object from token ids to numbers")
+        return {}
+    bias: dict[int, float] = {}
+    for name in given.names():
+        if not (name.isdecimal() and name.isascii() and int(name[:12]) < model.vocab_size):
+            given.refuse_with(
+                name, f"logit_bias names token {name[:20]!r}; ids are 0 to {model.vocab_size - 1}"
+            )
+        bias[int(name)] = given.number(name, -1e6, 1e6, 0.0)
+    return bias
+
+
+def _rank(fields: Fields, priority: str) -> int:
+    """The rank of the request; `x_kvq.priority` may ask for another one."""
+    extension = fields.object("x_kvq")
+    name = extension.text("priority", priority)
+    if name not in PRIORITIES:
+        extension.refuse("priority", f"one of {', '.join(PRIORITIES)}")
+    return PRIORITIES[name]
+
+
+def _check_model(fields: Fields, model: ModelView) -> None:
+    name = fields.text("model", model.name)
+    if name not in model.names:
+        raise RequestError(
+            f"the model {name!r} is not served here; {model.name!r} is",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _messages(fields: Fields) -> list[dict[str, str]]:
+    messages = fields.objects("messages")
+    if not messages:
+        fields.refuse("messages", "a list with at least one message")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Fields) -> dict[str, str]:
+    role = message.text("role")
+    if role not in _ROLES:
+        message.refuse_with("role", f"the role {role!r} is not supported; use {', '.join(_ROLES)}")
+    if message.get("tool_calls"):
+        message.refuse_with("tool_calls", "tools are not supported; send plain messages")
+    return {"role": _ROLES[role], "content": _content(message, role)}
+
+
+def _content(message: Fields, role: str) -> str:
+    """The message's text; a list of text parts is joined."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    parts = message.objects("content")
+    if not parts:
+        message.refuse("content", "a string or a list of text parts")
+    for part in parts:
+        if part.text("type") != "text":
+            part.refuse_with(
+                "type", f"content of type {part.text('type')!r} is not supported; send text only"
+            )
+    return "".join(part.text("text") for part in parts)
+
+
+def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
+    """The prompts of `prompt`: a string, a list of strings, of ids, or of lists of ids."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return [_encoded("prompt", lambda: model.tokenizer.encode(prompt, start=True))]
+    if _is_list_of(prompt, int):
+        return [_ids(fields, prompt, model)]
+    if _is_list_of(prompt, str) or _is_list_of(prompt, list):
+        if len(prompt) > MOST_PROMPTS:
+            fields.refuse("prompt", f"at most {MOST_PROMPTS} prompts")
+        return [
+            _encoded("prompt", lambda text=text: model.tokenizer.encode(text, start=True))
+            if isinstance(text, str)
+            else _ids(fields, text, model)
+            for text in prompt
+        ]
+    fields.refuse("prompt", "a string, a list of strings, or a list of token ids")
+
+
+def _ids(fields: Fields, ids: Any, model: ModelView) -> list[int]:
+    if not _is_list_of(ids, int) or not all(0 <= token < model.vocab_size for token in ids):
+        fields.refuse("prompt", f"token ids from 0 to {model.vocab_size - 1}")
+    return ids
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    rows = cast(list[Any], value)
+    return all(isinstance(row, kind) and not isinstance(row, bool) for row in rows)
+
+
+def _encoded(param: str, encode: Any) -> Any:
+    try:
+        return encode()
+    except DataError as error:
+        raise RequestError(str(error), param=param) from error
+
+
+def _checked(ask: Ask, model: ModelView, param: str) -> Ask:
+    """`ask`, unless a prompt is empty or leaves no room for an answer."""
+    for ids in ask.prompts:
+        if not ids:
+            raise RequestError(f"{param} is empty; give some text", param=param)
+        if len(ids) + 1 > model.context_tokens:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and this model's context holds "
+                f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
+                "larger --ctx-size",
+                param=param,
+                code="context_length_exceeded",
+                numbers={"n_prompt_tokens": len(ids), "n_ctx": model.context_tokens},
+            )
+    return ask
+
+
+def _refuse_unsupported(fields: Fields, rows: Mapping[str, str]) -> None:
+    for name, instead in rows.items():
+        value = fields.get(name)
+        if value and value != 0 and not _harmless(name, value):
+            fields.refuse_with(name, f"{name} is not supported; {instead}", "unsupported")
+
+
+def _harmless(name: str, value: Any) -> bool:
+    """Values that ask for what happens anyway."""
+    if name == "response_format" and isinstance(value, dict):
+        return cast(dict[str, Any], value).get("type") == "text"
+    return value in _HARMLESS.get(name, ())
+
+
+_HARMLESS: dict[str, Sequence[Any]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "best_of": (1,),
+}
+_NO_TOOLS = "leave it out: this server calls no tools"
+_NO_PENALTY = "use repeat_penalty and repeat_last_n"
+_SAMPLING_UNSUPPORTED = {
+    "frequency_penalty": _NO_PENALTY,
+    "presence_penalty": _NO_PENALTY,
+}
+_CHAT_UNSUPPORTED = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "response_format": 'only {"type": "text"} is; ask for the format in the prompt',
+    "modalities": "this model writes text only",
+    "audio": "this model writes text only",
+    "prediction": "leave it out",
+    **_SAMPLING_UNSUPPORTED,
+}
+_COMPLETION_UNSUPPORTED = {
+    "echo": "the prompt is yours already",
+    "best_of": "use n",
+    **_SAMPLING_UNSUPPORTED,
+}
+_NATIVE_UNSUPPORTED = {
+    "grammar": "leave it out",
+    "json_schema": "leave it out",
+    "n_probs": "use /v1/completions with logprobs",
+    "mirostat": "use temperature, top_k, top_p and min_p",
+    **_SAMPLING_UNSUPPORTED,
+}

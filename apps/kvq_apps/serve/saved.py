@@ -1,0 +1,188 @@
+"""Sessions kept on disk: found by the tokens they begin with, bounded in bytes, never trusted.
+
+A saved session is `NAME.kvq` (the runtime's snapshot, which checks every byte) beside `NAME.ids`
+(its tokens as int64, only a hint where to look). Files of one model and KV setting share a
+folder. Whatever the disk does, the worst is a prompt that is read again.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import KvqError
+from kvq_runtime.session import Session
+
+logger = logging.getLogger(__name__)
+
+Ids = NDArray[np.int64]
+
+# A file still being written is younger than this.
+_STALE_S = 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedSession:
+    """One session on disk and the tokens it is believed to hold."""
+
+    path: Path
+    tokens: Ids
+
+
+class SavedSessions:
+    """The saved sessions of one model and KV setting below `root`; `limit_bytes` bounds all."""
+
+    def __init__(self, root: Path, key: str, limit_bytes: int) -> None:
+        self._root = root
+        self._folder = root / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self._limit_bytes = limit_bytes
+        self._rows: list[SavedSession] = []
+        self.saved = 0
+        self.restored = 0
+        self.failures = 0
+        for path in self._files(".*"):
+            _unlink_stale(path)
+        if limit_bytes:
+            self._rows = [row for path in self._files("*.ids") if (row := _row(path)) is not None]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def best(self, ids: Ids) -> tuple[SavedSession | None, int]:
+        """The session that shares the longest beginning with `ids`, and its length."""
+        best, length = None, 0
+        for row in self._rows:
+            shared = common_prefix(row.tokens, ids)
+            if shared > length:
+                best, length = row, shared
+        return best, length
+
+    def save(self, session: Session, tokens: Ids, replaces: SavedSession | None) -> SavedSession:
+        """Writes `session`, over `replaces` if that is an earlier state of the same text.
+
+        What cannot be written is logged and counted; the row returned is then `replaces` or a
+        session that `best` will not find.
+        """
+        wanted = int(len(tokens) * session.stats().bytes_per_token)
+        row = SavedSession(path=self._path_for(tokens, replaces), tokens=tokens)
+        if wanted > self._limit_bytes:
+            return row
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            session.save(row.path)
+            _write_private(row.path.with_suffix(".ids"), tokens.astype("<i8").tobytes())
+        except (OSError, KvqError) as error:
+            self.failures += 1
+            logger.warning("a session was not saved and will be computed again: %s", error)
+            self._forget(row.path)
+            return row
+        self.saved += 1
+        self._rows = [other for other in self._rows if other.path != row.path] + [row]
+        self._make_room(row.path)
+        return row
+
+    def load(self, session: Session, row: SavedSession) -> bool:
+        """Makes `session` the saved one; False, and the file gone, when it cannot be used."""
+        try:
+            session.load(row.path)
+        except KvqError as error:
+            self.failures += 1
+            logger.warning("a saved session cannot be used, its text is read again: %s", error)
+            self._forget(row.path)
+            return False
+        self.restored += 1
+        with contextlib.suppress(OSError):
+            os.utime(row.path)
+        return True
+
+    def _path_for(self, tokens: Ids, replaces: SavedSession | None) -> Path:
+        if replaces is not None:
+            kept = common_prefix(replaces.tokens, tokens)
+            if 2 * kept >= len(replaces.tokens):
+                return replaces.path
+        return self._folder / f"{secrets.token_hex(8)}.kvq"
+
+    def _forget(self, path: Path) -> None:
+        self._rows = [row for row in self._rows if row.path != path]
+        _unlink(path)
+
+    def _make_room(self, keep: Path) -> None:
+        """Deletes the sessions unused for longest, of any model, until the rest fits."""
+        sizes: list[tuple[float, int, Path]] = []
+        for path in self._root.glob("*/*.kvq"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                sizes.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in sizes)
+        for _, size, path in sorted(sizes):
+            if total <= self._limit_bytes:
+                return
+            if path != keep or size > self._limit_bytes:
+                self._forget(path)
+                total -= size
+
+    def _files(self, pattern: str) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(self._folder.glob(pattern))
+        return []
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def as_ids(tokens: Sequence[int]) -> Ids:
+    """Tokens as int64 [n]."""
+    return np.array(tokens, np.int64)
+
+
+def _row(path: Path) -> SavedSession | None:
+    """The session whose tokens `path` holds, or None when its files do not look right."""
+    session = path.with_suffix(".kvq")
+    try:
+        content = path.read_bytes()
+        complete = session.is_file() and len(content) % 8 == 0
+    except OSError:
+        return None
+    if not complete:
+        _unlink(session)
+        return None
+    return SavedSession(path=session, tokens=np.frombuffer(content, "<i8").astype(np.int64))
+
+
+def _unlink(path: Path) -> None:
+    for file in (path, path.with_suffix(".ids")):
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _unlink_stale(path: Path) -> None:
+    """Removes what a process that was killed had begun to write."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime < time.time() - _STALE_S:
+            path.unlink()
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """A whole file that only its owner can read, or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,146 @@
+"""The process: a socket, an event loop, the engine's thread, and a way out.
+
+On SIGTERM or Ctrl-C new requests are answered 503, running ones get `grace_s` to end, what is
+left ends with an error event, sessions are saved. A second signal shortens the wait to nothing.
+"""
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import FrameType
+
+import uvicorn
+
+from kvq.errors import UsageError
+from kvq_apps.serve.app import make_app
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.engine_thread import EngineThread, Served
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Connections get this long to take what was sent to them.
+_LAST_WORDS_S = 1
+
+
+class Server:
+    """Listens from the moment it is made; `run` answers until a signal or `stop`."""
+
+    def __init__(
+        self,
+        load: Callable[[], Served],
+        config: ServeConfig,
+        on_ready: Callable[[Served, str], None],
+    ) -> None:
+        """Raises `UsageError` when the address cannot be listened on."""
+        self._config = config
+        self._socket = _listen(config.host, config.port)
+        self._on_ready = on_ready
+        self._stops = 0
+        self.engine = EngineThread(load, config, self._notify)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        """Serves until told to stop. Raises what loading the model raised."""
+        in_main = threading.current_thread() is threading.main_thread()
+        with _signals(self.stop) if in_main else nullcontext():
+            asyncio.run(self._run())
+        if self.engine.error is not None:
+            raise self.engine.error
+
+    def stop(self) -> None:
+        """Asks `run` to end, from any thread; asked again, it does not wait for answers."""
+        self._stops += 1
+        self._notify()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = _Uvicorn(
+            uvicorn.Config(
+                make_app(self.engine, self._config),
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+        )
+        url = self.url
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        self.engine.start()
+        try:
+            await self._until(lambda: self.engine.ready or self._ending)
+            if self.engine.served is not None and not self._ending:
+                self._on_ready(self.engine.served, url)
+            await self._until(lambda: self._ending)
+            self.engine.drain()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.grace_s):
+                    await self._until(lambda: not self.engine.busy or self._stops > 1)
+        finally:
+            await asyncio.to_thread(self.engine.stop)
+            server.should_exit = True
+            await serving
+
+    @property
+    def _ending(self) -> bool:
+        return self._stops > 0 or self.engine.ended
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Waits for news until `holds`."""
+        while not holds():
+            await self._news.wait()
+            self._news.clear()
+
+    def _notify(self) -> None:
+        """Wakes the event loop, from any thread or a signal's handler."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
+                self._loop.call_soon_threadsafe(self._news.set)
+
+
+class _Uvicorn(uvicorn.Server):
+    """A uvicorn that leaves the signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """While inside, SIGINT and SIGTERM ask the server to stop."""
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `UsageError` for an address that is not there or taken."""
+    try:
+        rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = rows[0]
+        return socket.create_server(address, family=family, backlog=256)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; give another --port "
+            "(0: any free one) or --host"
+        ) from error

@@ -1,0 +1,357 @@
+"""What an answer looks like on the wire: OpenAI's chat and completions, llama-server's own.
+
+Each shape turns the same events into JSON objects, whole or streamed. Knows no socket.
+
+Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
+
+    {kv, kv_bytes, kv_budget, prompt_tokens, cached_tokens, new_tokens, context_tokens,
+     context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
+
+`kv` are the K:V widths; `kv_bytes` is the most the session's arena has held, never above
+`kv_budget`; `cached_tokens` of the prompt were held already; `ttft_ms` counts from the request's
+arrival. In a stream both come with every chunk that has a `finish_reason`, and with the usage.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any, Protocol
+
+from kvq_apps.serve.outbox import Delta, Finished, Report, TokenLog
+from kvq_apps.serve.requests import Ask, Delivery
+from kvq_models.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Choice:
+    """One finished choice of an answer."""
+
+    text: str = ""
+    logs: list[TokenLog] = field(default_factory=list[TokenLog])
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """What every shape needs to know of the answer it shapes."""
+
+    model: str
+    tokenizer: Tokenizer
+    ask: Ask
+    delivery: Delivery
+    kv: str
+    context_limit: int
+
+
+class Shape(Protocol):
+    """One route's way to say things; `last` ends a stream."""
+
+    last: str | None
+
+    def opening(self, index: int) -> Json | None:
+        """Sent before the first text of a choice."""
+        ...
+
+    def delta(self, delta: Delta) -> Json:
+        """Some more text."""
+        ...
+
+    def finish(self, finished: Finished) -> Json:
+        """A choice ended."""
+        ...
+
+    def closing(self, report: Report) -> Json | None:
+        """Sent after the last choice."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], report: Report) -> Any:
+        """The answer in one piece."""
+        ...
+
+
+class _OpenAiShape:
+    """What chat and completions share: identity, usage, measures."""
+
+    prefix = ""
+    kind = ""
+    chunk_kind = ""
+    last: str | None = "[DONE]"
+
+    def __init__(self, answered: Answered) -> None:
+        self._answered = answered
+        self._identity: Json = {
+            "id": f"{self.prefix}-{token_hex(12)}",
+            "created": int(time.time()),
+            "model": answered.model,
+        }
+        # Only if asked for: a chunk without choices breaks clients that did not.
+        self._usage_last = answered.delivery.include_usage
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> Json | None:
+        """Nothing, unless a role is due."""
+        return None
+
+    def delta(self, delta: Delta) -> Json:
+        """A chunk with text."""
+        return self._chunk(self._piece(delta.index, delta.text, delta.logs, None))
+
+    def finish(self, finished: Finished) -> Json:
+        """A chunk with a reason and no text."""
+        chunk = self._chunk(self._piece(finished.index, None, (), finished.reason))
+        return chunk | _measures(self._answered, finished.report)
+
+    def closing(self, report: Report) -> Json | None:
+        """The usage, for a client that asked."""
+        if not self._usage_last:
+            return None
+        return self._chunk(None) | {"usage": _usage(report)} | _measures(self._answered, report)
+
+    def whole(self, choices: Sequence[Choice], report: Report) -> Any:
+        """The answer as one object."""
+        return {
+            **self._identity,
+            "object": self.kind,
+            "choices": [self._complete(index, choice) for index, choice in enumerate(choices)],
+            "usage": _usage(report),
+            **_measures(self._answered, report),
+        }
+
+    def _chunk(self, choice: Json | None) -> Json:
+        chunk: Json = {
+            **self._identity,
+            "object": self.chunk_kind,
+            "choices": [] if choice is None else [choice],
+        }
+        # Asked for, usage is null in every chunk but the last.
+        return chunk | ({"usage": None} if self._usage_last else {})
+
+    def _piece(
+        self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
+    ) -> Json:
+        raise NotImplementedError
+
+    def _complete(self, index: int, choice: Choice) -> Json:
+        raise NotImplementedError
+
+
+class ChatShape(_OpenAiShape):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self, index: int) -> Json | None:
+        """The role comes first."""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        )
+
+    def _piece(
+        self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
+    ) -> Json:
+        return {
+            "index": index,
+            "delta": {} if text is None else {"content": text},
+            "logprobs": self._logprobs(logs) if logs else None,
+            "finish_reason": reason,
+        }
+
+    def _complete(self, index: int, choice: Choice) -> Json:
+        asked = self._answered.ask.logprobs
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logs) if asked else None,
+            "finish_reason": choice.reason,
+        }
+
+    def _logprobs(self, logs: Sequence[TokenLog]) -> Json:
+        return {"content": [self._row(log) for log in logs], "refusal": None}
+
+    def _row(self, log: TokenLog) -> Json:
+        top = [self._token(token, logprob) for token, logprob in log.top]
+        return self._token(log.token, log.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        content = self._answered.tokenizer.token_bytes(token)
+        return {
+            "token": content.decode("utf-8", errors="replace"),
+            "logprob": logprob,
+            "bytes": list(content),
+        }
+
+
+class CompletionShape(_OpenAiShape):
+    """`/v1/completions`."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def _piece(
+        self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
+    ) -> Json:
+        return {
+            "index": index,
+            "text": text or "",
+            "logprobs": self._logprobs(index, logs) if logs else None,
+            "finish_reason": reason,
+        }
+
+    def _complete(self, index: int, choice: Choice) -> Json:
+        asked = self._answered.ask.logprobs
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(index, choice.logs) if asked else None,
+            "finish_reason": choice.reason,
+        }
+
+    def _logprobs(self, index: int, logs: Sequence[TokenLog]) -> Json:
+        """Four lists side by side; an offset is where the token's text begins in the answer."""
+        texts = [self._text(log.token) for log in logs]
+        offsets: list[int] = []
+        place = self._offsets.get(index, 0)
+        for text in texts:
+            offsets.append(place)
+            place += len(text)
+        self._offsets[index] = place
+        return {
+            "tokens": texts,
+            "token_logprobs": [log.logprob for log in logs],
+            "top_logprobs": [
+                {self._text(token): logprob for token, logprob in reversed(log.top)} for log in logs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        """A token's text; part of a character is its bytes in hexadecimal, as OpenAI has it."""
+        content = self._answered.tokenizer.token_bytes(token)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+class LlamaShape:
+    """llama-server's `/completion` and `/infill`: flat objects, `timings`, `response_fields`."""
+
+    last: str | None = None
+
+    def __init__(self, answered: Answered) -> None:
+        self._answered = answered
+
+    def opening(self, index: int) -> Json | None:
+        """Nothing comes first."""
+        return None
+
+    def delta(self, delta: Delta) -> Json:
+        """Some text."""
+        return {"index": delta.index, "content": delta.text, "tokens": [], "stop": False}
+
+    def finish(self, finished: Finished) -> Json:
+        """Everything but the text."""
+        choice = Choice(reason=finished.reason)
+        return self._picked(self._final(finished.index, choice, finished.report))
+
+    def closing(self, report: Report) -> Json | None:
+        """Nothing comes last."""
+        return None
+
+    def whole(self, choices: Sequence[Choice], report: Report) -> Any:
+        """One object, or a list of several choices."""
+        rows = [
+            self._picked(self._final(index, choice, report)) for index, choice in enumerate(choices)
+        ]
+        return rows[0] if len(rows) == 1 else rows
+
+    def _final(self, index: int, choice: Choice, report: Report) -> Json:
+        return {
+            "index": index,
+            "content": choice.text,
+            "tokens": [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self._answered.model,
+            "tokens_predicted": report.new_tokens,
+            "tokens_evaluated": report.prompt_tokens,
+            "tokens_cached": report.cached_tokens,
+            "truncated": self._answered.ask.truncated,
+            "stop_type": {"stop": "eos", "length": "limit"}.get(choice.reason, "none"),
+            "stopping_word": "",
+            "has_new_line": "\n" in choice.text,
+            **_measures(self._answered, report),
+        }
+
+    def _picked(self, final: Json) -> Json:
+        """The fields asked for; one inside another keeps its path as its name."""
+        names = self._answered.delivery.response_fields
+        if names is None:
+            return final
+        picked: Json = {}
+        for name in names:
+            value: Any = final
+            for part in name.split("/"):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                picked[name] = value
+        return picked
+
+
+SHAPES: dict[str, Callable[[Answered], Shape]] = {
+    "/v1/chat/completions": ChatShape,
+    "/v1/completions": CompletionShape,
+    "/completion": LlamaShape,
+    "/infill": LlamaShape,
+}
+
+
+def _usage(report: Report) -> Json:
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": report.new_tokens,
+        "total_tokens": report.prompt_tokens + report.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+    }
+
+
+def _measures(answered: Answered, report: Report) -> Json:
+    """`timings` and `x_kvq`."""
+    encoded = report.prompt_tokens - report.cached_tokens
+    return {
+        "timings": {
+            "cache_n": report.cached_tokens,
+            "prompt_n": encoded,
+            "prompt_ms": report.prompt_ms,
+            "prompt_per_token_ms": _share(report.prompt_ms, encoded),
+            "prompt_per_second": report.prefill_tok_s,
+            "predicted_n": report.new_tokens,
+            "predicted_ms": report.decode_ms,
+            "predicted_per_token_ms": _share(report.decode_ms, report.new_tokens),
+            "predicted_per_second": report.decode_tok_s,
+        },
+        "x_kvq": {
+            "kv": answered.kv,
+            "kv_bytes": report.kv_bytes,
+            "kv_budget": report.kv_budget,
+            "prompt_tokens": report.prompt_tokens,
+            "cached_tokens": report.cached_tokens,
+            "new_tokens": report.new_tokens,
+            "context_tokens": report.context_tokens,
+            "context_limit": answered.context_limit,
+            "queued_ms": report.queued_ms,
+            "ttft_ms": report.ttft_ms,
+            "prefill_tok_s": report.prefill_tok_s,
+            "decode_tok_s": report.decode_tok_s,
+        },
+    }
+
+
+def _share(amount: float, parts: float) -> float:
+    return amount / parts if parts else 0.0

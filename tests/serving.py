@@ -1,0 +1,374 @@
+"""A server for tests: in a thread of this process or a process of its own, and raw HTTP.
+
+`rule_served` is a model made of a rule, with a gate: its forward passes can be counted and held
+back, so that tests assert order and counts instead of times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.config import KvPlan
+from kvq.errors import BackendError
+from kvq_apps.serve.arenas import Arenas
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.engine_thread import Served
+from kvq_apps.serve.saved import SavedSessions
+from kvq_apps.serve.server import Server
+from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_runtime.config import SessionConfig
+from kvq_runtime.session import Session, SessionModel
+from tiny import CHATML, byte_level_tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PATIENCE_S = 20.0
+
+
+def wait_until(holds: Callable[[], Any], what: str = "") -> None:
+    """Returns as soon as `holds` does; fails after a long time."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, f"waited in vain {what}"
+        time.sleep(0.002)
+
+
+class ListCache:
+    """A cache that remembers token ids only."""
+
+    chunk_tokens = 10_000
+    budget_bytes = 1 << 20
+    bytes_per_token = 8.0
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.reserved = 0
+        self.closed = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def used_bytes(self) -> int:
+        return 8 * len(self.ids)
+
+    peak_bytes = used_bytes
+
+    def begin(self, count: int) -> None:
+        self.reserved = count
+
+    def commit(self, count: int) -> None:
+        assert count == self.reserved
+
+    def abort(self) -> None:
+        del self.ids[len(self.ids) - self.reserved :]
+
+    def trim(self, num_tokens: int) -> None:
+        del self.ids[num_tokens:]
+
+    def state(self) -> bytes:
+        return json.dumps(self.ids).encode()
+
+    def load_state(self, state: bytes) -> None:
+        self.ids = json.loads(state)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RuleBackend:
+    """The next token is the letter after the sum of all tokens so far.
+
+    `passes` are the forward passes made, as their lists of ids, `owners` their caches; `arrivals`
+    counts those begun. While the gate is shut, each needs a permit from `let`. A pass over a
+    token of `fails_on` raises.
+    """
+
+    name = cache_kind = "rule"
+    native_cache = False
+    weight_bytes_per_step = 1
+
+    def __init__(self, letters: list[int]) -> None:
+        self.letters = letters
+        self.passes: list[list[int]] = []
+        self.owners: list[ListCache] = []
+        self.arrivals = 0
+        self.fails_on: dict[int, Exception] = {}
+        self.gate = threading.Semaphore(0)
+        self.shut = False
+
+    def let(self, count: int = 1) -> None:
+        """Lets `count` passes go through the shut gate."""
+        self.gate.release(count)
+
+    def open(self) -> None:
+        """Ends the gate."""
+        self.shut = False
+        self.gate.release(1000)
+
+    def forward(self, cache: ListCache, inputs: Any) -> np.ndarray:
+        self.arrivals += 1
+        if self.shut:
+            assert self.gate.acquire(timeout=PATIENCE_S)
+        ids = inputs.ids[:, 0].tolist()
+        self.passes.append(ids)
+        self.owners.append(cache)
+        for token in ids:
+            if token in self.fails_on:
+                raise self.fails_on[token]
+        first = len(cache.ids)
+        cache.ids.extend(ids)
+        logits = np.zeros((len(inputs.rows), 400), np.float32)
+        for row, logit in zip(inputs.rows, logits, strict=True):
+            logit[self.letters[sum(cache.ids[: first + row + 1]) % len(self.letters)]] = 8.0
+        return logits
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Rule:
+    """A served model made of a rule: its tokenizer, its backend, its `load`."""
+
+    def __init__(
+        self,
+        *,
+        context_tokens: int = 2000,
+        detokenizer: Callable[[], Any] | None = None,
+        folder: Path | None = None,
+        infills: bool = False,
+    ) -> None:
+        fim = FimTokens(prefix=3, suffix=4, middle=5) if infills else None
+        self.tokenizer = Tokenizer.from_json(
+            byte_level_tokenizer().to_str(), ControlTokens(eos=(0,), fim=fim), CHATML
+        )
+        self.backend = RuleBackend([self.tokenizer.encode(letter)[0] for letter in LETTERS])
+        self.context_tokens = context_tokens
+        self.detokenizer = detokenizer or (lambda: IncrementalDetokenizer(self.tokenizer))
+        self.folder = folder
+        self.sessions: list[Session] = []
+
+    def session(self) -> Session:
+        session = Session(
+            backend=self.backend,
+            cache=ListCache(),
+            model=SessionModel(
+                detokenizer=self.detokenizer,
+                vocab_size=400,
+                stop_ids=frozenset({0}),
+                fingerprint="rule",
+            ),
+            config=SessionConfig(
+                plan=KvPlan(),
+                context_tokens=self.context_tokens,
+                budget_bytes=1 << 20,
+                chunk_tokens=10_000,
+            ),
+        )
+        self.sessions.append(session)
+        return session
+
+    def load(self, config: ServeConfig) -> Served:
+        limit = config.saved_bytes if self.folder is not None else 0
+        return Served(
+            name="rule",
+            tokenizer=self.tokenizer,
+            vocab_size=400,
+            stop_ids=frozenset({0}),
+            k_bits=4,
+            v_bits=2,
+            loaded_at=1,
+            arenas=Arenas(
+                self.session, config.sessions, SavedSessions(self.folder or Path(), "rule", limit)
+            ),
+            close=lambda: None,
+        )
+
+    def text(self, prompt: str, count: int) -> str:
+        """What the rule continues `prompt` with."""
+        total = sum(self.tokenizer.encode(prompt))
+        letters = ""
+        for _ in range(count):
+            letters += LETTERS[total % len(LETTERS)]
+            total += self.backend.letters[total % len(LETTERS)]
+        return letters
+
+
+def fault() -> BackendError:
+    """An engine's error."""
+    return BackendError("the rule broke")
+
+
+@contextmanager
+def running(load: Callable[[ServeConfig], Served], **settings: Any) -> Iterator[Server]:
+    """A server in a thread of this process, on a port of its own, ready to answer."""
+    config = ServeConfig(**{"port": 0, "chunk_tokens": 16, "grace_s": 0.0} | settings)
+    ready = threading.Event()
+    server = Server(lambda: load(config), config, lambda *_: ready.set())
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+        ready.set()
+
+    address = server.url
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE_S)
+        assert not failures, failures
+        server.address = address  # type: ignore[attr-defined]
+        yield server
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+class Reply:
+    """Status, headers (lower case) and body of a raw response."""
+
+    def __init__(self, raw: bytes) -> None:
+        head, _, body = raw.partition(b"\r\n\r\n")
+        status, *rows = head.decode("latin-1").split("\r\n")
+        self.status = int(status.split()[1])
+        self.headers = {
+            name.lower(): value for name, _, value in (row.partition(": ") for row in rows)
+        }
+        chunked = self.headers.get("transfer-encoding") == "chunked"
+        self.body = _unchunked(body) if chunked else body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """The blocks of a stream of server-sent events."""
+        return self.body.decode().split("\n\n")[:-1]
+
+
+def _unchunked(body: bytes) -> bytes:
+    parts = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        count = int(size, 16)
+        parts.append(body[:count])
+        if count == 0:
+            break
+        body = body[count + 2 :]
+    return b"".join(parts)
+
+
+def connect(server: Server) -> socket.socket:
+    """A raw connection."""
+    host, _, port = server.address.removeprefix("http://").rpartition(":")  # type: ignore[attr-defined]
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def request_bytes(
+    method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> bytes:
+    """A whole HTTP request; an object becomes JSON."""
+    content = (
+        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    )
+    rows = {
+        "Host": "127.0.0.1",
+        "Connection": "close",
+        "Content-Length": str(len(content)),
+        **({"Content-Type": "application/json"} if body is not None else {}),
+        **(headers or {}),
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in rows.items() if value != "-")
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content
+
+
+def ask(
+    server: Server,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    method: str | None = None,
+) -> Reply:
+    """One request over a raw socket, read to the end."""
+    method = method or ("GET" if body is None else "POST")
+    with connect(server) as connection:
+        connection.sendall(request_bytes(method, path, body, headers))
+        return Reply(read_all(connection))
+
+
+def send(server: Server, path: str, body: Any) -> socket.socket:
+    """A connection on which a request was sent and nothing read yet."""
+    connection = connect(server)
+    connection.sendall(request_bytes("POST", path, body))
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def process(bundle: str, home: dict[str, str], *words: str) -> Iterator[ServerProcess]:
+    """A real `kvq serve`; killed at the end if it still runs."""
+    found = ServerProcess(bundle, home, words)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+class ServerProcess:
+    """`kvq serve` in a process of its own, ready to answer."""
+
+    def __init__(self, bundle: str, home: dict[str, str], words: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "kvq_apps.cli", "serve", bundle, "--json"]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--threads", "1", "--chunk-tokens", "64", *words],
+            env=os.environ | home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        lines: list[bytes] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            lines.append(line)
+            if line == b"}\n":
+                break
+        assert lines, self.process.communicate()[1].decode()
+        self.facts = json.loads(b"".join(lines))
+        self.address = self.facts["url"]
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Sends a signal and waits; the exit code and what stood on stderr."""
+        self.process.send_signal(number)
+        _, complaint = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, complaint.decode()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
