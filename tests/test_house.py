@@ -53,7 +53,9 @@ def test_only_settings_reads_the_environment() -> None:
 
 def test_no_library_code_imports_torch_or_transformers() -> None:
     pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
-    assert [path for path in python_files() if pattern.search(path.read_text())] == []
+    # The recipe of the embedded model is run from a checkout and never installed.
+    installed = [path for path in python_files() if ROOT / "models/training" not in path.parents]
+    assert [path for path in installed if pattern.search(path.read_text())] == []
 
 
 def test_kernels_include_no_framework_header() -> None:

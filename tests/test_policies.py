@@ -1,69 +1,57 @@
-"""Which pages give way: the order, no more than needed, and what is never touched."""
+"""Which pages give way: the order, no more than needed, and what is never touched.
+
+Laws all policies share. `test_policy_methods.py` and `test_scorers.py` have what sets them apart.
+"""
 
 from importlib import import_module
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from kvq.cache import Cache, minimum_budget
+from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import page_bytes
+from kvq.formats import arena_for, page_bytes
 from kvq.policies import POLICIES, Evidence, policy_named
 from pairs import attention, forward, pack_heads
+from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
-DIM = 64
-MANY = settings(deadline=None, database=None, derandomize=True, max_examples=100)
-
-
-def evidence(
-    widths: NDArray[np.uint8], *, windows: tuple[int, ...] = (), tokens: int | None = None
-) -> Evidence:
-    """Columns one page apart from position 4 on; widths [L, Hk, C, 2]."""
-    columns = widths.shape[2]
-    facts = np.zeros((columns, 4), np.int64)
-    facts[:, 0] = facts[:, 2] = 4 + 64 * np.arange(columns)
-    facts[:, 3] = -1
-    return Evidence(
-        facts=facts,
-        widths=widths,
-        windows=np.array(windows or [0] * len(widths), np.int64),
-        tokens=4 + 64 * columns + 64 if tokens is None else tokens,
-        head_dim=DIM,
-    )
+# Every policy as it is, and what an option changes in the order.
+VARIANTS = sorted(
+    {
+        *POLICIES,
+        "chunkkv:reuse=1,demote=1",
+        "expected-attention:demote=1",
+        "h2o:recent=0,demote=1",
+        "l2norm:skip=0",
+        "lagkv:demote=1",
+        "snapkv:pool=1",
+        "uniform:order=4:4/4:2",
+        "zipcache:salient=0.3,high=8,low=4",
+    }
+)
+WHOLE_COLUMNS = ("oldest", "streaming", "uniform")
 
 
-def all_at(k_bits: int, v_bits: int, *, layers: int = 2, heads: int = 2, columns: int = 3):
-    return np.full((layers, heads, columns, 2), (k_bits, v_bits), np.uint8)
+def settled(examples: int) -> settings:
+    return settings(deadline=None, database=None, derandomize=True, max_examples=examples)
 
 
-def relieve(facts: Evidence, bytes_short: int, columns_short: int = 0) -> list[list[int]]:
-    return policy_named("oldest").relieve(facts, bytes_short, columns_short).tolist()
-
-
-def apply(widths: NDArray[np.uint8], actions: list[list[int]]) -> NDArray[np.uint8]:
-    """Widths after the actions, which may only lower them."""
-    after = widths.copy()
-    for layer, head, column, k_bits, v_bits in actions:
-        held = after[layer, head, column]
-        assert held.any(), "an evicted page was named again"
-        assert k_bits <= held[0]
-        assert v_bits <= held[1]
-        assert (k_bits == 0) == (v_bits == 0)
-        after[layer, head, column] = k_bits, v_bits
-    return after
-
-
-def bytes_of(widths: NDArray[np.uint8]) -> int:
-    pairs = widths.reshape(-1, 2).tolist()
-    return sum(page_bytes(DIM, k_bits, v_bits) for k_bits, v_bits in pairs if k_bits)
+def relieve(facts: Evidence, bytes_short: int, columns_short: int = 0, policy: str = "oldest"):
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
 
 
 def every_page(column: int, k_bits: int, v_bits: int) -> list[list[int]]:
     return [[layer, head, column, k_bits, v_bits] for layer in (0, 1) for head in (0, 1)]
+
+
+def last_of_each_page(actions: list[list[int]]) -> list[list[int]]:
+    """A page that falls twice is told once, where it falls last."""
+    last = {tuple(action[:3]): i for i, action in enumerate(actions)}
+    return [actions[i] for i in sorted(last.values())]
 
 
 def test_the_oldest_page_falls_from_8_to_4_first() -> None:
@@ -80,7 +68,7 @@ def test_all_fall_to_4_before_any_falls_to_2_and_all_to_2_before_any_is_evicted(
     freed = [eight_to_four] * 3 + [four_to_two] * 3 + [gone] * 3
     for steps in range(1, 10):
         enough = sum(freed[:steps])
-        expected = [action for step in order[:steps] for action in step]
+        expected = last_of_each_page([action for step in order[:steps] for action in step])
         assert relieve(evidence(all_at(8, 8)), enough) == expected
         assert relieve(evidence(all_at(8, 8)), enough - freed[steps - 1] + 1) == expected
 
@@ -106,8 +94,7 @@ def test_nothing_short_means_no_action() -> None:
 
 def test_more_than_there_is_frees_everything() -> None:
     widths = all_at(4, 2)
-    after = apply(widths, relieve(evidence(widths), 10**9))
-    assert not after.any()
+    assert not after(widths, relieve(evidence(widths), 10**9)).any()
 
 
 def test_columns_are_freed_whole_and_oldest_first() -> None:
@@ -140,42 +127,139 @@ def test_a_page_moved_into_sight_is_not_unseen() -> None:
     assert relieve(facts, 1) == every_page(1, 0, 0)
 
 
+# ---- laws of all policies ----------------------------------------------------------------------
+
 WIDTH_PAIRS = st.sampled_from([(0, 0), *((k, v) for k in (8, 4, 2) for v in (8, 4, 2))])
+SHAPES = st.sampled_from([(2, 1, 6), (1, 1, 5), (3, 2, 4), (5, 2, 2), (2, 2, 0)])
 
 
-@MANY
-@given(
-    st.lists(WIDTH_PAIRS, min_size=12, max_size=12),
-    st.integers(0, 120_000),
-    st.integers(0, 3),
-    st.sampled_from([(), (100, 0), (100, 100)]),
-)
-def test_actions_free_enough_and_no_step_too_many(
-    pairs: list[tuple[int, int]], short: int, columns: int, windows: tuple[int, ...]
+@st.composite
+def situations(draw: st.DrawFn) -> Evidence:
+    """Any pages with any evidence."""
+    shape = draw(SHAPES, "shape")
+    pairs = st.lists(WIDTH_PAIRS, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))
+    widths = np.array(draw(pairs, "widths"), np.uint8).reshape(*shape, 2)
+    windows = draw(st.sampled_from([(), (100,) * shape[0], (100, *(0,) * (shape[0] - 1))]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32), "seed"))
+    return random_evidence(rng, widths, windows=windows, calibrated=draw(st.booleans()))
+
+
+@pytest.mark.parametrize("policy", VARIANTS)
+@settled(20)
+@given(situations(), st.integers(0, 150_000), st.integers(0, 3))
+def test_enough_is_freed_and_the_same_each_time(
+    policy: str, facts: Evidence, short: int, columns: int
 ) -> None:
-    widths = np.array(pairs, np.uint8).reshape(2, 1, 6, 2)
-    facts = evidence(widths, windows=windows, tokens=4 + 64 * 12)
-    before = widths.copy()
-    actions = relieve(facts, short, columns)
-    assert (widths == before).all(), "the evidence was changed"
-    assert actions == relieve(facts, short, columns), "the same evidence gave other actions"
+    before = facts.widths.copy()
+    actions = relieve(facts, short, columns, policy)
+    assert (facts.widths == before).all(), "the evidence was changed"
+    assert actions == relieve(facts, short, columns, policy), "the same evidence, other actions"
+    left = after(before, actions)
+    lost = int((before.any(axis=(0, 1, 3)) & ~left.any(axis=(0, 1, 3))).sum())
+    assert (bytes_of(before) - bytes_of(left) >= short and lost >= columns) or not left.any()
+    assert actions or (short <= 0 and columns <= 0) or not before.any()
 
-    def still_short(done: list[list[int]]) -> bool:
-        after = apply(widths, done)
-        lost = int((widths.any(axis=(0, 1, 3)) & ~after.any(axis=(0, 1, 3))).sum())
-        return bytes_of(widths) - bytes_of(after) < short or lost < columns
 
-    after = apply(widths, actions)
-    assert not still_short(actions) or not after.any()
-    if actions:
-        last = actions[-1][2:]
-        step = [a for a in actions if a[2:] == last]
-        assert still_short(actions[: len(actions) - len(step)]), "the last step was not needed"
+@pytest.mark.parametrize("policy", VARIANTS)
+@settled(20)
+@given(situations(), st.integers(0, 150_000))
+def test_no_step_too_many(policy: str, facts: Evidence, short: int) -> None:
+    """A byte less asked for frees less by one step at most, and the same steps before it."""
+    left = after(facts.widths, relieve(facts, short, 0, policy))
+    freed = bytes_of(facts.widths) - bytes_of(left)
+    if freed <= short:
+        return
+    fewer = after(facts.widths, relieve(facts, short - 1, 0, policy)) if short else facts.widths
+    assert (fewer >= left).all(), "asked for less, something was kept less"
+    if short == 0:
+        assert freed == 0
+    elif (fewer == left).all():
+        # The surplus is part of one step: a page, or a column where those fall whole.
+        streams = facts.widths.shape[0] * facts.widths.shape[1]
+        pages = streams if policy.partition(":")[0] in WHOLE_COLUMNS or facts.windows.any() else 1
+        assert freed - short < pages * page_bytes(DIM, 8, 8)
+
+
+@pytest.mark.parametrize("policy", VARIANTS)
+@settled(12)
+@given(situations(), st.lists(st.integers(0, 150_000), min_size=2, max_size=5))
+def test_a_larger_shortage_keeps_nothing_that_a_smaller_one_gives_up(
+    policy: str, facts: Evidence, shortages: list[int]
+) -> None:
+    kept = [after(facts.widths, relieve(facts, short, 0, policy)) for short in sorted(shortages)]
+    for more, less in pairwise(kept):
+        assert (more >= less).all()
+
+
+@pytest.mark.parametrize("policy", VARIANTS)
+def test_equal_pages_go_by_column_layer_and_head(policy: str) -> None:
+    """Nothing to tell pages apart: three evictions' worth comes from the oldest column."""
+    facts = evidence(all_at(2, 2, layers=1, heads=4, columns=3))
+    gone = relieve(facts, 3 * page_bytes(DIM, 2, 2) - 100, 0, policy)
+    whole = policy.partition(":")[0] in WHOLE_COLUMNS
+    assert gone == [[0, head, 0, 0, 0] for head in range(4 if whole else 3)]
+
+
+@pytest.mark.parametrize("policy", VARIANTS)
+def test_what_no_window_can_see_goes_before_anything_else(policy: str) -> None:
+    facts = evidence(all_at(8, 8, columns=8), windows=(100, 0), tokens=4 + 64 * 9)
+    assert relieve(facts, 1, 0, policy) == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+
+
+def test_rows_of_columns_no_layer_can_see_are_freed_first() -> None:
+    """Columns 0 to 2 are out of sight; of the others the newest is the least important here."""
+    facts = evidence(
+        all_at(4, 2, columns=8),
+        windows=(100, 100),
+        tokens=4 + 64 * 9,
+        mean_mass=np.arange(8, 0, -1),
+    )
+    gone = relieve(facts, 0, 4, "h2o:recent=0")
+    expected = [[layer, head, c, 0, 0] for c in (2, 1, 0, 7) for layer in (0, 1) for head in (0, 1)]
+    assert gone == expected
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o:recent=0", "snapkv:pool=1", "chunkkv:reuse=1", "zipcache", "qaq"]
+)
+@settled(20)
+@given(st.integers(0, 2**32), st.integers(0, 200_000), st.booleans())
+def test_less_attention_never_keeps_more(policy: str, seed: int, short: int, demote: bool) -> None:
+    """Pages of one head, alike in all but attention: the less attended has no more bits left."""
+    if policy not in ("zipcache", "qaq"):
+        policy += f"{':' if ':' not in policy else ','}demote={int(demote)}"
+    rng = np.random.default_rng(seed)
+    widths = all_at(8, 8, layers=2, heads=1 if "chunkkv" in policy else 2, columns=6)
+    mass = rng.permuted(np.broadcast_to(2.0 ** -np.arange(6), widths.shape[:3]), axis=-1)
+    facts = evidence(
+        widths,
+        mass=mass,
+        mean_mass=mass,
+        peak_mass=mass,
+        key_error=mass,
+        value_error=mass,
+        evict_error=1e5 * mass,
+        key_range=2,
+        value_range=1,
+        query_mean=0.1,
+        query_square=0.02,
+        output_square=1,
+    )
+    left = after(widths, relieve(facts, short, 0, policy)).astype(int)
+    order = np.argsort(mass, axis=-1)[..., None]
+    rising = np.take_along_axis(left, order, axis=2)
+    # Key bits of qaq follow range and length alone.
+    decided = rising[..., 1:] if policy == "qaq" else rising
+    assert (np.diff(decided, axis=2) >= 0).all()
+
+
+# ---- names and options ---------------------------------------------------------------------------
 
 
 def test_unknown_policy_is_refused_with_the_list() -> None:
-    with pytest.raises(UsageError, match="--kv-policy 'newest' is unknown; possible: oldest"):
+    with pytest.raises(UsageError, match="--kv-policy 'newest' is unknown; possible: ") as caught:
         policy_named("newest")
+    assert str(caught.value).split("possible: ")[1].split(", ") == sorted(POLICIES)
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=DIM)
     with pytest.raises(UsageError, match="'newest' is unknown"):
         Cache(shape, KvPlan(), 1 << 20, 100, policy="newest")
@@ -187,10 +271,41 @@ def test_every_row_of_the_table_imports() -> None:
         assert isinstance(policy_named(name), getattr(import_module(module), attribute))
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("h2o:recent", r"option 'recent'; possible: demote=\.\.\., recent=\.\.\."),
+        ("h2o:window=3", r"option 'window=3'; possible: demote=\.\.\., recent=\.\.\."),
+        ("streaming:demote=1", "option 'demote=1'; possible: none"),
+        ("h2o:recent=most", "recent takes a number, not 'most'"),
+        ("snapkv:pool=1.5", "pool takes a whole number, not '1.5'"),
+        ("h2o:recent=1.5", "recent=1.5 is not possible: a share from 0 to 1"),
+        ("h2o:recent=nan", "recent=nan is not possible: a share from 0 to 1"),
+        ("lagkv:demote=2", "demote=2 is not possible: 0 evicts at once"),
+        ("snapkv:pool=2", "pool=2 is not possible: an odd number of pages from 1"),
+        ("snapkv:pool=-1", "pool=-1 is not possible"),
+        ("chunkkv:reuse=0", "reuse=0 is not possible: 1 layer or more"),
+        ("l2norm:skip=-1", "skip=-1 is not possible: 0 layers or more"),
+        ("zipcache:salient=-0.1", "salient=-0.1 is not possible: a share from 0 to 1"),
+        ("zipcache:high=3", "high=3 and low=2 are not possible: 8, 4 and 2 are"),
+        ("zipcache:high=4,low=4", "high=4 and low=4 are not possible: .*the first above"),
+        ("uniform:order=4:2/4:4", "order=4:2/4:4 is not possible: .*that only fall"),
+        ("uniform:order=4:4/4:4", "order=4:4/4:4 is not possible"),
+        ("uniform:order=fp/4:4", "order=fp/4:4 is not possible: .*8, 4 and 2"),
+        ("uniform:order=", "order= is not possible: write K:V pairs"),
+        ("uniform:order=5:2", "order=5:2 is not possible: .*8, 4 and 2"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_with_what_does(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        policy_named(text)
+
+
 # ---- through the cache -------------------------------------------------------------------------
 
 
-@settings(deadline=None, database=None, derandomize=True, max_examples=30)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settled(8)
 @given(
     st.data(),
     st.sampled_from([(8, 8), (8, 2), (4, 4), (4, 2), (2, 8), (2, 2)]),
@@ -199,6 +314,7 @@ def test_every_row_of_the_table_imports() -> None:
     st.booleans(),
 )
 def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
+    policy: str,
     data: st.DataObject,
     widths: tuple[int, int],
     sinks: int,
@@ -212,9 +328,12 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
     """
     shape = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
-    least = minimum_budget(shape, plan, 1500)
+    probes = "attention" in policy_named(policy).needs
+    least = arena_for(
+        shape, plan, context_tokens=2100, chunk_tokens=64, threads=1, probes=probes
+    ).minimum_bytes
     budget = least + data.draw(st.one_of(st.integers(0, 3000), st.integers(0, 60_000)), "extra")
-    cache = Cache(shape, plan, budget, 1500, windows=windows, native=use_native)
+    cache = Cache(shape, plan, budget, 2100, policy=policy, windows=windows, native=use_native)
     layers = [
         attention(shape, layer, window_tokens=window)
         for layer, window in enumerate(windows or (0, 0))

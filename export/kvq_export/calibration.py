@@ -5,7 +5,8 @@ differs between layers by orders of magnitude (Lee et al., arXiv 2502.04420, KVT
 sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). So it is measured
 once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
 fewer bits, its values, or half of its pages are evicted, and the divergence of the following
-tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error.
+tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
+of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
 """
 
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def calibrate(
         return Sensitivity(
             key=nats[:, 0, -1] / (narrow * _total(attention.key_error)),
             value=nats[:, 1, -1] / (narrow * _total(attention.value_error)),
-            evict=evict / _total(attention.evict_error[..., : len(half)]),
+            evict=evict / (len(half) * _total(attention.evict_error[..., : len(half)])),
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
         )

@@ -78,13 +78,13 @@ class Constants:
     value_range: Floats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sensitivity:
     """What an error in one layer costs, from calibration at export; float64 [L] each.
 
     `key`, `value`: nats of divergence per unit of `Attention.key_error` and `value_error`, summed
-    over heads and pages; `evict` likewise. `key_bits_nats` and `value_bits_nats` float64 [L, 3]:
-    divergence when only that layer's keys (values) are read at 8, 4 and 2 bits.
+    over heads and pages; `evict` the same per page evicted. `key_bits_nats` and `value_bits_nats`
+    float64 [L, 3]: divergence when only that layer's keys (values) are read at 8, 4 and 2 bits.
     """
 
     key: NDArray[np.float64]
@@ -92,6 +92,11 @@ class Sensitivity:
     evict: NDArray[np.float64]
     key_bits_nats: NDArray[np.float64]
     value_bits_nats: NDArray[np.float64]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sensitivity) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, list[Any]]:
         """Numbers to four digits, as lists."""
