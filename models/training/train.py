@@ -307,6 +307,7 @@ def main() -> None:
         return
     about = settings | {
         "recipe": asdict(recipe),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "turn_end": tokenizer.token_to_id("<|im_end|>"),
         "tokens": recipe.steps * recipe.tokens_per_step,
         "device": arguments.device,

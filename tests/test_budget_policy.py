@@ -1,0 +1,184 @@
+"""The allocator: convex hulls against brute force, and what each term of the damage does."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq.errors import UsageError
+from kvq.formats import page_bytes
+from kvq.policies import Sensitivity, policy_named
+from kvq.policies.budget import EDGE, FOCUS, RUNGS, hull_steps
+from kvq.policies.spend import held_pages, page_bytes_at
+from policy_evidence import DIM, after, all_at, bytes_of, evidence
+
+SIZES = page_bytes_at(RUNGS, DIM)
+
+
+def relieve(facts, bytes_short, columns_short=0, policy="budget"):
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
+
+
+def flat(layers: int, **weights: float) -> Sensitivity:
+    """The same price in every layer."""
+    ones = np.ones(layers)
+    nats = np.zeros((layers, 3))
+    prices = {name: weights.get(name, 1.0) * ones for name in ("key", "value", "evict")}
+    return Sensitivity(**prices, key_bits_nats=nats, value_bits_nats=nats)
+
+
+def test_rungs_and_their_bytes() -> None:
+    assert RUNGS.tolist()[0] == [8, 8]
+    assert RUNGS.tolist()[-2:] == [[2, 2], [0, 0]]
+    assert [page_bytes(DIM, *rung) for rung in RUNGS[:-1].tolist()] == SIZES[:-1].tolist()
+    assert SIZES[-1] == 0
+
+
+def damages(rng: np.random.Generator, pages: int) -> np.ndarray:
+    """Costs [pages, rungs] of the additive form every page has."""
+    key, value, gone = rng.lognormal(0, 2, (3, pages))
+    narrow = 4.0 ** (8 - RUNGS[:-1])
+    costs = key[:, None] * narrow[:, 0] + value[:, None] * narrow[:, 1]
+    return np.column_stack([costs, costs.max(axis=1) * (1 + gone)])
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), share=st.floats(0.02, 0.98))
+def test_greedy_hull_is_the_best_there_is_for_the_bytes_it_frees(seed: int, share: float) -> None:
+    """Brute force over all 1000 choices of three pages' rungs (T8)."""
+    rng = np.random.default_rng(seed)
+    pages = held_pages(evidence(all_at(8, 8, layers=1, heads=1, columns=3)))
+    costs = damages(rng, 3)
+    steps = hull_steps(pages, costs, SIZES)
+    short = share * 3 * SIZES[0]
+    at = np.zeros(3, int)
+    freed = 0
+    for step in steps:
+        if freed >= short:
+            break
+        rung = RUNGS.tolist().index(step[3:].tolist())
+        freed += SIZES[at[step[2]]] - SIZES[rung]
+        at[step[2]] = rung
+    damage = costs[np.arange(3), at].sum()
+    best = min(
+        costs[np.arange(3), list(choice)].sum()
+        for choice in product(range(len(RUNGS)), repeat=3)
+        if 3 * SIZES[0] - SIZES[list(choice)].sum() >= freed
+    )
+    assert damage <= best * (1 + 1e-9)
+
+
+def test_steps_of_a_page_fall_and_end_in_eviction_and_prices_rise() -> None:
+    rng = np.random.default_rng(0)
+    pages = held_pages(evidence(all_at(8, 4, columns=5)))
+    costs = damages(rng, len(pages))
+    steps = hull_steps(pages, costs, SIZES)
+    prices = []
+    for page in pages:
+        own = steps[(steps[:, :3] == page[:3]).all(axis=1)]
+        widths = [page[3:].tolist(), *own[:, 3:].tolist()]
+        assert widths[-1] == [0, 0]
+        for before, later in pairwise(widths):
+            assert before != later
+            assert all(a >= b for a, b in zip(before, later, strict=True))
+    at = {tuple(page[:3]): RUNGS.tolist().index(page[3:].tolist()) for page in pages}
+    row = {tuple(page[:3]): index for index, page in enumerate(pages)}
+    for step in steps:
+        place = tuple(step[:3])
+        rung = RUNGS.tolist().index(step[3:].tolist())
+        cost = costs[row[place]]
+        prices.append((cost[rung] - cost[at[place]]) / (SIZES[at[place]] - SIZES[rung]))
+        at[place] = rung
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(prices))
+
+
+def test_the_side_that_costs_less_loses_its_bits() -> None:
+    errors = {"key_error": 1e-4, "value_error": 1e-6, "evict_error": 1.0}
+    cheap_values = evidence(all_at(8, 8), sensitivity=flat(2), **errors)
+    assert {tuple(a[3:]) for a in relieve(cheap_values, 1)} == {(8, 4)}
+    errors = {"key_error": 1e-6, "value_error": 1e-4, "evict_error": 1.0}
+    cheap_keys = evidence(all_at(8, 8), sensitivity=flat(2), **errors)
+    assert {tuple(a[3:]) for a in relieve(cheap_keys, 1)} == {(4, 8)}
+    dear_keys = evidence(all_at(8, 8), sensitivity=flat(2, key=1e5), **errors)
+    assert {tuple(a[3:]) for a in relieve(dear_keys, 1)} == {(8, 4)}
+
+
+def test_an_ignored_page_loses_its_bits_first() -> None:
+    error = np.array([1e-5, 1e-9, 1e-5])[None, None]
+    facts = evidence(
+        all_at(8, 8), sensitivity=flat(2), key_error=error, value_error=error, evict_error=1.0
+    )
+    assert {action[2] for action in relieve(facts, 4 * (SIZES[0] - SIZES[8]))} == {1}
+
+
+def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
+    """Without it an unobserved page is free to evict; with it, evicting costs what it holds."""
+    quiet = {"key_range": 1.0, "value_range": 1.0, "query_square": 1.0, "key_error": 1e-9}
+    facts = evidence(all_at(8, 8), sensitivity=flat(2), **quiet)
+    short = 2 * (SIZES[0] - SIZES[8])
+    assert {tuple(a[3:]) for a in relieve(facts, short, policy="budget:prior=0")} == {(0, 0)}
+    kept = after(facts.widths, relieve(facts, short, policy="budget:prior=0.5"))
+    assert kept.all()
+    with pytest.raises(UsageError, match="is no chance; give 0 to 1"):
+        policy_named("budget:prior=2")
+
+
+def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
+    facts = evidence(
+        all_at(8, 8, layers=1, heads=1, columns=4),
+        sensitivity=flat(1),
+        key_range=2.55,
+        value_range=5.1,
+        query_square=3.0,
+    )
+    costs = policy_named("budget:prior=0.4")._costs(facts)[0, 0, 0]  # type: ignore[attr-defined]
+    chance = 0.4 / 4 * FOCUS**2
+    noise = DIM * 3.0 * 0.01**2 / 12
+    size = DIM * (2.55**2 + 5.1**2 / 20)
+    keys, values = chance * (1 - FOCUS) ** 2 * noise * size, chance * 0.02**2 * DIM / 12
+    assert np.isclose(costs[0], keys + values, rtol=1e-5)
+    assert np.isclose(costs[8], 4.0**6 * (keys + values), rtol=1e-5)
+    assert np.isclose(costs[9], chance * size, rtol=1e-5)
+
+
+def test_evictions_count_as_often_as_there_are_pages() -> None:
+    for columns in (2, 8):
+        facts = evidence(
+            all_at(8, 8, layers=1, heads=1, columns=columns), sensitivity=flat(1), evict_error=0.5
+        )
+        costs = policy_named("budget:prior=0")._costs(facts)  # type: ignore[attr-defined]
+        assert np.allclose(costs[..., -1], 0.5 * columns)
+
+
+def test_uncalibrated_layers_count_by_their_output_and_the_edges_more() -> None:
+    output = np.array([1.0, 2.0, 4.0, 1.0])[:, None, None] / DIM
+    facts = evidence(
+        all_at(8, 8, layers=4, heads=1, columns=1), key_error=1.0, output_square=output
+    )
+    costs = policy_named("budget:prior=0")._costs(facts)[:, 0, 0, 0]  # type: ignore[attr-defined]
+    assert np.allclose(costs, [EDGE, 1 / 2, 1 / 4, EDGE], rtol=1e-5)
+
+
+def test_columns_go_where_their_loss_is_least() -> None:
+    gone = np.array([1.0, 0.1, 1.0])[None, None]
+    facts = evidence(all_at(2, 2), sensitivity=flat(2), evict_error=gone)
+    actions = relieve(facts, 0, 1)
+    assert {action[2] for action in actions} == {1}
+    assert not after(facts.widths, actions)[:, :, 1].any()
+
+
+def test_enough_is_freed_and_no_more_than_a_step() -> None:
+    rng = np.random.default_rng(3)
+    facts = evidence(
+        all_at(8, 8, columns=9),
+        sensitivity=flat(2),
+        key_error=rng.lognormal(-9, 2, (2, 2, 9)),
+        value_error=rng.lognormal(-9, 2, (2, 2, 9)),
+        evict_error=rng.lognormal(0, 1, (2, 2, 9)),
+    )
+    full = bytes_of(facts.widths)
+    for short in range(1, full, full // 50):
+        left = bytes_of(after(facts.widths, relieve(facts, short)))
+        assert short <= full - left < short + SIZES[0]
