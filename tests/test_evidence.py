@@ -227,6 +227,30 @@ def test_rejected_drafts_leave_the_evidence_of_plain_decoding(
 
 
 @pytest.mark.parametrize("use_native", [True, False])
+def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
+    """Tokens 316 to 323: the next page closes at 324, and a draft of eight could do it from 316."""
+    plan = KvPlan(k_bits=4, v_bits=2)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    packed = rows(6, 400)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    seen = []
+    for tokens in (316, 319, 323):
+        cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=512)
+        part = [layer[:tokens] for layer in packed]
+        forward(cache, layers, part, np.arange(tokens), frequencies(32))
+        cache.commit(tokens)
+        evidence = cache.evidence()
+        assert evidence.tokens == min(tokens, 316)
+        assert evidence.attention is not None
+        seen.append(evidence.attention)
+        cache.close()
+    for field in fields(Attention):
+        first, middle, last = (getattr(one, field.name) for one in seen)
+        assert np.array_equal(first, middle), field.name
+        assert np.array_equal(first, last), field.name
+
+
+@pytest.mark.parametrize("use_native", [True, False])
 def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
     plan = KvPlan(k_bits=4, v_bits=2)
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
@@ -263,7 +287,7 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     assert not full.arena.probes
     assert tight.arena.probes
     with pytest.raises(CacheError, match="out of order"):
-        full._engine.evidence()
+        full._engine.evidence(0)
     full.close()
     tight.close()
 

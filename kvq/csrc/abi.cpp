@@ -93,8 +93,8 @@ int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
 int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
     KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
 }
-int kvq_cache_evidence(int64_t handle, float* facts, float* queries) {
-    KVQ_WITH_CACHE(cache->evidence(facts, queries));
+int kvq_cache_evidence(int64_t handle, int32_t tokens, float* facts, float* queries) {
+    KVQ_WITH_CACHE(cache->evidence(tokens, facts, queries));
 }
 int kvq_cache_constants(int64_t handle, uint16_t* keys, uint16_t* values) {
     KVQ_WITH_CACHE((cache->constants(keys, values), KVQ_OK));

@@ -81,7 +81,7 @@ public:
     int shift(int column, int32_t delta);
     int mask(int column, uint64_t mask);
 
-    int evidence(float* facts, float* queries);
+    int evidence(int tokens, float* facts, float* queries);
     void constants(uint16_t* keys, uint16_t* values) const;
     void stats(kvq_stats& out) const;
     void columns(int64_t* facts, uint8_t* widths) const;
@@ -121,7 +121,7 @@ private:
     static int probe_slot(int64_t token);  // -1: not a probe
     void keep_probes(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
                      const float* inv_freq, const float* q_norm);
-    int usable_probes(int* slots) const;
+    int usable_probes(int tokens, int* slots) const;
     void load_probes(Block& block, const LayerFacts& layer, int kv_head, const int* slots, int count,
                      int first) const;
     void observe(Block& block, const LayerFacts& layer, int stream, float unit, float* facts,

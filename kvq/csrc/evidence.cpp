@@ -40,30 +40,31 @@ constexpr float kMeanShare = 0.2f;  // of the newest observation in the running 
 }  // namespace
 
 int Cache::probe_slot(int64_t token) {
-    if (token % kProbeStride == 0) return static_cast<int>(token / kProbeStride % kRecentSlots);
+    if (token % kProbeStride == 0) return static_cast<int>(token / kProbeStride % kRingSlots);
     const int64_t run = token / kPageTokens;
-    return token == sampled_token(run) ? kRecentSlots + static_cast<int>(run % kSampledSlots) : -1;
+    return token == sampled_token(run) ? kRingSlots + static_cast<int>(run % kRingSlots) : -1;
 }
 
-// Fills `slots` with the probes evidence rests on, oldest first; a kind lost to a rollback is left
-// out until its slot is written again.
-int Cache::usable_probes(int* slots) const {
+// Fills `slots` with the newest probes among the first `tokens` tokens, oldest first; one lost to a
+// rollback is left out until its slot is written again.
+int Cache::usable_probes(int tokens, int* slots) const {
     int count = 0;
     const auto use = [&](int64_t token) {
         const int slot = probe_slot(token);
-        if (probes_[slot].token == token) slots[count++] = slot;
+        if (probes_[slot].token != token) return;
+        int at = count++;
+        for (; at > 0 && probes_[slots[at - 1]].token > token; at--) slots[at] = slots[at - 1];
+        slots[at] = slot;
     };
-    const int64_t last_run = (int64_t{state_->tokens} - 1) / kPageTokens;
+    if (tokens == 0) return 0;
     int sampled = 0;
-    for (int64_t run = last_run; run >= 0 && sampled < kProbes; run--) {
-        if (sampled_token(run) >= state_->tokens) continue;
+    for (int64_t run = (tokens - 1) / kPageTokens; run >= 0 && sampled < kProbes; run--) {
+        if (sampled_token(run) >= tokens) continue;
         use(sampled_token(run));
         sampled++;
     }
-    const int64_t last = (int64_t{state_->tokens} - 1) / kProbeStride;
+    const int64_t last = (tokens - 1) / kProbeStride;
     for (int64_t i = last; i >= 0 && i > last - kProbes; i--) use(i * kProbeStride);
-    std::sort(slots, slots + count,
-              [&](int a, int b) { return probes_[a].token < probes_[b].token; });
     return count;
 }
 
@@ -89,10 +90,11 @@ void Cache::load_probes(Block& block, const LayerFacts& layer, int kv_head, cons
     std::memset(block.acc, 0, sizeof(float) * static_cast<size_t>(block.rows * dim));
 }
 
-int Cache::evidence(float* facts, float* queries) {
+int Cache::evidence(int tokens, float* facts, float* queries) {
+    if (tokens < 0 || tokens > state_->tokens) return KVQ_BAD_ARGUMENT;
     if (!config().probes || state_->pending || state_->broken) return KVQ_BAD_STATE;
     int slots[kProbeSlots];
-    const int count = usable_probes(slots);
+    const int count = usable_probes(tokens, slots);
     const int64_t columns = state_->columns, heads = config().kv_heads, dim = config().head_dim;
     const int64_t pages = streams() * columns;
     std::memset(facts, 0, sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * pages));

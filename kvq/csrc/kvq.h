@@ -77,14 +77,14 @@ KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 /* Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
    [layers, kv_heads, columns, 2]. */
 KVQ_EXPORT int kvq_cache_columns(int64_t handle, int64_t *facts, uint8_t *widths);
-/* What the probe queries see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
+/* What the newest probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
    columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
    mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */
 enum kvq_evidence_fact {
     KVQ_MASS, KVQ_PEAK_MASS, KVQ_MEAN_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR,
     KVQ_EVIDENCE_FACTS
 };
-KVQ_EXPORT int kvq_cache_evidence(int64_t handle, float *facts, float *queries);
+KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, float *facts, float *queries);
 /* Every page's constants as stored, float16: keys [layers, kv_heads, columns, 2, head_dim] and
    values [layers, kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
 KVQ_EXPORT int kvq_cache_constants(int64_t handle, uint16_t *keys, uint16_t *values);

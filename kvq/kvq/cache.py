@@ -5,19 +5,41 @@ Knows no model: rotary frequencies and scales arrive with every call.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq import native as native_library
-from kvq.config import PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
+from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import Arena, arena_for, bytes_per_token, format_bytes
+from kvq.formats import (
+    DRAFT_TOKENS,
+    Arena,
+    arena_for,
+    bytes_per_token,
+    format_bytes,
+    require_budget,
+)
 from kvq.native import NativeCache
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.reference_cache import ReferenceCache
 
 DEFAULT_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """What is left of the tokens a cache has taken, over every layer and KV head.
+
+    `mean_k_bits`, `mean_v_bits`: widths of what is held, a token of a page at its page's, one of
+    the tail or the sinks at 16; 0 while nothing is. `evicted_share`: of all tokens in all layers
+    and heads the share whose page is gone, or that is masked.
+    """
+
+    mean_k_bits: float
+    mean_v_bits: float
+    evicted_share: float
 
 
 class Cache:
@@ -53,6 +75,20 @@ class Cache:
         self.policy = policy_named(policy)
         self.windows = np.array(windows or [0] * shape.num_layers, np.int64)
         self.sensitivity = sensitivity
+        if observed is None:
+            least = minimum_budget(
+                shape,
+                plan,
+                context_tokens,
+                chunk_tokens=chunk_tokens,
+                threads=threads,
+                policy=policy,
+            )
+            require_budget(budget_bytes, least)
+            # Where the whole context fits nothing is ever short, and nobody looks.
+            observed = asks_attention(policy) and budget_bytes < budget_for_tokens(
+                shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
+            )
         self.arena = _arena_that_fits(
             shape,
             plan,
@@ -60,21 +96,10 @@ class Cache:
             context_tokens=context_tokens,
             chunk_tokens=chunk_tokens,
             threads=threads,
-            probes=self._observed(budget_bytes, chunk_tokens, threads)
-            if observed is None
-            else observed,
+            probes=observed,
         )
         use_native = native and native_library.available()
         self._engine = (NativeCache if use_native else ReferenceCache)(self.arena, budget_bytes)
-
-    def _observed(self, budget_bytes: int, chunk_tokens: int, threads: int) -> bool:
-        """Whether the policy will ever look at attention: not where nothing can be short."""
-        if "attention" not in self.policy.needs or not self.plan.quantized:
-            return False
-        tokens = self.context_tokens
-        return budget_bytes < budget_for_tokens(
-            self.shape, self.plan, tokens, chunk_tokens=chunk_tokens, threads=threads
-        )
 
     @property
     def handle(self) -> int:
@@ -134,21 +159,31 @@ class Cache:
         assert self._engine.used_bytes <= self.budget_bytes
 
     def evidence(self) -> Evidence:
-        """What the policy decides by. One observation more in the pages' history of attention."""
+        """What the policy decides by. One observation more in the pages' history of attention.
+
+        A draft makes room for the page it closes up to its length early, and must decide what
+        decoding one by one decides: close to a page's end, attention is as of where that begins.
+        """
         facts, widths = self._engine.columns()
         return Evidence(
             facts=facts,
             widths=widths,
             windows=self.windows,
-            tokens=self.tokens,
+            tokens=self._boundary,
             head_dim=self.shape.head_dim,
             attention=self._attention() if self.arena.probes else None,
             constants=self._constants() if "constants" in self.policy.needs else None,
             sensitivity=self.sensitivity,
         )
 
+    @property
+    def _boundary(self) -> int:
+        """Now; or, where a draft could close the next page, the first moment one could."""
+        past = (self.tokens - self.plan.sink_tokens + DRAFT_TOKENS) % PAGE_TOKENS
+        return max(0, self.tokens - (past if past < DRAFT_TOKENS else 0))
+
     def _attention(self) -> Attention:
-        facts, queries = self._engine.evidence()
+        facts, queries = self._engine.evidence(self._boundary)
         return Attention(
             mass=facts[0],
             peak_mass=facts[1],
@@ -239,6 +274,21 @@ class Cache:
         """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2]."""
         return self._engine.columns()
 
+    def holdings(self) -> Holdings:
+        """Mean widths and losses, counted from the page table."""
+        facts, widths = self._engine.columns()
+        masks = np.ascontiguousarray(facts[:, 3:]).view(np.uint8)
+        visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
+        streams, tail = self.arena.streams, self._engine.tail_rows
+        held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
+        bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
+        k_bits, v_bits = (bits / max(1, held)).tolist()
+        return Holdings(
+            mean_k_bits=k_bits,
+            mean_v_bits=v_bits,
+            evicted_share=1 - held / (streams * self.tokens) if self.tokens else 0.0,
+        )
+
     def page(self, layer: int, head: int, column: int) -> bytes:
         """Stored bytes of one page: constants, then planes."""
         return self._engine.page(layer, head, column)
@@ -295,13 +345,36 @@ def _chunk_fits(arena: Arena, budget_bytes: int) -> bool:
     return arena.divide(budget_bytes)[1] >= needed
 
 
+def asks_attention(policy: str) -> bool:
+    """Whether sessions of this policy keep probes, unless their budget holds the whole context."""
+    return "attention" in policy_named(policy).needs
+
+
 def minimum_budget(
-    shape: CacheShape, plan: KvPlan, context_tokens: int, *, threads: int = 1
+    shape: CacheShape,
+    plan: KvPlan,
+    context_tokens: int,
+    *,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    threads: int = 1,
+    policy: str = "oldest",
 ) -> int:
-    """Smallest budget in bytes that opens a session of this context."""
-    return arena_for(
-        shape, plan, context_tokens=context_tokens, chunk_tokens=PAGE_TOKENS, threads=threads
+    """Smallest budget in bytes that opens a session of this context.
+
+    Holding a short context whole can cost less than the probes of a policy that asks for attention.
+    """
+    least = arena_for(
+        shape,
+        plan,
+        context_tokens=context_tokens,
+        chunk_tokens=min(chunk_tokens, PAGE_TOKENS),
+        threads=threads,
+        probes=asks_attention(policy),
     ).minimum_bytes
+    full = budget_for_tokens(
+        shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
+    )
+    return min(least, full)
 
 
 def budget_for_tokens(
@@ -312,23 +385,34 @@ def budget_for_tokens(
     context_tokens: int | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     threads: int = 1,
+    policy: str = "oldest",
 ) -> int:
     """Smallest budget in bytes that holds `tokens` tokens without losing a bit.
 
-    A session whose context is longer than that spends more on its page table.
+    A session whose context is longer than that spends more on its page table, and on probes if its
+    policy asks for attention.
     """
     full = arena_for(shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads)
     budget = full.bytes_for_columns(full.wanted_columns)
     if not plan.quantized or context_tokens is None or context_tokens <= tokens:
         return budget
     arena = arena_for(
-        shape, plan, context_tokens=context_tokens, chunk_tokens=chunk_tokens, threads=threads
+        shape,
+        plan,
+        context_tokens=context_tokens,
+        chunk_tokens=chunk_tokens,
+        threads=threads,
+        probes=asks_attention(policy),
     )
     pages = full.wanted_columns * full.column_bytes(plan.k_bits, plan.v_bits)
     budget = max(budget, arena.minimum_bytes)
     while (short := pages - arena.divide(budget)[1]) > 0:
         budget += short
-    return budget
+    # From here on the whole context fits, and there are no probes.
+    whole = budget_for_tokens(
+        shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
+    )
+    return min(budget, whole)
 
 
 def budget_bytes(
@@ -339,6 +423,7 @@ def budget_bytes(
     *,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     threads: int = 1,
+    policy: str = "oldest",
 ) -> int:
     """Bytes a budget means for a session: tokens at the plan's widths, or a share of fp16."""
     if budget.num_bytes is not None:
@@ -351,6 +436,7 @@ def budget_bytes(
             context_tokens=context_tokens,
             chunk_tokens=chunk_tokens,
             threads=threads,
+            policy=policy,
         )
     assert budget.fraction is not None
     return int(budget.fraction * shape.float_bytes_per_token * context_tokens)

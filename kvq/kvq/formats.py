@@ -17,8 +17,8 @@ ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
 PROBE_STRIDE = 8
 PROBES = 4
-RECENT_SLOTS, SAMPLED_SLOTS = PROBES + 1, PROBES + 2
-PROBE_SLOTS = RECENT_SLOTS + SAMPLED_SLOTS
+RING_SLOTS = PROBES + 2
+PROBE_SLOTS = 2 * RING_SLOTS
 PROBE_BYTES = 8
 LAYER_FACTS_BYTES = 552
 
@@ -134,11 +134,7 @@ class Arena:
 
     def divide(self, budget_bytes: int) -> tuple[int, int]:
         """(page columns the table holds, bytes of the page pool). Raises `BudgetError`."""
-        if budget_bytes < self.minimum_bytes:
-            raise BudgetError(
-                f"{format_bytes(budget_bytes)} of KV budget cannot hold this model's sinks, tail "
-                f"and one page; {format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) can"
-            )
+        require_budget(budget_bytes, self.minimum_bytes)
         room = budget_bytes - self.fixed_bytes(0, 0) - 8 * ALIGNMENT
         columns = 0
         if self.wanted_columns:
@@ -175,6 +171,15 @@ def arena_for(
         splits=splits,
         probes=probes and plan.quantized,
     )
+
+
+def require_budget(budget_bytes: int, minimum_bytes: int) -> None:
+    """Raises `BudgetError` for a budget below the smallest that opens."""
+    if budget_bytes < minimum_bytes:
+        raise BudgetError(
+            f"{format_bytes(budget_bytes)} of KV budget cannot hold this model's sinks, tail "
+            f"and one page; {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) can"
+        )
 
 
 def format_bytes(count: float) -> str:

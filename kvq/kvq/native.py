@@ -114,7 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
     "kvq_cache_columns": (c_int32, (c_int64, _INTS, _BYTES)),
-    "kvq_cache_evidence": (c_int32, (c_int64, _FLOATS, _FLOATS)),
+    "kvq_cache_evidence": (c_int32, (c_int64, c_int32, _FLOATS, _FLOATS)),
     "kvq_cache_constants": (c_int32, (c_int64, _HALVES, _HALVES)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES, POINTER(c_int32))),
@@ -289,6 +289,10 @@ class NativeCache:
     def peak_bytes(self) -> int:
         return self._stats().peak_bytes
 
+    @property
+    def tail_rows(self) -> int:
+        return self._stats().tail_rows
+
     def missing(self, tokens: int) -> tuple[int, int]:
         short, columns = c_int64(), c_int32()
         _check(
@@ -373,12 +377,13 @@ class NativeCache:
         _check(self._library.kvq_cache_columns(self.handle, pointer, _bytes(widths)))
         return facts, widths
 
-    def evidence(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         shape, count = self.arena.shape, self._stats().columns
         streams = (shape.num_layers, shape.num_kv_heads)
         facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
         queries = np.zeros((3, *streams, shape.head_dim), np.float32)
-        _check(self._library.kvq_cache_evidence(self.handle, _floats(facts), _floats(queries)))
+        pointers = _floats(facts), _floats(queries)
+        _check(self._library.kvq_cache_evidence(self.handle, tokens, *pointers))
         return facts, queries
 
     def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:

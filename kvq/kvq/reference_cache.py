@@ -18,8 +18,7 @@ from kvq.formats import (
     FORMATS,
     PROBE_STRIDE,
     PROBES,
-    RECENT_SLOTS,
-    SAMPLED_SLOTS,
+    RING_SLOTS,
     Arena,
     constant_bytes,
     granule_bytes,
@@ -129,6 +128,10 @@ class ReferenceCache:
         pages = [page for column in self.table for page in column.pages if page]
         granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
         return self.fixed_bytes + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+
+    @property
+    def tail_rows(self) -> int:
+        return len(self._positions)
 
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
@@ -302,25 +305,27 @@ class ReferenceCache:
             if not np.isfinite(rows).all():
                 self._probes[slot].token = -1
 
-    def _usable_probes(self) -> list[_Probe]:
-        """The probes evidence rests on, oldest first."""
-        runs = range((self.tokens - 1) // PAGE_TOKENS, -1, -1)
-        sampled = [token for token in map(sampled_token, runs) if token < self.tokens]
-        last = (self.tokens - 1) // PROBE_STRIDE
+    def _usable_probes(self, tokens: int) -> list[_Probe]:
+        """The newest probes among the first `tokens` tokens, oldest first."""
+        runs = range((tokens - 1) // PAGE_TOKENS, -1, -1)
+        sampled = [token for token in map(sampled_token, runs) if token < tokens]
+        last = (tokens - 1) // PROBE_STRIDE
         recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
-        wanted = sorted([*sampled[:PROBES], *recent] if self.tokens else [])
+        wanted = sorted([*sampled[:PROBES], *recent] if tokens else [])
         held = [self._probes.get(slot) for slot in map(_probe_slot, wanted) if slot is not None]
         return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
 
-    def evidence(self) -> tuple[Float, Float]:
-        """What probes see: facts float32 [6, L, Hk, C] and queries float32 [3, L, Hk, D].
+    def evidence(self, tokens: int) -> tuple[Float, Float]:
+        """What the probes among the first `tokens` tokens see.
+
+        Returns facts float32 [6, L, Hk, C] and queries float32 [3, L, Hk, D].
 
         Facts in order: mass, peak mass, mean mass, key, value and eviction error. Of the queries
         their mean, their mean square, and the mean square of their attention's output.
         """
         self._check_idle()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
-        probes = self._usable_probes()
+        probes = self._usable_probes(tokens)
         facts = np.zeros((6, shape.num_layers, heads, len(self.table)), np.float32)
         queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
         for layer in range(shape.num_layers if probes else 0):
@@ -596,6 +601,6 @@ class ReferenceCache:
 def _probe_slot(token: int) -> int | None:
     """Where a token's query is kept, if it is a recent or a sampled probe."""
     if token % PROBE_STRIDE == 0:
-        return token // PROBE_STRIDE % RECENT_SLOTS
+        return token // PROBE_STRIDE % RING_SLOTS
     run = token // PAGE_TOKENS
-    return RECENT_SLOTS + run % SAMPLED_SLOTS if token == sampled_token(run) else None
+    return RING_SLOTS + run % RING_SLOTS if token == sampled_token(run) else None
