@@ -86,21 +86,20 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 # Starting up
 
 
-def test_help_is_quick_and_loads_nothing_heavy(home: dict[str, str]) -> None:
+def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
+        "before = set(sys.modules)\n"
         "from kvq_apps.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit as end: code = end.code\n"
-        "heavy = {'torch', 'onnxruntime', 'numpy', 'tokenizers'} & set(sys.modules)\n"
-        "print(code, sorted(heavy), time.perf_counter() - start, file=sys.stderr)\n"
+        "packages = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(code, *sorted(packages - sys.stdlib_module_names), file=sys.stderr)\n"
     )
     finished = subprocess.run(
         [sys.executable, "-c", program], env=home, capture_output=True, text=True, check=True
     )
-    code, heavy, seconds = finished.stderr.split()
-    assert (code, heavy) == ("0", "[]")
-    assert float(seconds) < 0.2
+    assert finished.stderr.split() == ["0", "kvq", "kvq_apps"]
     assert all(f"    {name} " in finished.stdout for name in COMMANDS)
 
 
@@ -176,7 +175,7 @@ def test_cache_widths(
     [
         ("KVQ_TEMP", "hot", "KVQ_TEMP=hot is not possible: 'hot' is not a number"),
         ("KVQ_JSON", "maybe", "KVQ_JSON=maybe is not possible: give 1 or 0"),
-        ("KVQ_BACKEND", "cuda", "KVQ_BACKEND=cuda is not possible: choose auto, onnx, reference"),
+        ("KVQ_BACKEND", "cuda", "KVQ_BACKEND=cuda is not possible: choose auto, onnx, llama.cpp"),
     ],
 )
 def test_a_bad_value_names_its_variable(
@@ -235,7 +234,8 @@ def test_run_json_holds_the_lasting_keys(bundle: str, ask: Ask) -> None:
     assert report.keys() >= RUN_KEYS
     assert report["new_tokens"] == 5
     assert report["finish_reason"] == "length"
-    assert 0 < report["kv_bytes_peak"] <= report["kv_budget"]
+    assert 0 < report["kv_bytes"] <= report["kv_bytes_peak"] <= report["kv_budget"]
+    assert (report["mean_k_bits"], report["mean_v_bits"], report["evicted_share"]) == (16, 16, 0)
     assert (report["kv"], report["context"]) == ("4:2", 512)
 
 
@@ -300,6 +300,7 @@ def test_a_float_cache_in_bytes_decides_the_context(bundle: str, ask: Ask) -> No
 def test_usage_goes_to_stderr(bundle: str, home: dict[str, str]) -> None:
     finished = kvq("run", bundle, "hi", "-n", "3", "-u", home=home)
     assert b"3 new tokens at" in finished.stderr
+    assert b"mean bits 16.0:16.0, 0% evicted" in finished.stderr
     assert b"new tokens" not in finished.stdout
 
 
@@ -455,8 +456,11 @@ def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     assert report["backends"]["reference"] == "ok"
     assert report["paths"]["cache"] == home["XDG_CACHE_HOME"] + "/kvq"
     without = answer(kvq("doctor", "--json", home=home, KVQ_NATIVE="0"))
-    assert (without["backend"], without["native"]["loaded"]) == ("reference", False)
+    assert not without["native"]["loaded"]
     assert "KVQ_NATIVE=0" in without["backends"]["onnx"]
+    for found in (report, without):
+        runs = [name for name, reason in found["backends"].items() if reason == "ok"]
+        assert found["backend"] == runs[0]
 
 
 # Writing

@@ -1,0 +1,389 @@
+"""The chat on screen: shows what the desk does, and hands it what the user types and presses."""
+
+import logging
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import ClassVar
+
+from textual import on
+from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
+from textual.binding import BindingType
+from textual.screen import Screen
+from textual.theme import Theme
+from textual.widgets import Footer, Static
+
+from kvq.errors import KvqError, UsageError
+from kvq.settings import editor_command
+from kvq_apps.chat import commands, keys
+from kvq_apps.chat.blocks import code_fences
+from kvq_apps.chat.client import ChatClient
+from kvq_apps.chat.desk import Desk
+from kvq_apps.chat.history import ChatSummary
+from kvq_apps.chat.messages import Message
+from kvq_apps.chat.meter import meter_line
+from kvq_apps.chat.prompt import Prompt
+from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.slash import ClientFor, SlashCommands
+from kvq_apps.chat.transcript import TranscriptView
+from kvq_apps.chat.visible import visible
+
+QUIT_WITHIN_S = 1.0
+QUEUE_LINES = 4
+
+
+class Transcript(TranscriptView):
+    """The transcript with the keys that act on the message selected in it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=False)]
+
+
+class NoteHandler(logging.Handler):
+    """Shows warnings in the conversation: on stderr they would tear the screen."""
+
+    def __init__(self, app: "ChatApp") -> None:
+        super().__init__(logging.WARNING)
+        self._app = app
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """May be called from any thread."""
+        self._app.call_later(self._app.say, record.getMessage())
+
+
+class ChatApp(App[None]):
+    """`kvq chat`. `client_for` makes another client when the user changes the model."""
+
+    TITLE = "kvq chat"
+    BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=True)]
+    CSS = """
+    Transcript { height: 1fr; }
+    #queue { height: auto; max-height: 4; color: $text-muted; padding: 0 2; display: none; }
+    #meter { height: 1; padding: 0 2; color: $text-muted; }
+    Transcript:inline { height: 16; }
+    """
+
+    def __init__(
+        self, client: ChatClient, settings: ChatSettings, *, client_for: ClientFor | None = None
+    ) -> None:
+        super().__init__()
+        self.transcript = Transcript(id="transcript")
+        self.prompt = Prompt(id="prompt")
+        self.desk = Desk(self, client, settings)
+        self.slash = SlashCommands(self, self.desk, client_for)
+        self._editing: Message | None = None
+        self._interrupted_s = -QUIT_WITHIN_S
+        self._leaving = False
+
+    # The screen
+
+    def compose(self) -> ComposeResult:
+        """Transcript above, then what is queued, the prompt, the meter and the keys."""
+        yield self.transcript
+        yield Static(id="queue", markup=False)
+        yield self.prompt
+        yield Static(id="meter", markup=False)
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Starts loading once the first frame is on screen."""
+        self.prompt.focus()
+        self._apply_keys()
+        self.theme_changed_signal.subscribe(self, self._remember_theme)
+        self.set_interval(0.5, self.draw_meter)
+        self.call_after_refresh(lambda: self.run_worker(self.desk.work(), exit_on_error=True))
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """The palette: Textual's own commands, then every key and slash command."""
+        yield from super().get_system_commands(screen)
+        for row in keys.KEYS:
+            if row.app:
+                yield SystemCommand(row.says, row.keys, partial(self.run_action, row.action))
+        for command in commands.COMMANDS:
+            fill = partial(self.prompt.fill, f"/{command.name} ")
+            yield SystemCommand(f"/{command.name} {command.takes}".strip(), command.says, fill)
+
+    def _apply_keys(self) -> None:
+        path = self.desk.settings.keys_path
+        chosen, warnings = keys.read_keys(path) if path is not None else ({}, [])
+        self.set_keymap(chosen)
+        for name in keys.PROMPT_KEYS:
+            if name in chosen:
+                self.prompt.keys_of[name] = chosen[name].split(",")
+        for warning in warnings:
+            self.say(warning, error=True)
+
+    def draw_meter(self) -> None:
+        """Draws the meter: a running reply counts its seconds."""
+        desk, activity = self.desk, self.desk.activity
+        if desk.stream is not None:
+            activity = f"{activity} {monotonic() - desk.stream.started_s:.0f} s"
+        if self.transcript.unseen:
+            activity = f"{activity}  new below: End"
+        line = meter_line(desk.facts, desk.stats, activity, max(1, self.size.width - 4))
+        self.query_one("#meter", Static).update(visible(line))
+
+    def _draw_queue(self) -> None:
+        texts = self.desk.queue
+        lines = [f"queued: {text.splitlines()[0][:80]}" for text in texts[-QUEUE_LINES:]]
+        if lines:
+            lines[-1] += "   (Up in the empty prompt takes it back)"
+        queue = self.query_one("#queue", Static)
+        queue.update(visible("\n".join(lines)))
+        queue.display = bool(texts)
+
+    # What the desk shows
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        """Shows a remark in the conversation."""
+        self.transcript.note(" ".join(text.split()) if error else text, error=error)
+
+    def say_from_thread(self, text: str) -> None:
+        """Shows an error that another thread met."""
+        self.call_later(partial(self.say, text, error=True))
+
+    def changed(self) -> None:
+        """Draws meter and queue again."""
+        if self.is_running:
+            self.draw_meter()
+            self._draw_queue()
+
+    def show(self, messages: Sequence[Message]) -> None:
+        """Shows these messages alone."""
+        self.transcript.show(messages)
+
+    def add(self, message: Message) -> None:
+        """Shows one more message; the user's own brings the end into view."""
+        self.transcript.add(message)
+        if message.role == "user":
+            self.transcript.action_scroll_end()
+
+    def feed(self, text: str) -> None:
+        """Shows more of the last message."""
+        if text:
+            self.transcript.feed(text)
+        else:
+            self.transcript.settle()
+
+    def finished(self, message: Message) -> None:
+        """The streaming message is whole."""
+        self.transcript.finish()
+        self.transcript.restate(message)
+
+    async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
+        """Asks over the conversation."""
+        return await self.push_screen_wait(Question(question, answers))
+
+    def set_theme(self, name: str) -> None:
+        """Takes the theme used last, if it is there."""
+        if name in self.available_themes:
+            self.theme = name
+
+    # Messages from the prompt
+
+    @on(Prompt.Sent)
+    def _sent(self, event: Prompt.Sent) -> None:
+        text = event.text
+        if text.startswith("/") and not text.startswith("//"):
+            try:
+                self.slash.run(text)
+            except KvqError as error:
+                self.say(str(error), error=True)
+            return
+        text = text[1:] if text.startswith("//") else text
+        editing = self._editing
+        self._edit(None)
+        if editing is not None:
+            self.desk.do(partial(self.desk.answer_edited, editing, text))
+        else:
+            self.desk.enqueue(text)
+
+    @on(Prompt.Recalled)
+    def _recalled(self) -> None:
+        if self.desk.queue:
+            self.prompt.fill(self.desk.queue.pop())
+            self._draw_queue()
+
+    @on(TranscriptView.Unseen)
+    def _unseen(self) -> None:
+        self.draw_meter()
+
+    # Keys
+
+    def action_cancel(self) -> None:
+        """Stops the reply, or leaves an edit; the prompt has the focus afterwards."""
+        if not self.desk.cancel() and self._editing is not None:
+            self._edit(None)
+            self.prompt.text = ""
+        self.screen.clear_selection()
+        self.transcript.selected = None
+        self.transcript.refresh()
+        self.prompt.focus()
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C: copies a selection, else stops the reply, else quits when pressed again."""
+        selected = self.screen.get_selected_text() or self.prompt.selected_text
+        if selected:
+            self._copy(selected, "selection")
+            return
+        if self.desk.cancel():
+            return
+        now = monotonic()
+        if now - self._interrupted_s <= QUIT_WITHIN_S:
+            self.quit()
+        self._interrupted_s = now
+        self.notify("press Ctrl+C again to quit", timeout=QUIT_WITHIN_S, markup=False)
+
+    async def action_quit(self) -> None:
+        """Leaves; asked again, without waiting for anything."""
+        if self._leaving:
+            self.exit()
+        self._leaving = True
+        self.run_worker(self._leave(), exit_on_error=True)
+
+    def quit(self) -> None:
+        """Leaves."""
+        self.run_worker(self.action_quit())
+
+    async def _leave(self) -> None:
+        await self.desk.leave()
+        self.exit()
+
+    def action_new_chat(self) -> None:
+        """Begins a new chat."""
+        self.desk.do(self.desk.new_chat)
+
+    def action_resume(self) -> None:
+        """Lists the chats."""
+        self.pick("")
+
+    def action_search(self) -> None:
+        """Searches all chats."""
+        self.pick("")
+
+    def pick(self, text: str) -> None:
+        """Lists the chats that have `text`, to open one."""
+        if isinstance(self.screen, ChatPicker) or not self.desk.has_history:
+            return
+
+        async def find(words: str) -> list[ChatSummary]:
+            return await self.desk.read(lambda history: history.search(words))
+
+        def picked(chat_id: str | None) -> None:
+            if chat_id is not None and chat_id != self.desk.conversation.id:
+                self.desk.do(partial(self.desk.resume_chat, chat_id))
+
+        self.push_screen(ChatPicker(find, text), picked)
+
+    def action_help(self) -> None:
+        """Shows keys and commands."""
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(f"{keys.help_text()}\n\n{commands.help_text()}"))
+
+    def action_redraw(self) -> None:
+        """Draws everything again."""
+        self.refresh(layout=True)
+
+    def action_page(self, step: int) -> None:
+        """Scrolls the transcript by a screen."""
+        scroll = self.transcript.scroll_page_down if step > 0 else self.transcript.scroll_page_up
+        scroll(animate=False)
+
+    def action_top(self) -> None:
+        """Shows the first line."""
+        self.transcript.action_scroll_home()
+
+    def action_bottom(self) -> None:
+        """Shows the newest line and follows it."""
+        self.transcript.action_scroll_end()
+
+    def action_select(self, step: int) -> None:
+        """Selects another message, to copy, edit or answer it again."""
+        self.transcript.select(step)
+        (self.prompt if self.transcript.selected is None else self.transcript).focus()
+
+    def action_copy(self) -> None:
+        """Copies the source of the selected or last message."""
+        message = self._chosen()
+        if message is not None:
+            self._copy(message.text, "message")
+
+    def action_copy_fence(self) -> None:
+        """Copies the code of the selected or last message."""
+        message = self._chosen()
+        fences = code_fences(message.text) if message is not None else []
+        if fences:
+            self._copy(fences[-1], "code")
+        else:
+            self.notify("there is no code in this message; y copies all of it", markup=False)
+
+    def _chosen(self) -> Message | None:
+        return self.transcript.selected or self.desk.conversation.last("assistant")
+
+    def _copy(self, text: str, what: str) -> None:
+        self.copy_to_clipboard(text)
+        self.notify(f"{what} copied: {len(text)} characters", timeout=2, markup=False)
+
+    def action_edit(self) -> None:
+        """Edits the selected message, or the user's last one."""
+        message = self.transcript.selected or self.desk.conversation.last("user")
+        if message is None or message.role == "system":
+            self.notify("there is no message to edit; Alt+Up selects one", markup=False)
+            return
+        self._edit(message)
+        self.prompt.fill(message.text)
+        self.prompt.focus()
+
+    def _edit(self, message: Message | None) -> None:
+        """What is written next goes beside `message`; None: to the end."""
+        self._editing = message
+        says = "editing an earlier message: Enter branches here, Esc leaves it"
+        self.prompt.border_title = None if message is None else says
+
+    def action_retry(self) -> None:
+        """Answers the last question again, beside the answer it has."""
+        selected = self.transcript.selected
+        answer = selected if selected is not None and selected.role == "assistant" else None
+        self.desk.do(partial(self.desk.retry, answer))
+
+    def action_draft(self, step: int) -> None:
+        """Shows the next or previous branch of the selected or last message."""
+        message = self.transcript.selected
+        if message is None:
+            rows = self.desk.conversation.messages
+            message = next((row for row in reversed(rows) if row.branches > 1), None)
+        if message is None or message.branches < 2:
+            self.notify("there is one draft only; r or /drafts 3 makes more", markup=False)
+            return
+        self.desk.do(partial(self.desk.switch_branch, message, step))
+
+    def action_editor(self) -> None:
+        """Writes the message in the user's editor; what was written stays if that fails."""
+        command = editor_command()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "message.md"
+            path.write_text(self.prompt.text, encoding="utf-8")
+            try:
+                with self.suspend():
+                    subprocess.run([*shlex.split(command), str(path)], check=True)  # noqa: S603
+                text = path.read_text(encoding="utf-8")
+            except (OSError, ValueError, SuspendNotSupported, subprocess.SubprocessError) as error:
+                self.notify(f"{command}: {error}; set EDITOR to one that works", markup=False)
+                return
+        self.prompt.fill(text.removesuffix("\n"))
+
+    # Themes
+
+    def choose_theme(self, name: str) -> None:
+        """Takes a theme by name."""
+        if name not in self.available_themes:
+            raise UsageError(f"there is no theme {name!r}; Ctrl+P, then Theme, lists them")
+        self.theme = name
+
+    def _remember_theme(self, theme: Theme) -> None:
+        if self.desk.has_history:
+            self.desk.write(lambda history: history.set("theme", theme.name))

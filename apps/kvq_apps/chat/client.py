@@ -1,0 +1,151 @@
+"""What the chat needs of an engine, wherever it runs, and the stream a reply travels through.
+
+A client is called from one thread, never the screen's. It is asked for one reply at a time and
+writes to its `Stream`, which the screen empties when it likes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Protocol
+
+from kvq.errors import KvqError
+from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_runtime.config import Sampling
+
+
+class ContextFullError(KvqError):
+    """The conversation does not fit the context; `needed` and `limit` are tokens."""
+
+    def __init__(self, needed: int, limit: int) -> None:
+        super().__init__(
+            f"the conversation needs {needed} tokens and the context holds {limit}; "
+            "leave out its oldest messages or begin a new chat"
+        )
+        self.needed = needed
+        self.limit = limit
+
+
+class EngineLostError(KvqError):
+    """The engine went away in the middle; asking again may find it back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a client runs on. `k_bits` and `kv_budget` are 0 where the engine does not say."""
+
+    model: str
+    context_tokens: int
+    k_bits: int = 0
+    v_bits: int = 0
+    kv_budget: int = 0
+    fingerprint: str = ""
+    keeps_kv: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a reply is asked for with. `max_tokens` None: to the context's end."""
+
+    messages: Sequence[Message]
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class News:
+    """What a stream brought since it was asked last."""
+
+    text: str = ""
+    prefilled: tuple[int, int] | None = None
+    stats: ReplyStats | None = None
+
+
+class Stream:
+    """One reply on its way: written by the client, emptied and cancelled by the screen."""
+
+    def __init__(self) -> None:
+        self.started_s = monotonic()
+        self._lock = Lock()
+        self._news = News()
+        self._cancelled = False
+        self._stop: Callable[[], None] | None = None
+
+    def write(self, text: str) -> None:
+        """The next piece of the reply."""
+        with self._lock:
+            self._news.text += text
+
+    def prefilled(self, done: int, total: int) -> None:
+        """So many of the prompt's tokens went through the model."""
+        with self._lock:
+            self._news.prefilled = (done, total)
+
+    def measured(self, stats: ReplyStats) -> None:
+        """What the reply costs so far."""
+        with self._lock:
+            self._news.stats = stats
+
+    def take(self) -> News:
+        """Everything new; the next call begins after it."""
+        with self._lock:
+            news, self._news = self._news, News()
+        return news
+
+    def cancel(self) -> None:
+        """Asks the client to stop before its next step."""
+        with self._lock:
+            self._cancelled, stop = True, self._stop
+        if stop is not None:
+            stop()
+
+    def when_cancelled(self, stop: Callable[[], None]) -> None:
+        """Calls `stop` on a cancel, for a client that may be waiting; at once if there was one."""
+        with self._lock:
+            self._stop, cancelled = stop, self._cancelled
+        if cancelled:
+            stop()
+
+    def cancelled(self) -> bool:
+        """Whether the reply is not wanted any more."""
+        return self._cancelled
+
+
+class ChatClient(Protocol):
+    """An engine to chat with."""
+
+    def open(self) -> Facts:
+        """Gets ready; may take long. Raises `KvqError`."""
+        ...
+
+    def reply(self, turn: Turn, stream: Stream) -> str:
+        """Answers into `stream`; returns why it ended: stop, length or cancelled.
+
+        Raises `ContextFullError` before anything else, `EngineLostError`, other `KvqError`s.
+        """
+        ...
+
+    def begin(self) -> None:
+        """Forgets the conversation: the next turn is another chat's."""
+        ...
+
+    def change_kv(
+        self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
+    ) -> Facts:
+        """Goes on with other KV settings, the conversation encoded again. Raises `KvqError`."""
+        ...
+
+    def save(self, path: Path) -> str | None:
+        """Writes the conversation's KV to `path`; returns a hash of its tokens, None: not kept."""
+        ...
+
+    def restore(self, path: Path) -> int:
+        """Takes the KV saved at `path`; returns its tokens. Raises `SnapshotError`."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...

@@ -1,0 +1,195 @@
+"""A client without a model: the same words at the same pace every time, and faults on request.
+
+`fake:tok_ms=5,tokens=80,fail_at=20` is what `--engine` takes; tests and pictures use it.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic, sleep
+
+from kvq.config import parse_kv
+from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
+from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
+from kvq_apps.chat.local import common_prefix, token_hash
+from kvq_apps.chat.messages import ReplyStats
+
+BYTES_PER_TOKEN = 768
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeOptions:
+    """How the fake behaves. Times in milliseconds; `fail_at` and `lose_at` count tokens.
+
+    `fail_times` replies fail or get lost, then all is well; `silent` says nothing until cancelled.
+    """
+
+    tok_ms: float = 0.0
+    load_ms: float = 0.0
+    prefill_ms: float = 0.0
+    tokens: int = 24
+    context: int = 4096
+    fail_at: int = 0
+    lose_at: int = 0
+    fail_times: int = 1_000_000
+    silent: bool = False
+    broken: bool = False
+
+
+def fake_options(text: str) -> FakeOptions:
+    """`"tok_ms=5,fail_at=20"` as options. Raises `UsageError` for an unknown one."""
+    values: dict[str, float | int | bool] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in FakeOptions.__dataclass_fields__:
+            known = ", ".join(FakeOptions.__dataclass_fields__)
+            raise UsageError(f"the fake engine has no {name!r}; it knows {known}")
+        kind = type(getattr(FakeOptions(), name))
+        values[name] = kind(float(value)) if value else True
+    return FakeOptions(**values)  # type: ignore[arg-type]
+
+
+def echo(turn: Turn, tokens: int) -> list[str]:
+    """A reply of `tokens` pieces that names the question, as markdown."""
+    question = turn.messages[-1].text.strip().splitlines() or [""]
+    words = f"You asked: **{question[0][:60]}**\n\n".split(" ")
+    pieces = [word + " " for word in words[:-1]] + words[-1:]
+    pieces += [f"word{number} " for number in range(len(pieces), tokens)]
+    return pieces[:tokens]
+
+
+class FakeClient:
+    """Answers with `script(turn)`, a list of pieces of text; each counts as a token."""
+
+    def __init__(
+        self,
+        options: FakeOptions | None = None,
+        script: Callable[[Turn], Iterable[str]] | None = None,
+    ) -> None:
+        self.options = FakeOptions() if options is None else options
+        self._script = script or (lambda turn: echo(turn, self.options.tokens))
+        self._facts = Facts(
+            model="fake",
+            context_tokens=self.options.context,
+            k_bits=4,
+            v_bits=2,
+            kv_budget=64 << 20,
+            fingerprint="fake",
+            keeps_kv=True,
+        )
+        self._tokens: list[int] = []
+        self._faults = self.options.fail_times
+        self.turns: list[Turn] = []
+
+    def open(self) -> Facts:
+        """Ready after `load_ms`."""
+        sleep(self.options.load_ms / 1e3)
+        if self.options.broken:
+            raise ModelError("there is no model here; give one with -m")
+        return self._facts
+
+    def reply(self, turn: Turn, stream: Stream) -> str:
+        """The script's pieces, one per step."""
+        self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
+        rows = [f"{row.role}: {row.text}" for row in turn.messages]
+        prompt = _tokens_of(" ".join([*rows, "assistant:"]))
+        if len(prompt) >= self._facts.context_tokens:
+            raise ContextFullError(len(prompt), self._facts.context_tokens)
+        cached = common_prefix(self._tokens, prompt)
+        stats = ReplyStats(prompt_tokens=len(prompt), cached_tokens=cached)
+        self._tokens = self._tokens[:cached]
+        if not self._prefill(prompt, stream):
+            return "cancelled"
+        while self.options.silent and not stream.cancelled():
+            sleep(0.002)
+        started = monotonic()
+        for count, piece in enumerate(self._script(turn), 1):
+            if stream.cancelled():
+                return "cancelled"
+            self._fault(count)
+            sleep(self.options.tok_ms / 1e3)
+            stream.write(piece)
+            self._tokens += _tokens_of(piece)
+            stream.measured(self._measured(stats, count, started))
+            if len(self._tokens) >= self._facts.context_tokens:
+                return "length"
+            if turn.max_tokens is not None and count >= turn.max_tokens:
+                return "length"
+        return "stop"
+
+    def begin(self) -> None:
+        """Forgets the tokens."""
+        self._tokens = []
+
+    def change_kv(
+        self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
+    ) -> Facts:
+        """Takes any possible widths; a budget of 1MiB or less is refused."""
+        k_bits = self._facts.k_bits if k_bits is None else k_bits
+        v_bits = self._facts.v_bits if v_bits is None else v_bits
+        parse_kv(f"{k_bits}:{v_bits}")
+        size = int(budget.removesuffix("MiB")) << 20 if budget else self._facts.kv_budget
+        if size <= 1 << 20:
+            raise BudgetError("1 MiB cannot hold sinks and tail of this model; 2 MiB can")
+        tokens, self._tokens = self._tokens, []
+        self._prefill(tokens, stream)
+        self._facts = replace(self._facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
+        return self._facts
+
+    def save(self, path: Path) -> str | None:
+        """Writes the tokens and the plan."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        plan = [self._facts.k_bits, self._facts.v_bits]
+        path.write_text(json.dumps({"tokens": self._tokens, "plan": plan}))
+        return token_hash(self._tokens)
+
+    def restore(self, path: Path) -> int:
+        """Reads the tokens; another plan is refused."""
+        try:
+            saved = json.loads(path.read_text())
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+        plan = [self._facts.k_bits, self._facts.v_bits]
+        if saved["plan"] != plan:
+            raise SnapshotError(
+                f"{path.name} was saved with another plan: {saved['plan']}, this is {plan}"
+            )
+        self._tokens = saved["tokens"]
+        return len(self._tokens)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _prefill(self, prompt: list[int], stream: Stream) -> bool:
+        total = len(prompt) - len(self._tokens)
+        for done in range(0, total, 64):
+            if stream.cancelled():
+                return False
+            sleep(self.options.prefill_ms / 1e3)
+            stream.prefilled(min(done + 64, total), total)
+        self._tokens = list(prompt)
+        return True
+
+    def _fault(self, count: int) -> None:
+        if count in (self.options.fail_at, self.options.lose_at) and self._faults > 0:
+            self._faults -= 1
+            if count == self.options.lose_at:
+                raise EngineLostError("the engine is gone")
+            raise ModelError("the fake model failed as it was told to")
+
+    def _measured(self, stats: ReplyStats, count: int, started: float) -> ReplyStats:
+        seconds = monotonic() - started
+        return replace(
+            stats,
+            new_tokens=count,
+            ttft_ms=self.options.prefill_ms + self.options.tok_ms,
+            decode_tok_s=count / seconds if seconds > 0 else 0.0,
+            context_tokens=len(self._tokens),
+            kv_bytes=len(self._tokens) * BYTES_PER_TOKEN,
+        )
+
+
+def _tokens_of(text: str) -> list[int]:
+    """About one token per word: a number made of its bytes."""
+    return [sum(word.encode()) % 997 for word in text.split()]

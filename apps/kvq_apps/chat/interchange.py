@@ -1,0 +1,131 @@
+"""Chats as files: JSON lines and Markdown out, those and ChatGPT's JSON in."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import DataError
+from kvq_apps import text_input
+from kvq_apps.chat.messages import ROLES, Message
+from kvq_apps.chat.visible import storable
+
+_HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
+
+
+def export_chat(path: Path, messages: Sequence[Message]) -> None:
+    """Writes a whole file or none: Markdown for `.md`, otherwise JSON lines.
+
+    Raises `DataError` when the place cannot be written.
+    """
+    kept = [message for message in messages if message.role in ROLES]
+    content = _markdown(kept) if path.suffix.lower() in (".md", ".markdown") else _lines(kept)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(content)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def import_chat(path: Path) -> list[Message]:
+    """The messages of a file. Raises `DataError` for one that holds no chat."""
+    text = text_input.read_text(str(path))
+    if path.suffix.lower() in (".md", ".markdown"):
+        messages = _from_markdown(text)
+    else:
+        messages = _from_json(path, text)
+    if not messages:
+        raise DataError(
+            f"{path} holds no messages; give JSON lines with role and content, Markdown made by "
+            "--export, or ChatGPT's conversations.json"
+        )
+    return messages
+
+
+def _lines(messages: Sequence[Message]) -> str:
+    rows = [
+        {
+            "role": message.role,
+            "content": message.text,
+            "ts": message.created_s,
+            "stats": dict(message.stats),
+        }
+        for message in messages
+    ]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _markdown(messages: Sequence[Message]) -> str:
+    # A line that looks like one of our headings must not become one when the file comes back.
+    parts = [
+        f"## {message.role}\n\n" + _HEADING.sub(r"\\\g<0>", message.text) for message in messages
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _from_markdown(text: str) -> list[Message]:
+    _, *parts = _HEADING.split(storable(text))
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [
+        Message(role=role, text=re.sub(r"^\\(## )", r"\1", body.strip("\n"), flags=re.MULTILINE))
+        for role, body in pairs
+    ]
+
+
+def _from_json(path: Path, text: str) -> list[Message]:
+    try:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{path} is neither JSON lines nor JSON: {error}") from None
+    rows = rows if isinstance(rows, list) else [rows]
+    if len(rows) == 1 and isinstance(rows[0], list):
+        rows = rows[0]
+    if rows and isinstance(rows[0], dict) and "mapping" in rows[0]:
+        return _from_chatgpt(rows[0])
+    return [_message(path, row) for row in rows]
+
+
+def _message(path: Path, row: Any) -> Message:
+    role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+    if role not in ROLES or not isinstance(content, str):
+        raise DataError(f"{path}: each row needs a role ({', '.join(ROLES)}) and its content")
+    stamp, stats = row.get("ts"), row.get("stats")
+    return Message(
+        role=role,
+        text=storable(content),
+        created_s=float(stamp) if isinstance(stamp, int | float) else 0.0,
+        stats=stats if isinstance(stats, dict) else {},
+    )
+
+
+def _from_chatgpt(chat: Mapping[str, Any]) -> list[Message]:
+    """The branch that was shown last, from its end to its root."""
+    nodes: Mapping[str, Any] = chat["mapping"] if isinstance(chat["mapping"], dict) else {}
+    current = chat.get("current_node")
+    messages: list[Message] = []
+    seen: set[str] = set()
+    while isinstance(current, str) and current in nodes and current not in seen:
+        seen.add(current)
+        node = nodes[current]
+        message = node.get("message") or {}
+        parts = (message.get("content") or {}).get("parts") or []
+        role = (message.get("author") or {}).get("role")
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        if role in ROLES and text:
+            messages.append(Message(role=role, text=storable(text)))
+        current = node.get("parent")
+    return messages[::-1]

@@ -1,0 +1,144 @@
+"""Every key the chat knows: one table that footer, palette, help and the user's file share."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual.binding import Binding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRow:
+    """A key, or several, and what it does. `app`: works everywhere, also while typing."""
+
+    name: str
+    keys: str
+    action: str
+    says: str
+    app: bool = True
+    shown: bool = False
+
+
+KEYS = (
+    KeyRow(name="send", keys="enter", action="send", says="send the message", app=False),
+    KeyRow(
+        name="newline",
+        keys="ctrl+j,shift+enter,alt+enter",
+        action="newline",
+        says="a new line in the message",
+        app=False,
+    ),
+    KeyRow(name="cancel", keys="escape", action="cancel", says="stop the reply", shown=True),
+    KeyRow(
+        name="interrupt",
+        keys="ctrl+c",
+        action="interrupt",
+        says="copy the selection, else stop the reply; twice: quit",
+    ),
+    KeyRow(name="quit", keys="ctrl+q", action="quit", says="quit", shown=True),
+    KeyRow(name="new", keys="ctrl+n", action="new_chat", says="new chat", shown=True),
+    KeyRow(name="resume", keys="ctrl+r", action="resume", says="resume a chat", shown=True),
+    KeyRow(name="search", keys="ctrl+f", action="search", says="search in all chats"),
+    KeyRow(name="editor", keys="ctrl+g", action="editor", says="write in your editor"),
+    KeyRow(name="redraw", keys="ctrl+l", action="redraw", says="draw the screen again"),
+    KeyRow(name="suspend", keys="ctrl+z", action="suspend_process", says="to the background"),
+    KeyRow(name="help", keys="f1", action="help", says="this help", shown=True),
+    KeyRow(name="page-up", keys="pageup", action="page(-1)", says="a page up"),
+    KeyRow(name="page-down", keys="pagedown", action="page(1)", says="a page down"),
+    KeyRow(name="previous", keys="alt+up", action="select(-1)", says="select the turn before"),
+    KeyRow(name="next", keys="alt+down", action="select(1)", says="select the turn after"),
+    KeyRow(
+        name="next-draft",
+        keys="alt+right_square_bracket,alt+n",
+        action="draft(1)",
+        says="next draft",
+    ),
+    KeyRow(
+        name="previous-draft",
+        keys="alt+left_square_bracket,alt+p",
+        action="draft(-1)",
+        says="previous draft",
+    ),
+    KeyRow(name="top", keys="home", action="top", says="to the first line", app=False),
+    KeyRow(name="bottom", keys="end", action="bottom", says="to the end, and follow it", app=False),
+    KeyRow(name="copy", keys="y", action="copy", says="copy the message", app=False),
+    KeyRow(name="copy-fence", keys="Y", action="copy_fence", says="copy its code", app=False),
+    KeyRow(name="edit", keys="e", action="edit", says="edit the message", app=False),
+    KeyRow(name="retry", keys="r", action="retry", says="another reply", app=False),
+)
+PROMPT_KEYS = ("send", "newline")
+
+
+def bindings(*, app: bool) -> list[Binding]:
+    """The table's rows as Textual takes them, for the app or for the transcript."""
+    return [
+        Binding(
+            row.keys,
+            row.action if app else f"app.{row.action}",
+            row.says,
+            id=row.name,
+            show=row.shown,
+            # What works while typing comes before what the text box does with the key.
+            priority=app and row.name != "cancel",
+        )
+        for row in KEYS
+        if row.app == app and row.name not in PROMPT_KEYS
+    ]
+
+
+def teach_old_terminals() -> None:
+    """Reads ESC and Enter as Alt+Enter: terminals without the newer key protocol send that."""
+    alt_enter = SimpleNamespace(value="alt+enter")
+    ANSI_SEQUENCES_KEYS["\x1b\r"] = (alt_enter,)  # type: ignore[assignment]
+
+
+def help_text() -> str:
+    """The table as lines of text."""
+    width = max(len(row.keys) for row in KEYS)
+    return "\n".join(f"{row.keys.replace(',', ', '):<{width + 4}}{row.says}" for row in KEYS)
+
+
+def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:
+    """The `[keys]` of the user's file, name -> keys, and a warning for each row left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        section = tomllib.loads(text).get("keys", {})
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return {}, [f"{path} cannot be used: {error}; its keys are left out"]
+    if not isinstance(section, dict):
+        return {}, [f"{path}: keys is not a table; write [keys] and one line per key"]
+    known = {row.name: row.keys for row in KEYS}
+    chosen: dict[str, str] = {}
+    warnings: list[str] = []
+    for name, keys in section.items():
+        where = f"{path}:{_line_of(text, name)}"
+        if name not in known:
+            warnings.append(f"{where}: there is no key action {name}; F1 lists them")
+        elif not isinstance(keys, str) or not keys:
+            warnings.append(f'{where}: {name} needs keys in quotes, such as "ctrl+t"')
+        elif taken := _taken(keys, name, known | chosen):
+            warnings.append(f"{where}: {keys} is the key of {taken} already; choose another")
+        else:
+            chosen[name] = keys
+    return chosen, warnings
+
+
+def _taken(keys: str, name: str, by_name: Mapping[str, str]) -> str:
+    wanted = set(keys.split(","))
+    return next(
+        (other for other, theirs in by_name.items()
+         if other != name and wanted & set(theirs.split(","))),
+        "",
+    )  # fmt: skip
+
+
+def _line_of(text: str, name: str) -> int:
+    pattern = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=")
+    lines = enumerate(text.splitlines(), 1)
+    return next((number for number, line in lines if pattern.match(line)), 0)

@@ -1,0 +1,175 @@
+"""A client whose engine lives in this process: one session, kept from turn to turn."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import UsageError
+from kvq_apps.chat.client import ContextFullError, Facts, Stream, Turn
+from kvq_apps.chat.messages import Message, ReplyStats
+
+if TYPE_CHECKING:
+    from kvq_runtime.engine import Engine
+    from kvq_runtime.session import Session
+
+
+class LocalClient:
+    """Opens `model` when asked to; the options are those of `Engine.open` and `Engine.session`."""
+
+    def __init__(
+        self,
+        model: str | None,
+        *,
+        engine_options: Mapping[str, Any],
+        session_options: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._engine_options = engine_options
+        self._session_options = dict(session_options)
+        self._engine: Engine | None = None
+        self._session: Session | None = None
+
+    def open(self) -> Facts:
+        """Loads the model and opens a session."""
+        from kvq_apps.model_path import resolve_model
+        from kvq_runtime.engine import Engine
+
+        self._engine = Engine.open(resolve_model(self._model), **self._engine_options)
+        self._session = self._engine.session(**self._session_options)
+        return self._facts()
+
+    def reply(self, turn: Turn, stream: Stream) -> str:
+        """Keeps the tokens the session and the prompt share, encodes the rest, generates."""
+        engine, session = self._opened()
+        prompt = prompt_tokens(engine, turn.messages)
+        limit = session.config.context_tokens
+        if len(prompt) >= limit:
+            raise ContextFullError(len(prompt), limit)
+        if turn.seed is not None:
+            session.reseed(turn.seed)
+        session.rollback(len(session.tokens) - common_prefix(session.tokens, prompt))
+        cached = len(session.tokens) - session.pending_tokens
+        stream.measured(self._stats(prompt, cached, 0))
+        rest = prompt[len(session.tokens) :]
+        if rest and not session.prefill(rest, progress=stream.prefilled, cancel=stream.cancelled):
+            return "cancelled"
+        steps = session.generate(turn.max_tokens, sampling=turn.sampling, cancel=stream.cancelled)
+        reason = "cancelled"
+        for count, step in enumerate(steps, 1):
+            stream.write(step.text)
+            stream.measured(self._stats(prompt, cached, count))
+            reason = step.finish_reason or reason
+        return reason
+
+    def begin(self) -> None:
+        """Opens a fresh session in place of the old one."""
+        engine, session = self._opened()
+        session.close()
+        self._session = engine.session(**self._session_options)
+
+    def change_kv(
+        self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
+    ) -> Facts:
+        """Opens a session of the new plan and encodes the tokens again.
+
+        The old session stays when the new one is refused or stopped.
+        """
+        engine, old = self._opened()
+        asked = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
+        options = self._session_options | {
+            name: value for name, value in asked.items() if value is not None
+        }
+        session = engine.session(**options)
+        try:
+            tokens = old.tokens
+            done = not tokens or session.prefill(
+                tokens, progress=stream.prefilled, cancel=stream.cancelled
+            )
+        except BaseException:
+            session.close()
+            raise
+        if not done:
+            session.close()
+            raise UsageError("the KV settings stay as they were: encoding again was stopped")
+        old.close()
+        self._session, self._session_options = session, options
+        stream.measured(self._stats(list(tokens), 0, 0))
+        return self._facts()
+
+    def save(self, path: Path) -> str | None:
+        """Writes the session to `path`."""
+        _, session = self._opened()
+        if not session.tokens:
+            return None
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        session.save(path)
+        return token_hash(session.tokens)
+
+    def restore(self, path: Path) -> int:
+        """Becomes the session saved at `path`."""
+        _, session = self._opened()
+        session.load(path)
+        return len(session.tokens)
+
+    def close(self) -> None:
+        """Frees the session and the weights."""
+        if self._session is not None:
+            self._session.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._session = self._engine = None
+
+    def _opened(self) -> "tuple[Engine, Session]":
+        assert self._engine is not None
+        assert self._session is not None
+        return self._engine, self._session
+
+    def _facts(self) -> Facts:
+        engine, session = self._opened()
+        config = session.config
+        return Facts(
+            model=engine.model.name,
+            context_tokens=config.context_tokens,
+            k_bits=config.plan.k_bits,
+            v_bits=config.plan.v_bits,
+            kv_budget=config.budget_bytes,
+            fingerprint=engine.model.fingerprint,
+            keeps_kv=True,
+        )
+
+    def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
+        _, session = self._opened()
+        stats = session.stats()
+        return ReplyStats(
+            prompt_tokens=len(prompt),
+            cached_tokens=cached,
+            new_tokens=new_tokens,
+            ttft_ms=stats.ttft_ms,
+            decode_tok_s=stats.decode_tok_s,
+            context_tokens=len(session.tokens),
+            kv_bytes=stats.kv_bytes,
+            mean_k_bits=stats.mean_k_bits,
+            mean_v_bits=stats.mean_v_bits,
+            evicted_share=stats.evicted_share,
+        )
+
+
+def prompt_tokens(engine: "Engine", messages: Sequence[Message]) -> list[int]:
+    """Token ids of the conversation in the model's chat template, ready for a reply."""
+    rows = [{"role": message.role, "content": message.text} for message in messages]
+    return engine.tokenizer.chat(rows, add_generation_prompt=True)
+
+
+def common_prefix(before: Sequence[int], after: Sequence[int]) -> int:
+    """How many first tokens two sequences share."""
+    pairs = zip(before, after, strict=False)
+    return next(
+        (index for index, (old, new) in enumerate(pairs) if old != new),
+        min(len(before), len(after)),
+    )
+
+
+def token_hash(tokens: Sequence[int]) -> str:
+    """Identifies a sequence of tokens."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()

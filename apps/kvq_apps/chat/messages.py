@@ -1,0 +1,53 @@
+"""What a conversation is made of. Knows no screen, no file and no engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(kw_only=True, slots=True)
+class Message:
+    """One message of a chat's tree.
+
+    `state` is done, streaming, stopped (by the user), length (the context was full), failed or
+    interrupted (the process died). `branch` of `branches` siblings share a parent. A note belongs
+    to the screen only: it has no id.
+    """
+
+    role: str
+    text: str
+    id: str = ""
+    parent_id: str | None = None
+    state: str = "done"
+    created_s: float = 0.0
+    branch: int = 1
+    branches: int = 1
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyStats:
+    """What one reply cost, as the engine counted it. Bytes, tokens, milliseconds, tokens a second.
+
+    Of `prompt_tokens` the cache held `cached_tokens`; `context_tokens` is what it holds now, in
+    `kv_bytes` bytes at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known), but for
+    `evicted_share` of them.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ttft_ms: float = 0.0
+    decode_tok_s: float = 0.0
+    context_tokens: int = 0
+    kv_bytes: int = 0
+    mean_k_bits: float = 0.0
+    mean_v_bits: float = 0.0
+    evicted_share: float = 0.0
+
+    @property
+    def encoded_tokens(self) -> int:
+        """Prompt tokens that went through the model for this reply."""
+        return self.prompt_tokens - self.cached_tokens

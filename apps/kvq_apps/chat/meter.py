@@ -1,0 +1,65 @@
+"""The line that is always there: what the engine does, how fast, in how much context and KV."""
+
+from kvq.formats import format_bytes
+from kvq_apps import output
+from kvq_apps.chat.client import Facts
+from kvq_apps.chat.messages import ReplyStats
+
+WARN_SHARE = 0.9
+_SEPARATOR = "  "
+
+
+def meter_line(facts: Facts | None, stats: ReplyStats, activity: str, width: int) -> str:
+    """As much as `width` cells hold, the most telling first."""
+    parts = [activity]
+    if facts is not None:
+        parts += [
+            kv_part(facts, stats),
+            evicted_part(stats),
+            f"{stats.decode_tok_s:.1f} tok/s",
+            context_part(facts, stats),
+            bits_part(stats),
+            f"first {stats.ttft_ms:.0f} ms",
+            f"cached {stats.cached_tokens} encoded {stats.encoded_tokens}",
+            facts.model,
+        ]
+    line = ""
+    for part in filter(None, parts):
+        longer = f"{line}{_SEPARATOR}{part}" if line else part
+        if len(longer) <= width:
+            line = longer
+    return line or activity[:width]
+
+
+def kv_part(facts: Facts, stats: ReplyStats) -> str:
+    """Bytes held now against the budget, the plan's widths: `KV 1.2 MiB/64.0 MiB K4V2`."""
+    widths = ""
+    if facts.k_bits:
+        text = output.kv_text(facts.k_bits, facts.v_bits)
+        widths = " fp16" if text == "fp" else f" K{facts.k_bits}V{facts.v_bits}"
+    if not facts.kv_budget:
+        return f"KV {format_bytes(stats.kv_bytes)}{widths}" if stats.kv_bytes else ""
+    return f"KV {format_bytes(stats.kv_bytes)}/{format_bytes(facts.kv_budget)}{widths}"
+
+
+def evicted_part(stats: ReplyStats) -> str:
+    """What the budget has cost already, if anything: `evicted 12%`."""
+    return f"evicted {stats.evicted_share:.0%}" if stats.evicted_share else ""
+
+
+def bits_part(stats: ReplyStats) -> str:
+    """Mean widths of what is held, the newest tokens at 16: `bits 6.1:4.5`."""
+    return f"bits {stats.mean_k_bits:.1f}:{stats.mean_v_bits:.1f}" if stats.mean_k_bits else ""
+
+
+def context_part(facts: Facts, stats: ReplyStats) -> str:
+    """Tokens in the context, of how many: `context 1234/8192 15 %`."""
+    if not facts.context_tokens:
+        return f"context {stats.context_tokens}"
+    share = stats.context_tokens / facts.context_tokens
+    return f"context {stats.context_tokens}/{facts.context_tokens} {share:.0%}"
+
+
+def context_share(facts: Facts, stats: ReplyStats) -> float:
+    """How full the context is; 0 when its size is not known."""
+    return stats.context_tokens / facts.context_tokens if facts.context_tokens else 0.0

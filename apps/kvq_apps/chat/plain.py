@@ -1,0 +1,190 @@
+"""The chat without a screen: a message from a pipe, or line by line on a terminal that is plain.
+
+The answer alone goes to stdout; what the person should know goes to stderr. No escape codes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from threading import Thread
+
+from kvq.errors import KvqError, UsageError
+from kvq_apps import output
+from kvq_apps.chat import commands
+from kvq_apps.chat.client import ChatClient, Stream, Turn
+from kvq_apps.chat.conversation import Conversation
+from kvq_apps.chat.history import History
+from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.visible import storable
+from kvq_apps.interrupt import interruptible
+
+INTERRUPTED = 130
+POLL_S = 0.02
+Show = Callable[[str], None]
+
+
+class PlainChat:
+    """One chat whose replies go to `show` as they arrive, and into the history."""
+
+    def __init__(self, client: ChatClient, settings: ChatSettings, show: Show) -> None:
+        self.stats = ReplyStats()
+        self._client = client
+        self._settings = settings
+        self._show = show
+        self._history = History(settings.history_path, on_trouble=output.print_note)
+        self.begin()
+        self._resume()
+        client.open()
+
+    def begin(self) -> None:
+        """A new, empty chat."""
+        self.conversation = Conversation(self._write, system=self._settings.system)
+
+    def answer(self, text: str) -> str:
+        """Shows the reply to `text`; returns why it ended. Raises `KvqError`.
+
+        Ctrl-C stops it; what came so far stays, as it does after an error.
+        """
+        self.conversation.add("user", storable(text))
+        turn = Turn(
+            messages=self.conversation.context(),
+            sampling=self._settings.sampling,
+            max_tokens=self._settings.max_tokens,
+            seed=self._settings.seed,
+        )
+        reply = self.conversation.add("assistant", "")
+        reason = "failed"
+        try:
+            reason = self._stream(turn)
+        finally:
+            state = {"cancelled": "stopped", "stop": "done"}.get(reason, reason)
+            self.conversation.finish(state, self.stats)
+            if not reply.text.endswith("\n"):
+                self._show("\n")
+        return reason
+
+    def close(self) -> None:
+        """Closes history and engine."""
+        self._history.close()
+        self._client.close()
+
+    def _stream(self, turn: Turn) -> str:
+        stream = Stream()
+        outcome: list[str | BaseException] = []
+
+        def reply() -> None:
+            try:
+                outcome.append(self._client.reply(turn, stream))
+            except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+                outcome.append(error)
+
+        # Waiting beside the engine leaves Ctrl-C to this thread, also while the engine is silent.
+        thread = Thread(target=reply, daemon=True)
+        with interruptible() as pressed:
+            thread.start()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                if pressed():
+                    stream.cancel()
+                self._drain(stream)
+        self._drain(stream)
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    def _drain(self, stream: Stream) -> None:
+        news = stream.take()
+        if news.stats is not None:
+            self.stats = news.stats
+        text = storable(news.text)
+        self.conversation.feed(text)
+        if text:
+            self._show(text)
+
+    def _resume(self) -> None:
+        chat_id = self._settings.chat_id
+        if chat_id is None and self._settings.latest:
+            latest = self._history.chats(1)
+            chat_id = latest[0].id if latest else None
+        if chat_id is None:
+            return
+        history = self._history
+        if not history.exists(chat_id):
+            raise UsageError(f"there is no chat {chat_id}; `kvq chat --list` shows them")
+        self.conversation.show(
+            chat_id,
+            history.title(chat_id),
+            history.branch(chat_id),
+            history.first_in_context(chat_id),
+        )
+
+    def _write(self, write: Callable[[History], None]) -> None:
+        write(self._history)
+
+
+def answer_once(client: ChatClient, settings: ChatSettings, text: str, *, as_json: bool) -> int:
+    """One message, one reply; with `as_json` nothing but one object is printed."""
+    chat = PlainChat(client, settings, _unshown if as_json else _shown)
+    try:
+        reason = chat.answer(text)
+    finally:
+        chat.close()
+    if as_json:
+        answer = chat.conversation.messages[-1].text
+        facts = {"chat": chat.conversation.id, "text": answer, "finish_reason": reason}
+        output.print_json(facts | asdict(chat.stats))
+    return INTERRUPTED if reason == "cancelled" else 0
+
+
+def converse(client: ChatClient, settings: ChatSettings) -> int:
+    """Line by line until the input ends: prompts on stderr, replies on stdout."""
+    chat = PlainChat(client, settings, _shown)
+    output.print_note("kvq chat: a line is a message; /new, /help, /quit or Ctrl+D")
+    try:
+        for line in _lines():
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    if not _command(chat, line):
+                        break
+                else:
+                    chat.answer(line[1:] if line.startswith("//") else line)
+            except KvqError as error:
+                output.print_error(error, as_json=False)
+    except KeyboardInterrupt:
+        output.print_note("")
+        return INTERRUPTED
+    finally:
+        chat.close()
+    return 0
+
+
+def _command(chat: PlainChat, line: str) -> bool:
+    """Does what works without a screen; returns whether to go on."""
+    name, _ = commands.parse_command(line)
+    if name == "new":
+        chat.begin()
+    elif name == "help":
+        output.print_note("/new begins a new chat, /quit ends")
+    elif name != "quit":
+        raise UsageError(f"/{name} needs a full terminal; here /new, /help and /quit work")
+    return name != "quit"
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _shown(text: str) -> None:
+    output.print_data(text, end="")
+
+
+def _unshown(_text: str) -> None:
+    """The whole answer is printed at the end."""

@@ -1,0 +1,221 @@
+"""A client of a running OpenAI-compatible server, `kvq serve` above all. Standard library only."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from socket import SHUT_RDWR, socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvq.errors import BackendError, ModelError, SnapshotError, UsageError
+from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
+from kvq_apps.chat.messages import ReplyStats
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class RemoteClient:
+    """Talks to the server at `url`, such as http://127.0.0.1:8012."""
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--server {url!r} is not possible: give http://HOST:PORT")
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._url = url
+        self._model = model
+        self._is_kvq = False
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def open(self) -> Facts:
+        """Asks which models are served. Raises `ModelError` when the one wanted is not."""
+        connection = self._connect()
+        try:
+            listed = self._json(connection, "GET", "/v1/models")["data"]
+        finally:
+            connection.close()
+        served = {row["id"]: row for row in listed}
+        name = self._model or next(iter(served), "")
+        if name not in served:
+            raise ModelError(
+                f"{self._url} does not serve {name or 'any model'}; it serves "
+                f"{', '.join(served) or 'nothing'}"
+            )
+        self._model = name
+        meta = served[name].get("meta") or {}
+        self._is_kvq = "kbits" in meta
+        return Facts(
+            model=name,
+            context_tokens=int(meta.get("n_ctx") or 0),
+            k_bits=int(meta.get("kbits") or 0),
+            v_bits=int(meta.get("vbits") or 0),
+            kv_budget=int(meta.get("kv_budget") or 0),
+        )
+
+    def reply(self, turn: Turn, stream: Stream) -> str:
+        """Streams a chat completion."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": row.role, "content": row.text} for row in turn.messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": turn.sampling.temperature,
+            "top_p": turn.sampling.top_p,
+        }
+        if self._is_kvq:
+            body |= {"top_k": turn.sampling.top_k, "min_p": turn.sampling.min_p}
+        if turn.max_tokens is not None:
+            body["max_tokens"] = turn.max_tokens
+        if turn.seed is not None:
+            body["seed"] = turn.seed
+        connection = self._connect()
+        try:
+            return self._stream(connection, body, stream)
+        except (OSError, HTTPException) as error:
+            if stream.cancelled():
+                return "cancelled"
+            raise EngineLostError(
+                f"{self._url} went away ({error or type(error).__name__}); start it again and retry"
+            ) from error
+        finally:
+            connection.close()
+
+    def begin(self) -> None:
+        """The server tells conversations apart by their text."""
+
+    def change_kv(
+        self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
+    ) -> Facts:
+        """Refused: the server's settings serve all its users."""
+        raise BackendError(
+            f"{self._url} decides its KV settings for everybody; restart it with "
+            "`kvq serve --kv K:V --kv-budget SIZE`"
+        )
+
+    def save(self, path: Path) -> str | None:
+        """The server keeps the KV itself."""
+        return None
+
+    def restore(self, path: Path) -> int:
+        """The server keeps the KV itself."""
+        raise SnapshotError(f"{self._url} restores the KV itself")
+
+    def close(self) -> None:
+        """Connections live for one request only."""
+
+    def _connect(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._secure else HTTPConnection
+        connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise EngineLostError(
+                f"{self._url} does not answer ({error}); start it with `kvq serve`"
+            ) from error
+        return connection
+
+    def _json(self, connection: HTTPConnection, method: str, path: str) -> dict[str, Any]:
+        try:
+            connection.request(method, self._base + path, headers=self._headers)
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, HTTPException) as error:
+            raise EngineLostError(f"{self._url} went away ({error})") from error
+        if response.status != 200:
+            raise _refusal(self._url, response.status, body)
+        return json.loads(body)
+
+    def _stream(self, connection: HTTPConnection, body: Mapping[str, Any], stream: Stream) -> str:
+        connection.request(
+            "POST", f"{self._base}/v1/chat/completions", json.dumps(body), self._headers
+        )
+        assert connection.sock is not None
+        # Silence is not an error: only a cancel ends the wait.
+        sock = connection.sock
+        sock.settimeout(None)
+        stream.when_cancelled(lambda: _hang_up(sock))
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _refusal(self._url, response.status, response.read())
+        reason = ""
+        for event in _events(response, stream):
+            if "error" in event:
+                raise _error_of(event["error"], self._url)
+            stats = _stats(event)
+            if stats is not None:
+                stream.measured(stats)
+            for choice in event.get("choices") or ():
+                stream.write((choice.get("delta") or {}).get("content") or "")
+                reason = choice.get("finish_reason") or reason
+        if stream.cancelled():
+            return "cancelled"
+        if not reason:
+            raise EngineLostError(f"{self._url} ended the reply too early; retry it")
+        return reason
+
+
+def _hang_up(sock: socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(SHUT_RDWR)
+
+
+def _events(response: HTTPResponse, stream: Stream) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event, until the last one or a cancel."""
+    data: list[bytes] = []
+    while not stream.cancelled():
+        line = response.readline()
+        if not line:
+            return
+        line = line.rstrip(b"\r\n")
+        if line.startswith(b"data:"):
+            data.append(line[5:].lstrip())
+        elif not line and data:
+            content, data = b"\n".join(data), []
+            if content == b"[DONE]":
+                return
+            yield json.loads(content)
+
+
+def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
+    usage = event.get("usage")
+    if not usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    timings = event.get("timings") or {}
+    kvq = event.get("x_kvq") or {}
+    prompt, new = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    return ReplyStats(
+        prompt_tokens=prompt,
+        cached_tokens=details.get("cached_tokens") or 0,
+        new_tokens=new,
+        ttft_ms=kvq.get("ttft_ms") or timings.get("prompt_ms") or 0.0,
+        decode_tok_s=timings.get("predicted_per_second") or 0.0,
+        context_tokens=kvq.get("context_tokens") or prompt + new,
+        kv_bytes=kvq.get("kv_bytes") or 0,
+        mean_k_bits=kvq.get("mean_k_bits") or 0.0,
+        mean_v_bits=kvq.get("mean_v_bits") or 0.0,
+        evicted_share=kvq.get("evicted_share") or 0.0,
+    )
+
+
+def _refusal(url: str, status: int, body: bytes) -> Exception:
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return BackendError(f"{url} answers with status {status}; is it an OpenAI-style server?")
+    return _error_of(error, url)
+
+
+def _error_of(error: Any, url: str) -> Exception:
+    details: Mapping[str, Any] = error if isinstance(error, dict) else {"message": str(error)}
+    message = " ".join(str(details.get("message") or "no reason given").split())
+    if details.get("code") == "context_length_exceeded":
+        numbers = (int(details.get("n_prompt_tokens") or 0), int(details.get("n_ctx") or 0))
+        return ContextFullError(*numbers)
+    return BackendError(f"{url}: {message}")

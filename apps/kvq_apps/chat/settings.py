@@ -1,0 +1,68 @@
+"""What a chat is started with and what `/set` changes. Knows no screen and no engine."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvq.errors import UsageError
+from kvq_runtime.config import Sampling, check_seed
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatSettings:
+    """How replies are sampled, and where things are kept.
+
+    `history_path` None keeps the chats in memory; `snapshots` is the folder of saved KV caches.
+    `chat_id` is the chat to go on with, `latest` says the one used last.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    seed: int | None = None
+    system: str | None = None
+    history_path: Path | None = None
+    snapshots: Path | None = None
+    keys_path: Path | None = None
+    chat_id: str | None = None
+    latest: bool = False
+
+    def change(self, words: str) -> str:
+        """`"temp 0.2"` changes one value; returns what it is now. Raises `UsageError`."""
+        name, _, value = words.strip().partition(" ")
+        fields = {
+            "temp": "temperature",
+            "top-k": "top_k",
+            "top-p": "top_p",
+            "min-p": "min_p",
+            "repeat-penalty": "repeat_penalty",
+        }
+        known = ", ".join([*fields, "seed", "predict"])
+        if name not in (*fields, "seed", "predict") or not value.strip():
+            raise UsageError(
+                f"/set {words} is not possible: write /set NAME VALUE, NAME of {known}"
+            )
+        try:
+            number = (
+                float(value) if name in ("temp", "top-p", "min-p", "repeat-penalty") else int(value)
+            )
+        except ValueError:
+            raise UsageError(f"/set {name} {value} is not possible: give a number") from None
+        if name == "seed":
+            check_seed(int(number))
+            self.seed = int(number)
+        elif name == "predict":
+            if number < 1:
+                raise UsageError("/set predict needs 1 or more tokens")
+            self.max_tokens = int(number)
+        else:
+            self.sampling = replace(self.sampling, **{fields[name]: number})
+        return f"{name} is {value.strip()} from the next reply on"
+
+    def lines(self) -> list[str]:
+        """Every value, one per line."""
+        sampling = self.sampling
+        return [
+            f"temp {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}, "
+            f"min-p {sampling.min_p}, repeat-penalty {sampling.repeat_penalty}",
+            f"seed {'fresh' if self.seed is None else self.seed}, predict "
+            f"{'to the end of the context' if self.max_tokens is None else self.max_tokens}",
+        ]

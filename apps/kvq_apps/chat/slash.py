@@ -1,0 +1,138 @@
+"""What each slash command does: checks its words, then asks the desk or the app."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from kvq.config import parse_budget, parse_kv
+from kvq.errors import UsageError
+from kvq_apps import output
+from kvq_apps.chat import interchange
+from kvq_apps.chat.client import ChatClient
+from kvq_apps.chat.commands import parse_command
+from kvq_apps.chat.desk import Desk
+from kvq_apps.chat.messages import ReplyStats
+
+ClientFor = Callable[[str], ChatClient]
+
+
+class Screen(Protocol):
+    """What the commands need of the app."""
+
+    def say(self, text: str, *, error: bool = False) -> None: ...
+    def pick(self, text: str) -> None: ...
+    def choose_theme(self, name: str) -> None: ...
+    def action_help(self) -> None: ...
+    def action_new_chat(self) -> None: ...
+    def action_retry(self) -> None: ...
+    def action_edit(self) -> None: ...
+    def action_copy(self) -> None: ...
+    def action_copy_fence(self) -> None: ...
+    def quit(self) -> None: ...
+
+
+class SlashCommands:
+    """The commands by name; `client_for` makes a client of another model."""
+
+    def __init__(self, screen: Screen, desk: Desk, client_for: ClientFor | None) -> None:
+        self._screen = screen
+        self._desk = desk
+        self.client_for = client_for
+        self.by_name: Mapping[str, Callable[[str], object]] = {
+            "help": lambda _: screen.action_help(),
+            "new": lambda _: screen.action_new_chat(),
+            "retry": lambda _: screen.action_retry(),
+            "drafts": self._drafts,
+            "edit": lambda _: screen.action_edit(),
+            "copy": self._copy,
+            "system": self._system,
+            "set": lambda words: screen.say(desk.settings.change(words)),
+            "show": lambda _: screen.say("\n".join(self._facts())),
+            "kv": self._kv,
+            "stats": lambda _: screen.say(stats_text(desk.stats)),
+            "model": self._model,
+            "save": lambda _: desk.do(desk.save_now),
+            "load": self._load,
+            "export": self._export,
+            "search": screen.pick,
+            "theme": screen.choose_theme,
+            "quit": lambda _: screen.quit(),
+        }
+
+    def run(self, line: str) -> None:
+        """Does what `line` says. Raises `KvqError`."""
+        name, argument = parse_command(line)
+        self.by_name[name](argument)
+
+    def _copy(self, what: str) -> None:
+        if what == "code":
+            self._screen.action_copy_fence()
+        else:
+            self._screen.action_copy()
+
+    def _drafts(self, words: str) -> None:
+        if not words.isdecimal() or not 1 <= int(words) <= 9:
+            raise UsageError("/drafts needs a number from 1 to 9")
+        self._desk.make_drafts(int(words))
+
+    def _system(self, text: str) -> None:
+        desk = self._desk
+        if not text:
+            self._screen.say(f"system: {desk.conversation.system or '(none)'}")
+            return
+        desk.settings.system = text
+        if desk.conversation.messages:
+            self._screen.say("the system message begins with the next chat: /new")
+        else:
+            desk.conversation.set_system(text)
+            self._screen.say(f"system: {text}")
+
+    def _kv(self, words: str) -> None:
+        k_bits = v_bits = budget = None
+        for word in words.split():
+            if ":" in word or word in ("fp", "2", "4", "8"):
+                k_bits, v_bits = parse_kv(word)
+            else:
+                parse_budget(word)
+                budget = word
+        if k_bits is None and budget is None:
+            raise UsageError("/kv needs K:V widths, a size, or both: /kv 4:2 64MiB")
+        self._desk.do(partial(self._desk.change_kv, k_bits, v_bits, budget))
+
+    def _model(self, name: str) -> None:
+        if not name or self.client_for is None:
+            raise UsageError("/model needs a NAME: a bundle, a checkpoint folder, or a hub id")
+        self._desk.do(partial(self._desk.change_model, self.client_for(name)))
+
+    def _load(self, name: str) -> None:
+        if not name:
+            raise UsageError("/load needs a FILE: JSON lines, Markdown or ChatGPT's JSON")
+        self._desk.do(partial(self._desk.load_file, Path(name).expanduser()))
+
+    def _export(self, name: str) -> None:
+        if not name:
+            raise UsageError("/export needs a FILE: .md for Markdown, otherwise JSON lines")
+        messages = self._desk.conversation.messages
+        interchange.export_chat(Path(name).expanduser(), messages)
+        self._screen.say(f"{len(messages)} messages are written to {name}")
+
+    def _facts(self) -> list[str]:
+        facts = self._desk.facts
+        lines = ["no model"]
+        if facts is not None:
+            lines = [f"model {facts.model}, context {facts.context_tokens} tokens"]
+            if facts.k_bits:
+                widths = output.kv_text(facts.k_bits, facts.v_bits)
+                lines[0] += f", KV {widths} of {output.format_bytes(facts.kv_budget)}"
+        return lines + self._desk.settings.lines()
+
+
+def stats_text(stats: ReplyStats) -> str:
+    """What a reply cost, in two lines."""
+    return (
+        f"{stats.prompt_tokens} prompt tokens, {stats.cached_tokens} of them cached, "
+        f"{stats.encoded_tokens} encoded, first token after {stats.ttft_ms:.0f} ms\n"
+        f"{stats.new_tokens} new tokens at {stats.decode_tok_s:.1f} tok/s, "
+        f"KV {output.format_bytes(stats.kv_bytes)}"
+    )

@@ -1,0 +1,176 @@
+"""`kvq chat`: talk to a model in the terminal, on a pipe, or line by line."""
+
+import logging
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvq import settings as environment_settings
+from kvq.errors import UsageError
+from kvq_apps import options, output, text_input
+
+if TYPE_CHECKING:
+    from kvq_apps.chat.client import ChatClient
+    from kvq_apps.chat.settings import ChatSettings
+
+FAKE = "fake:"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `kvq chat`."""
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
+    options.add_flags(parser, *options.ENGINE_FLAGS, "server", "api-key")
+    options.add_flags(parser, "ctx-size", "system", "inline")
+    options.add_flags(parser, "predict", predict=PREDICT_HELP)
+    options.add_flags(parser.add_argument_group("chats"), *options.CHAT_FLAGS)
+    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
+    options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
+    # Tests and pictures run the whole app on an engine without a model.
+    parser.add_argument("--engine", default="", help=SUPPRESS)
+
+
+PREDICT_HELP = "new tokens of a reply at most (default: to the end of the context)"
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    settings = _settings(arguments)
+    if arguments.list or arguments.search is not None:
+        return _list(settings, arguments)
+    if arguments.export is not None or getattr(arguments, "import") is not None:
+        return _exchange(settings, arguments)
+    client = _client(arguments, _model(arguments))
+    if not sys.stdin.isatty() or arguments.json:
+        return _answer_piped(client, settings, arguments)
+    if not sys.stdout.isatty() or environment_settings.terminal_is_dumb():
+        from kvq_apps.chat.plain import converse
+
+        return converse(client, settings)
+    return _on_screen(client, settings, arguments)
+
+
+def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namespace) -> int:
+    from kvq_apps.chat.app import ChatApp, NoteHandler
+    from kvq_apps.chat.keys import teach_old_terminals
+
+    teach_old_terminals()
+    app = ChatApp(client, settings, client_for=lambda name: _client(arguments, name))
+    logging.basicConfig(handlers=[NoteHandler(app)], force=True)
+    app.run(inline=arguments.inline)
+    return app.return_code or 0
+
+
+def _answer_piped(client: "ChatClient", settings: "ChatSettings", arguments: Namespace) -> int:
+    from kvq_apps.chat.plain import answer_once
+
+    text = text_input.read_standard_input()
+    if not text.strip():
+        raise UsageError("there is no message on standard input; pipe one in: echo Hi | kvq chat")
+    return answer_once(client, settings, text, as_json=arguments.json)
+
+
+def _settings(arguments: Namespace) -> "ChatSettings":
+    from kvq_apps.chat.settings import ChatSettings
+
+    system = arguments.system
+    return ChatSettings(
+        sampling=options.sampling(arguments),
+        max_tokens=_max_tokens(arguments.predict),
+        seed=arguments.seed,
+        system=None if system is None else text_input.check_argument(system),
+        history_path=None if arguments.no_log else history_path(),
+        snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
+        keys_path=environment_settings.config_folder() / "config.toml",
+        chat_id=arguments.cid,
+        latest=getattr(arguments, "continue"),
+    )
+
+
+def history_path() -> Path:
+    """Where the chats are kept."""
+    return environment_settings.data_folder() / "chats.sqlite3"
+
+
+def _max_tokens(predict: int | None) -> int | None:
+    if predict is not None and predict < 1:
+        raise UsageError(f"--predict {predict} is not possible: give 1 or more")
+    return predict
+
+
+def _model(arguments: Namespace) -> str | None:
+    if arguments.name is not None and options.written(arguments, "model"):
+        raise UsageError("the model is given twice; write it once, as MODEL or with -m")
+    return arguments.name if arguments.name is not None else arguments.model
+
+
+def _client(arguments: Namespace, model: str | None) -> "ChatClient":
+    """The client the flags ask for; nothing heavy is imported before it is opened."""
+    if arguments.engine:
+        from kvq_apps.chat.fake import FakeClient, fake_options
+
+        return FakeClient(fake_options(arguments.engine.removeprefix(FAKE)))
+    if arguments.server is not None:
+        from kvq_apps.chat.remote import RemoteClient
+
+        return RemoteClient(arguments.server, model=model, api_key=arguments.api_key)
+
+    from kvq_apps.chat.local import LocalClient
+
+    return LocalClient(
+        model,
+        engine_options=options.given(arguments, threads="threads", backend="backend"),
+        session_options=options.session_options(arguments) | options.given(arguments, seed="seed"),
+    )
+
+
+def _list(settings: "ChatSettings", arguments: Namespace) -> int:
+    """Prints the chats, all or those found."""
+    from kvq_apps.chat.history import History
+    from kvq_apps.chat.screens import chat_line
+
+    history = History(settings.history_path, on_trouble=output.print_note)
+    try:
+        words = arguments.search
+        found = history.chats() if words is None else history.search(words)
+    finally:
+        history.close()
+    chats = {chat.id: chat for chat in reversed(found)}
+    rows = [chats[key] for key in reversed(chats)]
+    if arguments.json:
+        output.print_json(
+            {"chats": [
+                {"id": row.id, "title": row.title, "updated": row.updated_s,
+                 "messages": row.messages, "excerpt": row.excerpt}
+                for row in rows
+            ]}
+        )  # fmt: skip
+    for row in () if arguments.json else rows:
+        output.print_data(f"{row.id}  {chat_line(row)}")
+    if not rows:
+        output.print_note("no chat is there yet" if words is None else f"no message has {words!r}")
+    return 0
+
+
+def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
+    """Writes a chat to a file, or reads one into the history."""
+    from kvq_apps.chat.conversation import Conversation
+    from kvq_apps.chat.history import History
+    from kvq_apps.chat.interchange import export_chat, import_chat
+
+    history = History(settings.history_path, on_trouble=output.print_note)
+    try:
+        source = getattr(arguments, "import")
+        if source is not None:
+            messages = import_chat(Path(source).expanduser())
+            conversation = Conversation(lambda write: write(history))
+            conversation.adopt(messages)
+            output.print_data(conversation.id)
+        if arguments.export is not None:
+            chat_id = arguments.cid or next((chat.id for chat in history.chats(1)), None)
+            if chat_id is None or not history.exists(chat_id):
+                raise UsageError("there is no such chat to export; `kvq chat --list` shows all")
+            export_chat(Path(arguments.export).expanduser(), history.branch(chat_id))
+    finally:
+        history.close()
+    return 0

@@ -1,0 +1,664 @@
+"""The app by its keys: sending, queueing, cancelling, failing, branching, settings, leaving."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.events import Paste
+from textual.pilot import Pilot
+
+from chat_pilot import gated, meter, run, say, shown, telling, until
+from kvq_apps.chat import desk as desk_module
+from kvq_apps.chat import keys
+from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.commands import COMMANDS, parse_command
+from kvq_apps.chat.fake import FakeClient, FakeOptions
+from kvq_apps.chat.history import History
+from kvq_apps.chat.messages import Message
+from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
+
+
+def saved(folder: Path) -> list[Message]:
+    """The chosen branch of the latest chat on disk."""
+    history = History(folder / "chats.sqlite3")
+    messages = history.branch(history.chats(1)[0].id)
+    history.close()
+    return messages
+
+
+def asked(client: FakeClient, turn: int = -1) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in client.turns[turn].messages]
+
+
+# Starting, queueing
+
+
+def test_neither_torch_nor_onnxruntime_is_imported_before_the_first_frame() -> None:
+    program = """
+import asyncio, sys
+from kvq_apps import cli
+from kvq_apps.chat import app as module
+seen = []
+async def headless(self):
+    async with self.run_test():
+        heavy = {"torch", "onnxruntime", "transformers", "numpy", "tokenizers"} & set(sys.modules)
+        seen.append((sorted(heavy), self.prompt.has_focus))
+module.ChatApp.run = lambda self, inline: asyncio.run(headless(self))
+sys.stdin.isatty = sys.stdout.isatty = lambda: True
+cli.main(["chat", "/no/such/model", "--no-log"])
+print(seen)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    finished = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert finished.stdout == "[([], True)]\n", finished.stderr
+
+
+def test_messages_typed_while_the_model_loads_are_queued_and_sent_in_order() -> None:
+    client, gate = gated("", "answer")
+    opened = client.open
+    client.open = lambda: (gate.wait(20), opened())[1]  # type: ignore[method-assign]
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("one", "two", "three"):
+            app.prompt.fill(text)
+            await pilot.press("enter")
+        await until(pilot, lambda: app.desk.queue == ["one", "two", "three"])
+        assert "queued: three" in str(app.query_one("#queue").render())
+        # Up in the empty prompt takes the last one back; emptied it is gone.
+        await pilot.press("up")
+        assert app.prompt.text == "three"
+        app.prompt.fill("two and a half")
+        await pilot.press("enter")
+        gate.set()
+        await until(pilot, lambda: app.desk.idle)
+        users = [m.text for m in app.desk.conversation.messages if m.role == "user"]
+        assert users == ["one", "two", "two and a half"]
+        assert not app.query_one("#queue").display
+
+    run(script, client, ready=False)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_app_usable() -> None:
+    made = []
+
+    def client_for(name: str) -> FakeClient:
+        made.append(name)
+        return FakeClient()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: "no model" in meter(app))
+        assert "/model NAME tries another" in shown(app)
+        app.slash.client_for = client_for
+        app.prompt.fill("hello")
+        await pilot.press("enter")
+        app.prompt.fill("/model better")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.idle)
+        assert made == ["better"]
+        assert "You asked: hello" in shown(app)
+
+    run(script, FakeClient(FakeOptions(broken=True)), ready=False)
+
+
+# Cancelling, failing
+
+
+def test_cancel_in_decode_keeps_the_partial_text(tmp_path: Path) -> None:
+    client, gate = gated("some words", " never seen")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: "some words" in shown(app))
+        await pilot.press("escape")
+        gate.set()
+        await until(pilot, lambda: app.desk.idle)
+        assert app.prompt.has_focus
+        assert "kvq  stopped\n" in shown(app)
+        await say(app, pilot, "go on")
+
+    run(script, client, folder=tmp_path)
+    assert asked(client)[:2] == [("user", "go"), ("assistant", "some words")]
+    messages = saved(tmp_path)
+    assert [(m.text, m.state) for m in messages][:2] == [("go", "done"), ("some words", "stopped")]
+
+
+def test_cancel_in_prefill_stops_within_a_chunk() -> None:
+    client = FakeClient(FakeOptions(prefill_ms=30))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("word " * 3000)
+        await pilot.press("enter")
+        await until(pilot, lambda: "/3002" in app.desk.activity)
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: app.desk.idle)
+        assert app.desk.conversation.messages[-1].state == "stopped"
+        assert app.desk.conversation.messages[-1].text == ""
+        assert len(client._tokens) == 0
+
+    run(script, client)
+
+
+def test_a_silent_engine_ticks_and_can_be_stopped() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.stream is not None)
+        assert app.desk.stream is not None
+        app.desk.stream.started_s -= 6000
+        assert re.search(r"(encoding|answering) 60\d\d s", meter(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.desk.idle)
+        assert app.desk.conversation.messages[-1].state == "stopped"
+
+    run(script, FakeClient(FakeOptions(silent=True)))
+
+
+@pytest.mark.parametrize(("fault", "says"), [("fail_at", "failed as it was told"),
+                                             ("lose_at", "the engine is lost")])  # fmt: skip
+def test_an_error_in_the_middle_keeps_the_partial_and_one_key_retries(
+    fault: str, says: str, tmp_path: Path
+) -> None:
+    client = telling("first half and second half", fail_times=1, **{fault: 4})
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "go")
+        assert app.desk.conversation.messages[-1].state == "failed"
+        assert app.desk.conversation.messages[-1].text == "first half a"[:12]
+        assert says in shown(app)
+        assert "r or /retry asks again" in " ".join(shown(app).split())
+        assert "Traceback" not in shown(app)
+        await pilot.press("alt+up", "r")
+        await until(pilot, lambda: app.desk.idle)
+        last = app.desk.conversation.messages[-1]
+        assert (last.state, last.text) == ("done", "first half and second half")
+        assert (last.branch, last.branches) == (2, 2)
+
+    run(script, client, folder=tmp_path)
+    assert [(m.text, m.state) for m in saved(tmp_path)][1][1] == "done"
+
+
+def test_an_internal_error_shows_no_traceback() -> None:
+    def script_of(_turn: object) -> list[str]:
+        raise ZeroDivisionError("oops")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "go")
+        assert "internal error: ZeroDivisionError: oops" in shown(app)
+        await say(app, pilot, "again")
+        assert len(app.desk.conversation.messages) == 4
+
+    run(script, FakeClient(script=script_of))
+
+
+# Branches
+
+
+def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path) -> None:
+    client = FakeClient()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("one", "two", "three"):
+            await say(app, pilot, text)
+        before = [m.text for m in app.desk.conversation.messages]
+        await pilot.press("alt+up", "alt+up", "alt+up", "alt+up")
+        assert app.transcript.selected is app.desk.conversation.messages[2]
+        await pilot.press("e")
+        assert app.prompt.text == "two"
+        await say(app, pilot, "two, but better")
+        texts = [m.text for m in app.desk.conversation.messages]
+        assert texts[:3] == [*before[:2], "two, but better"]
+        assert len(texts) == 4
+        stats = app.desk.stats
+        note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
+        assert note in shown(app)
+        assert 0 < stats.encoded_tokens < stats.prompt_tokens
+        await pilot.press("alt+p")
+        await until(pilot, lambda: app.desk.idle and len(app.desk.conversation.messages) == 6)
+        assert [m.text for m in app.desk.conversation.messages] == before
+        assert "you  1/2" in shown(app)
+        await pilot.press("alt+n")
+        await until(pilot, lambda: app.desk.idle and len(app.desk.conversation.messages) == 4)
+        assert "you  2/2" in shown(app)
+
+    run(script, client, folder=tmp_path)
+    assert len(saved(tmp_path)) == 4
+
+
+def test_escape_leaves_an_edit() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        await say(app, pilot, "/edit")
+        assert app.prompt.border_title
+        await pilot.press("escape")
+        assert (app.prompt.text, app.prompt.border_title) == ("", None)
+        await say(app, pilot, "two")
+        assert len(app.desk.conversation.messages) == 4
+
+    run(script)
+
+
+def test_drafts_are_siblings() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "go")
+        await say(app, pilot, "/drafts 3")
+        assert app.desk.conversation.messages[-1].text == "gamma"
+        assert "kvq  3/3" in shown(app)
+        await pilot.press("alt+n")
+        await until(pilot, lambda: app.desk.conversation.messages[-1].text == "alpha")
+        await say(app, pilot, "next")
+        assert [m.text for m in app.desk.conversation.messages][:3] == ["go", "alpha", "next"]
+
+    run(script, telling("alpha", "beta", "gamma", "delta"))
+
+
+# The context
+
+
+def test_a_nearly_full_context_warns_and_a_full_one_asks() -> None:
+    client = FakeClient(FakeOptions(context=105, tokens=30))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for number in range(3):
+            await say(app, pilot, f"question {number}")
+        assert "% full: /new begins a new chat" in shown(app)
+        app.prompt.fill("word " * 30)
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Question))
+        assert len(client.turns[-1].messages) == 7
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.idle)
+        assert len(client.turns[-1].messages) < 7
+        assert "no longer given to the model" in " ".join(shown(app).split())
+        assert len(app.desk.conversation.messages) == 8
+        assert app.desk.conversation.messages[-1].text
+
+    run(script, client)
+
+
+def test_a_full_context_can_lead_to_a_new_chat_or_nowhere() -> None:
+    client = FakeClient(FakeOptions(context=60, tokens=30))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        first = app.desk.conversation.id
+        app.prompt.fill("word " * 30)
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Question))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.desk.idle)
+        assert app.desk.conversation.messages[-1].state == "failed"
+        app.prompt.fill("/retry")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Question))
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: app.desk.idle and app.desk.conversation.id != first)
+        assert [m.role for m in app.desk.conversation.messages] == ["user", "assistant"]
+        assert app.desk.conversation.messages[-1].state in ("done", "length")
+
+    run(script, client)
+
+
+# Resuming
+
+
+def test_a_chat_is_resumed_with_its_kv(tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        await say(app, pilot, "two")
+
+    run(first, folder=tmp_path)
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.desk.idle)
+        assert "KV cache restored:" in shown(app)
+        assert "You asked: two" in shown(app)
+        await say(app, pilot, "three")
+        assert app.desk.stats.cached_tokens >= 0.9 * (app.desk.stats.prompt_tokens - 4)
+
+    run(second, folder=tmp_path, latest=True)
+
+    async def other_plan(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.desk.idle)
+        text = " ".join(shown(app).split())
+        assert "not restored" in text
+        assert "the next reply encodes again" in text
+        await say(app, pilot, "four")
+        assert app.desk.stats.cached_tokens == 0
+
+    client = FakeClient()
+    client._facts = client._facts.__class__(**{
+        name: getattr(client._facts, name) for name in client._facts.__slots__
+    } | {"k_bits": 8})  # fmt: skip
+    run(other_plan, client, folder=tmp_path, latest=True)
+
+
+def test_the_list_of_chats_searches_and_opens(tmp_path: Path) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "about foxes")
+        await say(app, pilot, "/new")
+        await say(app, pilot, "about hens")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ChatPicker))
+        await pilot.press(*"foxes")
+        await pilot.pause()
+        options = app.screen.query_one("OptionList")
+        await until(pilot, lambda: options.option_count == 1)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.idle and app.desk.conversation.title == "about foxes")
+        assert "You asked: about foxes" in shown(app)
+        assert "KV cache restored" in shown(app)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ChatPicker))
+        await pilot.press("escape")
+        assert app.desk.conversation.title == "about foxes"
+
+    run(script, folder=tmp_path)
+
+
+def test_the_theme_is_remembered(tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "/theme nord")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert app.theme == "nord"
+
+    run(first, folder=tmp_path)
+    run(second, folder=tmp_path)
+
+
+def test_an_unknown_chat_is_said() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert "there is no chat nowhere" in shown(app)
+
+    run(script, chat_id="nowhere")
+
+
+# Commands and keys
+
+
+def test_kv_is_changed_live() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        await say(app, pilot, "/kv 8:4 32MiB")
+        assert "/32.0 MiB K8V4" in meter(app)
+        assert "encoded again" in shown(app)
+        await say(app, pilot, "/kv 1MiB")
+        assert "2 MiB can" in shown(app)
+        await say(app, pilot, "/kv 3:2")
+        assert "--kbits 3 is not possible: choose 8, 4 or 2" in " ".join(shown(app).split())
+        assert "/32.0 MiB K8V4" in meter(app)
+        await say(app, pilot, "two")
+        assert app.desk.conversation.messages[-1].text.startswith("You asked: **two**")
+
+    run(script)
+
+
+def test_commands_are_never_sent_to_the_model(tmp_path: Path) -> None:
+    client = FakeClient()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for line in (
+            "/nosuch",
+            "/kv",
+            "/set temp hot",
+            "/set nothing 1",
+            "/drafts x",
+            "/export",
+            "/theme none",
+            "/load /no/file",
+            "/retry",
+            "/model",
+            "/system",
+        ):
+            await say(app, pilot, line)  # fmt: skip
+        assert client.turns == []
+        assert "/nosuch is not a command" in shown(app)
+        # Two lines of a usual terminal at most, and what to do.
+        remarks = [message.text for message in app.transcript.messages]
+        assert len(remarks) == 11
+        assert max(map(len, remarks)) < 160
+        assert all(";" in text or "needs" in text or ":" in text for text in remarks)
+        await say(app, pilot, "/set temp 0.25")
+        await say(app, pilot, "/set seed 7")
+        await say(app, pilot, "/set predict 5")
+        await say(app, pilot, "/system Be brief.")
+        await say(app, pilot, "//slash")
+        assert client.turns[0].sampling.temperature == 0.25
+        assert (client.turns[0].seed, client.turns[0].max_tokens) == (7, 5)
+        assert asked(client) == [("system", "Be brief."), ("user", "/slash")]
+        await say(app, pilot, "/show")
+        assert "temp 0.25" in shown(app)
+        await say(app, pilot, f"/export {tmp_path / 'chat.md'}")
+        assert (tmp_path / "chat.md").read_text().startswith("## system\n")
+        await say(app, pilot, f"/load {tmp_path / 'chat.md'}")
+        assert app.desk.conversation.messages[1].text == "/slash"
+        await say(app, pilot, "/stats")
+        await say(app, pilot, "/quit")
+
+    run(script, client)
+
+
+def test_every_command_has_an_action_and_a_line_of_help() -> None:
+    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).desk.settings)
+    assert set(app.slash.by_name) == {command.name for command in COMMANDS}
+    assert parse_command("/bye") == ("quit", "")
+    text = help_of_app()
+    assert all(f"/{command.name}" in text for command in COMMANDS)
+
+
+async def _nothing() -> None:
+    """A script that does nothing."""
+
+
+def help_of_app() -> str:
+    texts: list[str] = []
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press("f1")
+        assert isinstance(app.screen, HelpScreen)
+        texts.append(app.screen._text)
+        await pilot.press("escape")
+
+    run(script)
+    return texts[0]
+
+
+def test_keys_of_help_palette_and_bindings_come_from_one_table() -> None:
+    text = help_of_app()
+    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).desk.settings)
+    bound = {binding.id for rows in app._bindings.key_to_bindings.values() for binding in rows}
+    for row in keys.KEYS:
+        assert row.says in text
+        assert not row.app or row.name in bound
+
+
+def test_the_users_keys(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[keys]\nnew = "ctrl+t"\nnosuch = "x"\nquit = "ctrl+r"\nsend = "f2"\nhelp = 3\n'
+    )
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        text = "".join(shown(app).split())
+        assert f"{path}:3:thereisnokeyactionnosuch" in text
+        assert f"{path}:4:ctrl+risthekeyofresumealready" in text
+        assert f"{path}:6:helpneedskeysinquotes" in text
+        app.prompt.fill("one")
+        await pilot.press("enter")
+        assert app.prompt.text == "one\n"
+        await pilot.press("f2")
+        await until(pilot, lambda: app.desk.idle and app.desk.conversation.messages)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: not app.desk.conversation.messages)
+
+    run(script, keys_path=path)
+
+
+@pytest.mark.parametrize("content", ["[keys", "keys = 1", "\xff"])
+def test_a_broken_key_file_is_left_out(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(content.encode("latin-1"))
+    chosen, warnings = keys.read_keys(path)
+    assert chosen == {}
+    assert str(path) in warnings[0]
+
+
+# Writing a message
+
+
+def test_a_large_paste_arrives_exactly() -> None:
+    client = FakeClient(FakeOptions(context=10_000_000))
+    text = ("line with \x1b[31m and\ttab é 你\n" * 7000).strip()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.post_message(Paste(text.replace("\n", "\r\n")))
+        await until(pilot, lambda: app.prompt.text == text)
+        drawn = [app.prompt.render_line(y).text for y in range(app.prompt.size.height)]
+        assert any("\u241b[31m" in line for line in drawn)
+        assert not any("\x1b" in line for line in drawn)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.idle)
+
+    run(script, client)
+    assert asked(client) == [("user", text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "👩\u200d👩\u200d👧 family",
+        "你好世界",
+        "e\u0301a\u0308",
+        "שלום עולם",
+        "\ud800 lone",
+        "a\x00b",
+    ],
+)
+def test_any_unicode_is_taken(text: str) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.post_message(Paste(text))
+        await until(pilot, lambda: app.prompt.text)
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: app.desk.idle and app.desk.conversation.messages)
+        kept = text.replace("\ud800", "\ufffd")
+        assert app.desk.conversation.messages[0].text == f"{kept}x"
+        app.export_screenshot()
+
+    run(script)
+
+
+def test_the_cursor_stands_after_wide_characters() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.post_message(Paste("你好"))
+        await until(pilot, lambda: app.prompt.text)
+        start = app.prompt.cursor_screen_offset.x
+        await pilot.press("left", "left")
+        assert start - app.prompt.cursor_screen_offset.x == 4
+
+    run(script)
+
+
+def test_new_lines_are_typed() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d")
+        assert app.prompt.text == "a\nb\nc\nd"
+
+    run(script)
+
+
+def test_the_editor_round_trip_keeps_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf ' and more' >> \"$1\"\n")
+    editor.chmod(0o755)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        monkeypatch.setattr(type(app._driver), "can_suspend", True, raising=False)
+        monkeypatch.setattr(type(app._driver), "suspend_application_mode", lambda _: None)
+        monkeypatch.setattr(type(app._driver), "resume_application_mode", lambda _: None)
+        app.prompt.fill("draft")
+        for command, expected in (
+            (str(editor), "draft and more"),
+            ("/no/such", "draft and more"),
+            ("false", "draft and more"),
+            ("'", "draft and more"),
+        ):
+            monkeypatch.setenv("VISUAL", command)
+            await pilot.press("ctrl+g")
+            await pilot.pause()
+            assert app.prompt.text == expected  # fmt: skip
+
+    run(script)
+
+
+# Leaving
+
+
+def test_ctrl_c_twice_quits_and_once_does_not() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert not app._exit
+        app._interrupted_s -= 2
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert not app._exit
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: app._exit)
+
+    run(script)
+
+
+def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
+    client, gate = gated("first part", " second")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: "first part" in shown(app))
+        await pilot.press("ctrl+q")
+        gate.set()
+        await until(pilot, lambda: app._exit)
+
+    run(script, client, folder=tmp_path)
+    assert [(m.text, m.state) for m in saved(tmp_path)] == [
+        ("go", "done"), ("first part", "stopped")
+    ]  # fmt: skip
+    assert list((tmp_path / "kv").iterdir())
+
+
+def test_an_engine_that_hangs_does_not_keep_the_app(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "LEAVE_WITHIN_S", 0.3)
+    client, gate = gated("first part", " second")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: "first part" in shown(app))
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: app._exit)
+
+    run(script, client, folder=tmp_path)
+    gate.set()
+    assert [(m.text, m.state) for m in saved(tmp_path)][1] == ("first part", "interrupted")
+
+
+def test_history_trouble_is_said_and_the_chat_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "chats.sqlite3").write_bytes(b"nonsense " * 1000)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hi")
+        assert "nothing was deleted" in " ".join(shown(app).split())
+        assert "You asked: hi" in shown(app)
+
+    run(script, folder=tmp_path)

@@ -1,0 +1,346 @@
+"""The chat on a real tiny model in this process, and on a server over HTTP."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from chat_pilot import meter, run, say, shown, until
+from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
+from kvq.formats import format_bytes
+from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
+from kvq_apps.chat.local import LocalClient, common_prefix
+from kvq_apps.chat.messages import Message
+from kvq_apps.chat.remote import RemoteClient
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime.config import Sampling
+from tiny import make_llama_checkpoint
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("chat")
+    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=1024)
+    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+
+
+def local(bundle: str, **session: Any) -> LocalClient:
+    return LocalClient(
+        bundle,
+        engine_options={"threads": 1, "backend": "reference"},
+        session_options={"k_bits": 4, "v_bits": 2, **session},
+    )
+
+
+def turn(*texts: str, max_tokens: int = 8) -> Turn:
+    roles = ("user", "assistant")
+    rows = [Message(role=roles[index % 2], text=text) for index, text in enumerate(texts)]
+    return Turn(messages=rows, sampling=GREEDY, max_tokens=max_tokens)
+
+
+def answer(client: LocalClient, *texts: str, max_tokens: int = 8) -> tuple[str, Any]:
+    stream = Stream()
+    client.reply(turn(*texts, max_tokens=max_tokens), stream)
+    news = stream.take()
+    return news.text, news.stats
+
+
+def test_a_resumed_chat_goes_on_as_if_never_closed(bundle: str, tmp_path: Path) -> None:
+    question = "a long question about pages and plans " * 4
+    open_all_along = local(bundle)
+    open_all_along.open()
+    first, _ = answer(open_all_along, question)
+    saved = tmp_path / "x.kv"
+    assert open_all_along.save(saved)
+    second, kept = answer(open_all_along, question, first, "and now?")
+    open_all_along.close()
+
+    resumed = local(bundle)
+    resumed.open()
+    tokens = resumed.restore(saved)
+    again, stats = answer(resumed, question, first, "and now?")
+    assert (again, stats.prompt_tokens) == (second, kept.prompt_tokens)
+    assert stats.cached_tokens == kept.cached_tokens
+    # The question is cached to its last token; what was answered may be cut into other tokens.
+    prompt = tokens - 8
+    assert stats.cached_tokens >= prompt
+    assert stats.kv_bytes == kept.kv_bytes
+    resumed.close()
+
+
+def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) -> None:
+    client = local(bundle)
+    client.open()
+    answer(client, "hello")
+    client.save(tmp_path / "x.kv")
+    client.close()
+    for other in ({"k_bits": 8}, {"v_bits": 4}, {"context_tokens": 512}, {"kv_budget": "2MiB"}):
+        client = local(bundle, **other)
+        client.open()
+        with pytest.raises(SnapshotError, match="another"):
+            client.restore(tmp_path / "x.kv")
+        _, stats = answer(client, "hello")
+        assert stats.cached_tokens == 0
+        client.close()
+    client = local(bundle)
+    client.open()
+    damaged = bytearray((tmp_path / "x.kv").read_bytes())
+    damaged[300] ^= 1
+    (tmp_path / "x.kv").write_bytes(damaged)
+    for path in (tmp_path / "x.kv", tmp_path / "missing.kv"):
+        with pytest.raises(SnapshotError):
+            client.restore(path)
+    client.close()
+
+
+def test_only_what_differs_is_encoded(bundle: str) -> None:
+    client = local(bundle)
+    client.open()
+    first, stats = answer(client, "one two three four five")
+    assert stats.cached_tokens == 0
+    _, stats = answer(client, "one two three four five", first, "more")
+    assert stats.cached_tokens > 10
+    edited, stats = answer(client, "one two three four SIX")
+    assert stats.cached_tokens >= 10
+    fresh = local(bundle)
+    fresh.open()
+    assert answer(fresh, "one two three four SIX")[0] == edited
+    client.begin()
+    assert answer(client, "one two three four SIX")[1].cached_tokens == 0
+    client.close()
+    fresh.close()
+
+
+def test_the_statistics_are_the_sessions_own(bundle: str) -> None:
+    client = local(bundle)
+    facts = client.open()
+    _, stats = answer(client, "hello there")
+    session = client._session
+    assert session is not None
+    counted = session.stats()
+    assert stats.ttft_ms == counted.ttft_ms
+    assert stats.decode_tok_s == counted.decode_tok_s
+    assert stats.kv_bytes == counted.kv_bytes <= facts.kv_budget == counted.kv_budget
+    assert (stats.mean_k_bits, stats.mean_v_bits) == (16, 16)
+    assert stats.evicted_share == counted.evicted_share == 0
+    assert stats.context_tokens == len(session.tokens)
+    assert stats.prompt_tokens == counted.prompt_tokens
+    assert (facts.k_bits, facts.v_bits) == (4, 2)
+    client.close()
+
+
+def test_kv_settings_change_with_the_conversation_kept(bundle: str) -> None:
+    client = local(bundle)
+    client.open()
+    first, _ = answer(client, "hello there")
+    stream = Stream()
+    facts = client.change_kv(8, 8, "3MiB", stream)
+    assert (facts.k_bits, facts.v_bits, facts.kv_budget) == (8, 8, 3 << 20)
+    assert stream.take().prefilled is not None
+    _, stats = answer(client, "hello there", first, "more")
+    assert stats.cached_tokens > 0
+    with pytest.raises(BudgetError):
+        client.change_kv(None, None, "1KiB", Stream())
+    stopped = Stream()
+    stopped.cancel()
+    with pytest.raises(UsageError, match="stay as they were"):
+        client.change_kv(4, 4, None, stopped)
+    assert answer(client, "hello there")[1].cached_tokens > 0
+    client.close()
+
+
+def test_a_conversation_that_does_not_fit_is_refused_before_it_starts(bundle: str) -> None:
+    client = local(bundle, context_tokens=64)
+    client.open()
+    with pytest.raises(ContextFullError) as refused:
+        answer(client, "word " * 100)
+    assert refused.value.limit == 64 < refused.value.needed
+    _, stats = answer(client, "hi", max_tokens=200)
+    assert stats.context_tokens == 64
+    client.close()
+
+
+def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
+    texts: list[str] = []
+
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello")
+        texts.append(app.desk.conversation.messages[-1].text)
+        assert app.desk.facts is not None
+        assert f"/{format_bytes(app.desk.facts.kv_budget)} K4V2" in meter(app)
+        assert app.desk.stats.kv_bytes > 0
+        assert app.desk.stats.encoded_tokens > 0
+
+    options = {"sampling": GREEDY, "max_tokens": 6, "folder": tmp_path}
+    run(first, local(bundle), **options)
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.desk.idle)
+        assert "KV cache restored" in shown(app)
+        await say(app, pilot, "/retry")
+        assert app.desk.conversation.messages[-1].text == texts[0]
+        assert app.desk.stats.encoded_tokens <= 1
+
+    run(second, local(bundle), latest=True, **options)
+
+
+def test_common_prefix() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
+    assert common_prefix([], [1]) == 0
+
+
+# Over HTTP
+
+MODELS = {"data": [{"id": "m", "meta": {"n_ctx": 512, "kbits": 4, "vbits": 2}}]}
+
+
+def sse(*events: dict[str, Any] | str) -> bytes:
+    rows = [event if isinstance(event, str) else f"data: {json.dumps(event)}" for event in events]
+    return "".join(f"{row}\n\n" for row in rows).encode()
+
+
+def delta(text: str | None, reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": reason}]}
+
+
+@contextmanager
+def server(
+    body: bytes, *, status: int = 200, stays: threading.Event | None = None
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An HTTP server with one answer; with `stays` it keeps the connection open until then."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps(MODELS).encode())
+
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            asked.append(
+                json.loads(self.rfile.read(length)) | {"key": self.headers["Authorization"]}
+            )
+            self._send(status, body)
+            if stays is not None:
+                stays.wait(20)
+
+        def _send(self, code: int, content: bytes) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(content)
+            self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}", asked
+    finally:
+        if stays is not None:
+            stays.set()
+        running.shutdown()
+        running.server_close()
+        thread.join()
+
+
+def test_a_reply_over_http() -> None:
+    usage = {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+        "timings": {"prompt_ms": 12.5, "predicted_per_second": 40.0},
+        "x_kvq": {
+            "kv_bytes": 1000,
+            "mean_k_bits": 6.5,
+            "mean_v_bits": 4.25,
+            "evicted_share": 0.125,
+        },
+    }  # fmt: skip
+    body = sse(": ping", delta("Hel"), delta("lo 👋"), delta(None, "stop"), usage, "data: [DONE]")
+    with server(body) as (url, asked):
+        client = RemoteClient(f"{url}/v1", api_key="secret")
+        facts = client.open()
+        assert (facts.model, facts.context_tokens, facts.k_bits, facts.v_bits) == ("m", 512, 4, 2)
+        stream = Stream()
+        assert client.reply(turn("hi"), stream) == "stop"
+        news = stream.take()
+        assert news.text == "Hello 👋"
+        assert news.stats is not None
+        assert (news.stats.encoded_tokens, news.stats.cached_tokens) == (5, 4)
+        assert (news.stats.ttft_ms, news.stats.decode_tok_s, news.stats.kv_bytes) == (
+            12.5,
+            40,
+            1000,
+        )
+        assert (news.stats.mean_k_bits, news.stats.mean_v_bits) == (6.5, 4.25)
+        assert news.stats.evicted_share == 0.125
+    assert asked[0]["messages"] == [{"role": "user", "content": "hi"}]
+    assert asked[0]["key"] == "Bearer secret"
+    assert (asked[0]["model"], asked[0]["max_tokens"], asked[0]["stream"]) == ("m", 8, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "says"),
+    [
+        (200, sse(delta("half")), EngineLostError, "too early"),
+        (200, sse(delta("a"), {"error": {"message": "out of\nluck"}}), BackendError, "out of luck"),
+        (500, b"<html>", BackendError, "status 500"),
+        (429, b'{"error": {"message": "busy", "code": null}}', BackendError, "busy"),
+        (400, b'{"error": {"message": "x", "code": "context_length_exceeded"}}',
+         ContextFullError, "begin a new chat"),
+    ],
+)  # fmt: skip
+def test_faults_over_http(status: int, body: bytes, error: type[Exception], says: str) -> None:
+    with server(body, status=status) as (url, _):
+        client = RemoteClient(url)
+        client.open()
+        with pytest.raises(error, match=says):
+            client.reply(turn("hi"), Stream())
+
+
+def test_a_server_that_is_silent_can_be_left() -> None:
+    with server(sse(delta("wait")), stays=threading.Event()) as (url, _):
+        client = RemoteClient(url)
+        client.open()
+        stream, ended = Stream(), []
+        thread = threading.Thread(target=lambda: ended.append(client.reply(turn("hi"), stream)))
+        thread.start()
+        while not stream.take().text:
+            pass
+        stream.cancel()
+        thread.join(20)
+        assert ended == ["cancelled"]
+
+
+def test_no_server_and_no_such_model() -> None:
+    with server(b"") as (url, _):
+        with pytest.raises(ModelError, match="serves m"):
+            RemoteClient(url, model="other").open()
+        gone = url
+    with pytest.raises(EngineLostError, match="start it with `kvq serve`"):
+        RemoteClient(gone).open()
+    for bad in ("ftp://x", "http://", ""):
+        with pytest.raises(UsageError, match="--server"):
+            RemoteClient(bad)
+
+
+def test_the_server_decides_its_kv() -> None:
+    with pytest.raises(BackendError, match="kvq serve --kv"):
+        RemoteClient("http://127.0.0.1:1").change_kv(4, 2, None, Stream())
