@@ -122,8 +122,8 @@ private:
     void keep_probes(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
                      const float* inv_freq, const float* q_norm);
     int usable_probes(int tokens, int* slots) const;
-    void load_probes(Block& block, const LayerFacts& layer, int kv_head, const int* slots, int count,
-                     int first) const;
+    void load_probes(Block& block, const LayerFacts& layer, int kv_head, const int* slots,
+                     int count) const;
     void observe(Block& block, const LayerFacts& layer, int stream, float unit, float* facts,
                  int64_t pages) const;
     bool closing_rows_consecutive(int rows, int pages) const;

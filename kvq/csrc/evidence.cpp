@@ -68,19 +68,22 @@ int Cache::usable_probes(int tokens, int* slots) const {
     return count;
 }
 
-// Loads rows [first, ...) of a KV head's probes into a block, the way attention loads queries.
+// Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as many
+// evenly spaced ones as a block takes, so that probes and heads take turns.
 void Cache::load_probes(Block& block, const LayerFacts& layer, int kv_head, const int* slots,
-                        int count, int first) const {
+                        int count) const {
     const kvq_attention& a = layer.attention;
     const int group = a.heads / a.kv_heads, dim = a.head_dim;
     const float unit = a.softcap > 0 ? 1.0f / a.softcap : kLog2E;
-    block.rows = std::min(kBlockRows, count * group - first);
+    const int rows = count * group;
+    block.rows = std::min(kBlockRows, rows);
     block.head_dim = dim;
     block.softcap_log2 = a.softcap * kLog2E;
     block.window = a.window_tokens;
     for (int r = 0; r < block.rows; r++) {
-        const int slot = slots[(first + r) / group];
-        const int head = kv_head * group + (first + r) % group;
+        const int row = r * rows / block.rows;
+        const int slot = slots[row / group];
+        const int head = kv_head * group + row % group;
         kernels().from_half(probe_rows(slot, a.layer) + head * dim, block.q + r * dim, dim);
         for (int i = 0; i < dim; i++) block.q[r * dim + i] *= unit;
         block.position[r] = probes_[slot].position;
@@ -101,32 +104,29 @@ int Cache::evidence(int tokens, float* facts, float* queries) {
     std::memset(queries, 0, sizeof(float) * static_cast<size_t>(3 * streams() * dim));
     for (int s = 0; s < streams(); s++) {
         const LayerFacts& layer = *layer_facts(s / static_cast<int>(heads));
-        const int group = config().heads / config().kv_heads;
         float* mean = queries + s * dim;
         float* square = queries + (streams() + s) * dim;
         float* output = queries + (2 * streams() + s) * dim;
         float* page_facts = facts + s * columns;
-        for (int first = 0; first < count * group; first += kBlockRows) {
-            Block block;
-            load_probes(block, layer, s % static_cast<int>(heads), slots, count, first);
-            const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
-            for (int r = 0; r < block.rows; r++)
-                for (int64_t i = 0; i < dim; i++) {
-                    const float q = block.q[r * dim + i] * unit;
-                    mean[i] += q / static_cast<float>(count * group);
-                    square[i] += q * q / static_cast<float>(count * group);
-                }
-            observe(block, layer, s, unit, page_facts, pages);
-            for (int r = 0; r < block.rows; r++)
-                for (int64_t i = 0; i < dim; i++)
-                    output[i] += block.acc[r * dim + i] * block.acc[r * dim + i] /
-                                 static_cast<float>(count * group);
+        if (count == 0) continue;
+        Block block;
+        load_probes(block, layer, s % static_cast<int>(heads), slots, count);
+        const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
+        observe(block, layer, s, unit, page_facts, pages);
+        const float share = 1.0f / static_cast<float>(block.rows);
+        for (int r = 0; r < block.rows; r++) {
+            for (int64_t i = 0; i < dim; i++) {
+                const float q = block.q[r * dim + i] * unit, x = block.acc[r * dim + i];
+                mean[i] += q * share;
+                square[i] += q * q * share;
+                output[i] += x * x * share;
+            }
         }
         for (int64_t c = 0; c < columns; c++) {
             Entry& e = entry(s, static_cast<int>(c));
             if (!e.k_bits) continue;
             const auto fact = [&](int which) -> float& { return page_facts[which * pages + c]; };
-            // What was summed over rows becomes a mean; MEAN_MASS held the count of rows.
+            // What was summed over rows becomes a mean; KVQ_MEAN_MASS held the count of rows.
             const float rows = std::max(fact(KVQ_MEAN_MASS), 1.0f);
             for (int which : {KVQ_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR})
                 fact(which) /= rows;

@@ -19,6 +19,8 @@ PROBE_STRIDE = 8
 PROBES = 4
 RING_SLOTS = PROBES + 2
 PROBE_SLOTS = 2 * RING_SLOTS
+# Rows of a KV head that are looked at, probes times query heads, at most.
+PROBE_ROWS = 16
 PROBE_BYTES = 8
 LAYER_FACTS_BYTES = 552
 

@@ -16,6 +16,7 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     FORMATS,
+    PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
     RING_SLOTS,
@@ -335,6 +336,10 @@ class ReferenceCache:
                 )
                 rows = np.concatenate([p.rows[layer, group] for p in probes]).astype(np.float32)
                 where = np.repeat([p.position for p in probes], shape.num_heads // heads)
+                # Many query heads: evenly spaced rows, so that probes and heads take turns.
+                count = min(len(rows), PROBE_ROWS)
+                taken = np.arange(count) * len(rows) // count
+                rows, where = rows[taken], where[taken]
                 queries[0, layer, head] = rows.mean(axis=0)
                 queries[1, layer, head] = np.square(rows).mean(axis=0)
                 outputs = self._observe(layer, head, rows, where, facts)

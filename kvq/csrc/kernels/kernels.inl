@@ -453,7 +453,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
     else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
     else all_logits<2>(page, block, q, scores);
     Constants keys, values;
-    alignas(64) float v[kPageTokens * kMaxHeadDim];
+    alignas(64) float v[kPageTokens * kMaxHeadDim], length[kPageTokens];  // values, |value|^2
     bool read = false;
     for (int r = 0; r < block.rows; r++) {
         if (!bits[r]) continue;
@@ -466,6 +466,11 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
             widen_constants(page.k_constants, dim, 8, keys);
             widen_constants(page.v_constants, kPageTokens, page.v_bits, values);
             read_values(page, dim, values, v);
+            for (int t = 0; t < kPageTokens; t++) {
+                F sum = set1(0.0f);
+                for (int c = 0; c < dim; c += 8) sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
+                length[t] = reduce_add(sum);
+            }
             read = true;
         }
         // Logit noise of keys rounded to steps of s: sum over channels of (q s)^2 / 12.
@@ -474,29 +479,37 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
             const F x = load(q + r * dim + c) * set1(unit) * load(keys.step + c);
             noise = fma(x, x, noise);
         }
+        // With X the row's output: sum p (V - X) = sum p V - m X, and sum p^2 |V - X|^2 =
+        // sum p^2 |V|^2 - 2 X . sum p^2 V + |X|^2 sum p^2.
         const float* output = block.acc + r * dim;
-        alignas(64) float moved[kMaxHeadDim] = {};  // sum of weight * (value - output)
-        F spread = set1(0.0f);                      // sum of weight^2 * |value - output|^2
-        float steps = 0;                            // sum of weight^2 * step^2, at 8 bits
-        const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
-        for (int t = 0; t < kPageTokens; t++) {
-            if (p[t] == 0.0f) continue;
-            const F weight = set1(p[t]);
-            F distance = set1(0.0f);
-            for (int c = 0; c < dim; c += 8) {
-                const F away = load(v + t * dim + c) - load(output + c);
-                distance = fma(away, away, distance);
-                store(moved + c, fma(weight, away, load(moved + c)));
-            }
-            spread = fma(weight * weight, distance, spread);
-            const float step = p[t] * values.step[t] * narrow;
-            steps += step * step;
+        alignas(64) float square[kPageTokens];
+        F squares = set1(0.0f), lengths = set1(0.0f), steps = set1(0.0f);
+        for (int t = 0; t < kPageTokens; t += 8) {
+            const F weight = load(p + t), both = weight * weight, step = load(values.step + t);
+            store(square + t, both);
+            squares = squares + both;
+            lengths = fma(both, load(length + t), lengths);
+            steps = fma(both, step * step, steps);
         }
-        F gone = set1(0.0f);
-        for (int c = 0; c < dim; c += 8) gone = fma(load(moved + c), load(moved + c), gone);
+        F gone = set1(0.0f), inner = set1(0.0f), size = set1(0.0f);
+        for (int c = 0; c < dim; c += 8) {
+            F first = set1(0.0f), second = set1(0.0f);
+            for (int t = 0; t < kPageTokens; t++) {
+                const F x = load(v + t * dim + c);
+                first = fma(set1(p[t]), x, first);
+                second = fma(set1(square[t]), x, second);
+            }
+            const F x = load(output + c), moved = first - set1(mass) * x;
+            gone = fma(moved, moved, gone);
+            inner = fma(second, x, inner);
+            size = fma(x, x, size);
+        }
+        const float spread = reduce_add(lengths) - 2.0f * reduce_add(inner) +
+                             reduce_add(size) * reduce_add(squares);
+        const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
         const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
-        seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * reduce_add(spread);
-        seen.value_error += steps * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * (spread > 0.0f ? spread : 0.0f);
+        seen.value_error += reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
         seen.evict_error += reduce_add(gone) / (left * left);
     }
 }
