@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.serve.arenas import Arenas
@@ -67,6 +68,9 @@ class ListCache:
         return 8 * len(self.ids)
 
     peak_bytes = used_bytes
+
+    def holdings(self) -> Holdings:
+        return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
     def begin(self, count: int) -> None:
         self.reserved = count

@@ -1,6 +1,7 @@
 """`kvq bench`: the peers compute the same model on the same weights, and what it reports."""
 
 import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -15,9 +16,9 @@ from kvq.cache import Cache, budget_for_tokens
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import engine_kvq, gguf_file, shapes
-from kvq_apps.bench.engines import ENGINES, PEERS, check_peers, open_engine
+from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_apps.bench.measure import Case, Job, measure
+from kvq_apps.bench.measure import Case, Job, _decode, measure
 from kvq_apps.bench.report import comparisons
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
@@ -57,7 +58,8 @@ TOLERANCE = {
 }
 KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
 ROW_KEYS = {
-    "engine", "kv", "context", "threads", "decode_ms", "decode_min_ms", "decode_samples",
+    "engine", "kv", "kv_policy", "context", "threads", "decode_ms", "decode_min_ms",
+    "decode_samples", "relief_share",
     "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes", "attention_ms",
     "attention_rows_ms", "verify_ratio",
 }  # fmt: skip
@@ -101,8 +103,8 @@ def need(engine: str) -> None:
 def logits(bundle: Bundle, engine: str, kv: str) -> np.ndarray:
     """After a prefill of 20 tokens, ten single ones and a second chunk; from an empty cache."""
     ids = np.random.default_rng(0).integers(0, 512, 40)
-    opened = open_engine(engine, bundle, threads=1, kv_settings=("fp",))
-    sequence = opened.sequence(kv, 0, 64)
+    opened = open_engine(engine, bundle, threads=1, settings=[Setting(kv="fp")])
+    sequence = opened.sequence(Setting(kv=kv), 0, 64)
     steps = [ids[:20], *np.split(ids[20:30], 10), ids[30:]]
     rows = [sequence.forward(step).copy() for step in steps]
     sequence.rollback()
@@ -203,12 +205,13 @@ def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_filled_cache_is_attended_to(make: Make, engine: str) -> None:
     need(engine)
-    opened = open_engine(engine, make("qwen2"), threads=1, kv_settings=("4:2", "fp"))
+    settings = [Setting(kv="4:2"), Setting(kv="fp")]
+    opened = open_engine(engine, make("qwen2"), threads=1, settings=settings)
     token = np.array([7])
-    for kv in opened.kv_settings:
+    for setting in opened.settings:
         seen = []
         for depth in (130, 300):
-            sequence = opened.sequence(kv, depth, 8)
+            sequence = opened.sequence(setting, depth, 8)
             first = sequence.forward(token).copy()
             assert not np.allclose(sequence.forward(token), first, atol=1e-3)
             sequence.rollback()
@@ -311,12 +314,16 @@ def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[st
 
 
 def test_a_row_holds_medians_and_rates() -> None:
-    case = Case(engine="kvq", kv="4:2", context=64, threads=1, sequence=Silent())
+    setting = Setting(kv="4:2", policy="h2o", budget="1MiB")
+    case = Case(engine="kvq", setting=setting, context=64, threads=1, sequence=Silent())
     case.decode_s += [0.004, 0.002, 0.003]
+    case.relief_s += [0.0001, 0.0005, 0.0003]
     case.prefill_s += [0.5, 0.25, 2.0]
     case.attention_s |= {1: [0.002, 0.001, 0.009], 4: [0.003, 0.004, 0.001]}
     found = case.row(Job(contexts=(64,), kv=("4:2",), rows=4, prefill_tokens=100))
     assert (found["decode_ms"], found["decode_min_ms"]) == (3.0, 2.0)
+    assert found["relief_share"] == pytest.approx(0.1)
+    assert (found["kv"], found["kv_policy"], case.name) == ("4:2", "h2o", "kvq 4:2 h2o")
     assert (found["prefill_tok_s"], found["ttft_ms"]) == (200.0, 500.0)
     assert (found["attention_ms"], found["attention_rows_ms"]) == (2.0, 3.0)
     assert (found["verify_ratio"], found["kv_bytes"]) == (1.5, 77)
@@ -326,6 +333,7 @@ class Silent:
     """A sequence nobody runs."""
 
     kv_bytes = 77
+    relief_s = 0.0
 
     def forward(self, ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids), np.float32)
@@ -338,9 +346,21 @@ class Silent:
     def close(self) -> None: ...
 
 
+class Busy(Silent):
+    """A sequence that makes room in every step."""
+
+    forwards = 0
+
+    def forward(self, ids: np.ndarray) -> np.ndarray:
+        self.forwards += 1
+        self.relief_s += 0.25
+        return super().forward(ids)
+
+
 def row(engine: str, context: int, decode: float, prefill: float | None) -> dict[str, Any]:
     return {
-        "engine": engine, "kv": "x", "context": context, "threads": 1, "decode_ms": decode,
+        "engine": engine, "kv": "x", "kv_policy": None, "context": context, "threads": 1,
+        "decode_ms": decode,
         "decode_min_ms": decode - (3 if engine == "onnxruntime" else 1),
         "prefill_tok_s": prefill, "verify_ratio": 1.5,
     }  # fmt: skip
@@ -366,6 +386,87 @@ def test_a_prefill_too_long_is_left_out(make: Make) -> None:
     assert "--prefill-limit is" in deep["prefill_skipped"]
     assert deep["prefill_tok_s"] is deep["ttft_ms"] is None
     assert deep["decode_samples"] == 3
+
+
+# Policies at work
+
+
+def test_policies_are_measured_beside_the_same_cache_with_room(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided: list[tuple[str, int]] = []
+    relieve = Cache.begin
+
+    def counted(cache: Cache, tokens: int) -> None:
+        before = cache.used_bytes
+        relieve(cache, tokens)
+        if cache.used_bytes < before and tokens == 1:
+            decided.append((type(cache.policy).__name__, cache.tokens))
+
+    monkeypatch.setattr(Cache, "begin", counted)
+    words = ["--context", "400", "--repeat", "2", "--prefill", "16", "--rows", "1", "--kv", "8:8"]
+    words += ["--kv-policy", "uniform,h2o:demote=1,recent=0.3", "--kv-budget", "170tok"]
+    data = bench(capsys, str(make("qwen2").path), *words, "--threads", "1")
+    rows = data["rows"]
+    policies = [None, "uniform", "h2o:demote=1,recent=0.3"]
+    assert [row["kv_policy"] for row in rows] == policies
+    assert [row["decode_samples"] for row in rows] == [2, 2, 2]
+    assert (data["kv_policy"], data["kv_budget"]) == (policies[1:], "170tok")
+    assert all(set(row) == ROW_KEYS for row in rows)
+    free, *pressed = rows
+    # Each visit closes one page: the sinks and 63 tokens of 400 stand past the last boundary.
+    for name in ("Uniform", "H2O"):
+        steps = [tokens for policy, tokens in decided if policy == name and tokens >= 400]
+        assert set(steps) == {4 + 7 * 64 - 1}
+        assert len(steps) == 2
+    assert all(row["kv_bytes"] < free["kv_bytes"] for row in pressed)
+    assert all(row["relief_share"] > 0 for row in rows)
+    assert [one["kv_policy"] for one in data["pressures"]] == policies[1:]
+    for one, row in zip(data["pressures"], pressed, strict=True):
+        assert one["decode_ratio"] == row["decode_ms"] / free["decode_ms"]
+        assert one["relief_ms"] == pytest.approx(64 * row["decode_ms"] * row["relief_share"])
+    assert [one["kv"] for one in data["comparisons"]] == ["8:8"]
+    assert data["medians"].keys() >= {"kvq 8:8, 1 thread", "kvq 8:8 uniform, 1 thread"}
+
+
+@pytest.mark.parametrize(("policies", "samples", "forwards"), [((), 6, 8), (("h2o",), 2, 130)])
+def test_relief_is_part_of_a_decode_step(
+    policies: tuple[str, ...], samples: int, forwards: int
+) -> None:
+    job = Job(contexts=(64,), kv=("4:2",), kv_policy=policies, kv_budget="9%", repeat=2)
+    case = Case(
+        engine="kvq", setting=job.settings[-1], context=64, threads=1, sequence=(busy := Busy())
+    )
+    _decode([case], job, lambda done, total, label: None)
+    assert (busy.forwards, len(case.decode_s)) == (forwards, samples)
+    assert case.relief_s == [0.25] * samples
+    assert job.room >= forwards / job.repeat
+
+
+def test_relief_is_the_time_of_making_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="4:2")])
+    sequence = opened.sequence(Setting(kv="4:2"), 20, 8)
+    monkeypatch.setattr(engine_kvq, "perf_counter", lambda: next(clock))
+    sequence.forward(np.array([1, 2]))
+    sequence.forward(np.array([3]))
+    assert sequence.relief_s == 2
+    sequence.close()
+    opened.close()
+
+
+def test_the_table_of_policies(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A budget in the environment is for sessions; nobody asked what it costs.
+    monkeypatch.setenv("KVQ_KV_BUDGET", "60%")
+    words = ["bench", str(make("qwen2").path), "--context", "400", "--kv", "8:8"]
+    words += ["--prefill", "8", "--repeat", "1", "--threads", "1"]
+    assert main(words) == 0
+    assert "relief" not in capsys.readouterr().out
+    assert main([*words, "--kv-policy", "oldest"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("in 60%", "8:8 oldest", "relief", "with room"))
 
 
 # Shapes
@@ -411,6 +512,12 @@ def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--context", "64,-1"], "--context -1"),
         (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),
         (["--kv", "4:2,fp", "--kbits", "8"], "refine one setting"),
+        (["--kv-policy", "oldest"], "--kv-policy needs a --kv-budget"),
+        (["--kv-policy", "best", "--kv-budget", "1MiB"], "--kv-policy 'best' is unknown"),
+        (["--kv-budget", "few"], "--kv-budget 'few' is not possible"),
+        (["--kv", "8:8,fp", "--kv-budget", "10%"], "an unquantised cache gives nothing up"),
+        (["--context", "300", "--kv-budget", "400tok"], "--kv-policy would have nothing to do"),
+        (["--context", "300", "--kv-budget", "4KiB"], "cannot hold this model's sinks, tail"),
         (["--plot", "no/such/folder/p.png"], "there is no folder"),
         (["--plot", "p.exe"], "must end in .png"),
     ],

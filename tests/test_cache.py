@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from kvq import native
-from kvq.cache import Cache, budget_for_tokens, minimum_budget
+from kvq.cache import Cache, Holdings, budget_for_tokens, minimum_budget
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
@@ -750,6 +750,50 @@ def test_a_gap_between_sinks_and_pages_is_allowed(use_native: bool) -> None:
     cache.commit(132)
     assert cache.columns()[0].tolist() == [[100, 0, 4, -1]]
     assert cache.tail(0, 0)[2].tolist() == [*range(4), *range(164, 228)]
+    cache.close()
+
+
+@BOTH
+def test_holdings_are_counted_over_layers_heads_and_tokens(use_native: bool) -> None:
+    plan = KvPlan(k_bits=8, v_bits=4, sink_tokens=4)
+    cache = Cache(SMALL, plan, 1 << 20, 1000, native=use_native)
+    streams = SMALL.num_layers * SMALL.num_kv_heads
+    assert cache.holdings() == Holdings(mean_k_bits=0, mean_v_bits=0, evicted_share=0)
+    step(cache, 200)
+    step(cache, 66)
+    # Three pages of 64 tokens; 4 sinks and 70 newer tokens are not quantised.
+    held = cache.holdings()
+    assert held.mean_k_bits == pytest.approx((3 * 64 * 8 + 74 * 16) / 266)
+    assert held.mean_v_bits == pytest.approx((3 * 64 * 4 + 74 * 16) / 266)
+    assert held.evicted_share == 0
+
+    cache.demote(np.array([[0, 0, 0, 2, 2], [0, 0, 1, 0, 0]], np.int32))
+    held, tokens = cache.holdings(), 266 * streams
+    k_bits = (3 * 64 * 8 + 74 * 16) * streams - 64 * (6 + 8)
+    v_bits = (3 * 64 * 4 + 74 * 16) * streams - 64 * (2 + 4)
+    assert held.mean_k_bits == pytest.approx(k_bits / (tokens - 64))
+    assert held.mean_v_bits == pytest.approx(v_bits / (tokens - 64))
+    assert held.evicted_share == pytest.approx(64 / tokens)
+
+    # A page gone everywhere leaves the table and still counts; so do masked tokens.
+    gone = [[layer, head, 1, 0, 0] for layer in range(2) for head in range(SMALL.num_kv_heads)]
+    cache.demote(np.array(gone[1:], np.int32))
+    assert len(cache.columns()[0]) == 2
+    assert cache.holdings().evicted_share == pytest.approx(64 / 266)
+    cache.mask(1, ALL >> 16)
+    assert cache.holdings().evicted_share == pytest.approx(80 / 266)
+    cache.trim(4 + 40)
+    held = cache.holdings()
+    assert held.evicted_share == 0
+    k_bits = (40 * 8 + 4 * 16) * streams - 40 * 6
+    assert held.mean_k_bits == pytest.approx(k_bits / (44 * streams))
+    cache.close()
+
+
+def test_an_unquantised_cache_holds_everything_at_16_bits() -> None:
+    cache = Cache(SMALL, KvPlan(k_bits=16, v_bits=16), 1 << 20, 300)
+    step(cache, 200)
+    assert cache.holdings() == Holdings(mean_k_bits=16, mean_v_bits=16, evicted_share=0)
     cache.close()
 
 

@@ -142,9 +142,31 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
         stats = session.stats()
     with engine.session(k_bits=8, v_bits=8, kv_budget="500tok") as roomy:
         roomy.prefill(prompt(400))
-        assert roomy.stats().kv_bytes_peak > stats.kv_budget
-    assert stats.kv_bytes_peak <= stats.kv_budget
+        free = roomy.stats()
+        assert free.kv_bytes_peak > stats.kv_budget
+        # 5 pages of 64 tokens are closed; 76 newer tokens and 4 sinks are not.
+        assert free.mean_k_bits == free.mean_v_bits == (5 * 64 * 8 + 80 * 16) / 400
+        assert free.evicted_share == 0
+    assert stats.kv_bytes <= stats.kv_bytes_peak <= stats.kv_budget
+    assert 0 < stats.mean_k_bits < 16
+    assert stats.evicted_share < 1
+    assert stats.mean_v_bits < free.mean_v_bits or stats.evicted_share > 0
     assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 4 + 4)
+
+
+@pytest.mark.parametrize("policy", [None, "oldest", "snapkv"])
+def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: str | None) -> None:
+    with engine.session(kv_budget="300tok", policy=policy) as session:
+        session.prefill(prompt(300))
+        stats = session.stats()
+        assert stats.evicted_share == 0
+        # 3 pages are closed; 104 newer tokens and 4 sinks are not.
+        assert stats.mean_k_bits == (192 * 4 + 108 * 16) / 300
+        assert stats.mean_v_bits == (192 * 2 + 108 * 16) / 300
+        session.prefill(prompt(200))
+        # The context is longer than the budget: with 6 pages closed something gives way.
+        more = session.stats()
+        assert more.evicted_share > 0 or more.mean_v_bits < (384 * 2 + 116 * 16) / 500
 
 
 def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:

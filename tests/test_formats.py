@@ -23,6 +23,7 @@ from kvq.formats import (
     granule_bytes,
     page_bytes,
 )
+from kvq.policies import POLICIES, policy_named
 from pairs import attention, forward, pack_heads, random_heads
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
@@ -145,16 +146,45 @@ def test_one_byte_below_the_minimum_is_refused_by_both(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("use_native", [True, False])
-def test_cache_opens_at_the_minimum_and_not_a_byte_below(use_native: bool) -> None:
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("context_tokens", [60, 100, 250, 1000])
+def test_cache_opens_at_the_minimum_and_not_a_byte_below(
+    use_native: bool, policy: str, context_tokens: int
+) -> None:
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    options = {"policy": policy, "chunk_tokens": 128}
     for plan in (KvPlan(), KvPlan(k_bits=8, v_bits=8), KvPlan(k_bits=16, v_bits=16)):
-        least = minimum_budget(shape, plan, 1000)
-        cache = Cache(shape, plan, least, 1000, native=use_native)
+        least = minimum_budget(shape, plan, context_tokens, **options)
+        cache = Cache(shape, plan, least, context_tokens, native=use_native, **options)
         assert cache.used_bytes <= least
         assert cache.peak_bytes == cache.used_bytes
         cache.close()
         with pytest.raises(BudgetError, match=f"{least} bytes"):
-            Cache(shape, plan, least - 1, 1000, native=use_native)
+            Cache(shape, plan, least - 1, context_tokens, native=use_native, **options)
+
+
+def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> None:
+    """12 query rows of 64 float16 for each of 2 x 4 heads, and what each layer saw last."""
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    bare = minimum_budget(shape, KvPlan(), 1000)
+    probes = 12 * 8 + 32 + 12 * 8 * 64 * 2 + 2 * 552 + 48
+    for policy in POLICIES:
+        asks = "attention" in policy_named(policy).needs
+        least = minimum_budget(shape, KvPlan(), 1000, policy=policy)
+        assert least == bare + (probes if asks else 0), policy
+
+
+def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
+    shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
+    whole = budget_for_tokens(shape, KvPlan(), 250, chunk_tokens=64)
+    assert minimum_budget(shape, KvPlan(), 250, chunk_tokens=64, policy="budget") == whole
+    cache = Cache(shape, KvPlan(), whole, 250, chunk_tokens=64, policy="budget")
+    assert not cache.arena.probes
+    _fill(cache, 250)
+    assert (cache.columns()[1] == (4, 2)).all()
+    cache.close()
+    longer = minimum_budget(shape, KvPlan(), 1000, chunk_tokens=64, policy="budget")
+    assert longer < budget_for_tokens(shape, KvPlan(), 1000, chunk_tokens=64)
 
 
 @FEW
@@ -162,13 +192,15 @@ def test_cache_opens_at_the_minimum_and_not_a_byte_below(use_native: bool) -> No
     shapes(largest_dim=64, most_streams=6),
     plans(floats=False),
     st.integers(70, 700),
+    st.sampled_from(sorted(POLICIES)),
     st.booleans(),
 )
 def test_a_minimum_budget_takes_any_number_of_tokens(
-    shape: CacheShape, plan: KvPlan, tokens: int, use_native: bool
+    shape: CacheShape, plan: KvPlan, tokens: int, policy: str, use_native: bool
 ) -> None:
     """One page of every stream at a time: older pages are given up, and no step is refused."""
-    cache = Cache(shape, plan, minimum_budget(shape, plan, tokens), tokens, native=use_native)
+    budget = minimum_budget(shape, plan, tokens, policy=policy)
+    cache = Cache(shape, plan, budget, tokens, policy=policy, native=use_native)
     _fill(cache, tokens)
     assert cache.tokens == tokens
     assert cache.peak_bytes <= cache.budget_bytes
@@ -201,13 +233,21 @@ def test_budget_for_tokens_holds_them_at_full_width(
 
 
 @FEW
-@given(shapes(largest_dim=64, most_streams=4), plans(floats=False), st.integers(200, 900))
+@given(
+    shapes(largest_dim=64, most_streams=4),
+    plans(floats=False),
+    st.integers(200, 900),
+    st.one_of(st.integers(1, 300), st.just(20_000)),
+    st.sampled_from(sorted(POLICIES)),
+)
 def test_budget_for_tokens_of_a_longer_context(
-    shape: CacheShape, plan: KvPlan, tokens: int
+    shape: CacheShape, plan: KvPlan, tokens: int, more: int, policy: str
 ) -> None:
-    budget = budget_for_tokens(shape, plan, tokens, context_tokens=20_000)
+    context = tokens + more
+    budget = budget_for_tokens(shape, plan, tokens, context_tokens=context, policy=policy)
     assert budget >= budget_for_tokens(shape, plan, tokens)
-    cache = Cache(shape, plan, budget, 20_000)
+    assert budget <= budget_for_tokens(shape, plan, context)
+    cache = Cache(shape, plan, budget, context, policy=policy)
     _fill(cache, tokens)
     assert (cache.columns()[1] == (plan.k_bits, plan.v_bits)).all()
     cache.close()
@@ -222,6 +262,10 @@ def test_budget_in_any_unit_becomes_bytes() -> None:
     assert budget_bytes(Budget(tokens=700), shape, plan, 4000) == budget_for_tokens(
         shape, plan, 700, context_tokens=4000
     )
+    for policy in POLICIES:
+        assert budget_bytes(
+            Budget(tokens=700), shape, plan, 4000, policy=policy
+        ) == budget_for_tokens(shape, plan, 700, context_tokens=4000, policy=policy)
 
 
 def test_a_tight_budget_shortens_the_chunk() -> None:

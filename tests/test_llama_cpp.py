@@ -284,6 +284,10 @@ def test_windows_cost_no_more_than_themselves(windowed: Engine) -> None:
         assert session.stats().kv_budget == (1024 + 6 * 256) * row_bytes
         session.prefill(prompt(500))
         assert session._cache.used_bytes == (500 + 6 * 24) * row_bytes
+        stats = session.stats()
+        assert stats.kv_bytes == (500 + 6 * 24) * row_bytes
+        assert (stats.mean_k_bits, stats.mean_v_bits) == (8, 8)
+        assert stats.evicted_share == pytest.approx(1 - (500 + 6 * 24) / (7 * 500))
 
 
 @pytest.mark.parametrize("name", ["engine", "windowed"])
@@ -841,6 +845,9 @@ def test_eval_and_bench_take_a_file(
     code, _, err = command(capsys, "bench", tried, "--peer", "onnxruntime")
     assert code == 2
     assert "has no ONNX graph, and peers run on its weights" in err
+    code, _, err = command(capsys, "bench", tried, "--kv-policy", "h2o", "--kv-budget", "9%")
+    assert code == 2
+    assert "runs on llama.cpp, whose cache gives nothing up" in err
 
 
 def test_doctor_shows_the_backend(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.cache import Cache
+from kvq.cache import Cache, minimum_budget
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import arena_for, page_bytes
+from kvq.formats import page_bytes
 from kvq.policies import POLICIES, Evidence, policy_named
 from pairs import attention, forward, pack_heads
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
@@ -328,10 +328,7 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
     """
     shape = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
-    probes = "attention" in policy_named(policy).needs
-    least = arena_for(
-        shape, plan, context_tokens=2100, chunk_tokens=64, threads=1, probes=probes
-    ).minimum_bytes
+    least = minimum_budget(shape, plan, 2100, policy=policy)
     budget = least + data.draw(st.one_of(st.integers(0, 3000), st.integers(0, 60_000)), "extra")
     cache = Cache(shape, plan, budget, 2100, policy=policy, windows=windows, native=use_native)
     layers = [

@@ -221,7 +221,9 @@ def test_a_stream_is_plain_server_sent_events(tiny: Server) -> None:
     whole = ask(tiny, CHAT, body | {"stream": False}).json
     assert whole["choices"][0]["message"]["content"] == text
     assert chunks[-1]["x_kvq"].keys() == whole["x_kvq"].keys()
-    assert 0 < whole["x_kvq"]["kv_bytes"] <= whole["x_kvq"]["kv_budget"]
+    held = whole["x_kvq"]
+    assert 0 < held["kv_bytes"] <= held["kv_bytes_peak"] <= held["kv_budget"]
+    assert (held["mean_k_bits"], held["mean_v_bits"], held["evicted_share"]) == (16, 16, 0)
 
 
 # Bad input (SRV-3, SRV-10, SRV-17)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import ForwardInput
@@ -43,6 +44,9 @@ class ListCache:
         return 8 * len(self.ids)
 
     peak_bytes = used_bytes
+
+    def holdings(self) -> Holdings:
+        return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
     def begin(self, count: int) -> None:
         if len(self.ids) + count > self.capacity_tokens:
@@ -360,6 +364,10 @@ def test_stats_count_prompt_and_new_tokens() -> None:
     stats = session.stats()
     assert (stats.prompt_tokens, stats.new_tokens) == (5, 4)
     assert (stats.kv_budget, stats.kv_bytes_peak, stats.bytes_per_token) == (1000, 64, 8.0)
+    assert stats.kv_bytes == 64
+    assert (stats.mean_k_bits, stats.mean_v_bits, stats.evicted_share) == (5.5, 4.25, 0.125)
+    session.rollback(7)
+    assert (session.stats().kv_bytes, session.kv_bytes_peak) == (16, 16)
     assert stats.ttft_ms > 0
     # three decode steps at 6, 7 and 8 tokens of 8 bytes, each reading 100 bytes of weights
     read = 3 * 100 + 8 * (6 + 7 + 8)

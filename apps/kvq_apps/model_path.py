@@ -12,19 +12,23 @@ from kvq_apps import output
 from kvq_runtime.gguf_format import SUFFIX, is_gguf
 
 DEFAULT = "default"
+# Folders of checkpoints inside the models package, by the name a user calls them.
+EMBEDDED = (DEFAULT, "nano")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(name: str | None) -> Path:
     """The bundle folder or GGUF file that `name` means.
 
-    `name` is one of them, a checkpoint folder, a hub id, `default` or None. A checkpoint is
+    `name` is one of them, a checkpoint folder, a hub id, or an embedded model: `default` (also
+    meant by None) or `nano`, unless a folder of that name is there. A checkpoint is
     exported into the user's cache folder the first time, with progress on stderr. Raises
     `ModelError` naming what is possible.
     """
-    if name is None or name == DEFAULT:
-        return _exported(_default_checkpoint(), DEFAULT)
+    name = DEFAULT if name is None else name
     path = Path(name).expanduser()
+    if name in EMBEDDED and not (path / "kvq.json").exists():
+        return _exported(_embedded_checkpoint(name), name)
     if path.is_dir():
         if (path / "config.json").exists() and not (path / "kvq.json").exists():
             return _exported(str(path.resolve()), path.resolve().name)
@@ -44,14 +48,14 @@ def resolve_model(name: str | None) -> Path:
     )
 
 
-def _default_checkpoint() -> str:
+def _embedded_checkpoint(name: str) -> str:
     spec = importlib.util.find_spec("kvq_models")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     for folder in folders:
-        if (Path(folder) / DEFAULT / "config.json").exists():
-            return str(Path(folder) / DEFAULT)
+        if (Path(folder) / name / "config.json").exists():
+            return str(Path(folder) / name)
     raise ModelError(
-        "no MODEL was given and this installation has no embedded one; make a bundle with "
+        f"this installation has no embedded model {name!r}; make a bundle with "
         "`kvq export CHECKPOINT_FOLDER -o NAME` and pass it with `-m NAME`"
     )
 

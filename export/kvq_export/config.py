@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from kvq.config import KvPlan
+from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import UsageError
-from kvq.policies import DEFAULT_POLICY, policy_named
+from kvq.policies import policy_named
 
 WEIGHT_BITS = (4, 8)
 BLOCKS = (32, 64, 128)

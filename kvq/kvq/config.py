@@ -10,6 +10,9 @@ PAGE_WIDTHS = (8, 4, 2)
 FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
+# A row of `kvq.policies.POLICIES`; here, because a session is described before numpy loads.
+DEFAULT_POLICY = "budget"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheShape:

@@ -22,6 +22,7 @@ class Sizing:
     model_tokens: int
     chunk_tokens: int
     threads: int
+    policy: str
 
     def session(self, context_tokens: int | None, budget: Budget) -> tuple[int, int]:
         """(context tokens, budget bytes); None and an empty `budget` ask for the defaults.
@@ -52,6 +53,7 @@ class Sizing:
             context_tokens,
             chunk_tokens=self.chunk_tokens,
             threads=self.threads,
+            policy=self.policy,
         )
 
     def _longest(self, given: int) -> int:

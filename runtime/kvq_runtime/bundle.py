@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvq.config import KvPlan
+from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError, KvqError
-from kvq.policies import DEFAULT_POLICY, Sensitivity
+from kvq.policies import Sensitivity
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import ControlTokens, Tokenizer
@@ -424,7 +424,7 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{path} was altered after the export; export the model again")
     try:
         manifest = Manifest.from_json(data)
-    except (KeyError, TypeError, ValueError, AttributeError, KvqError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
         raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
     missing = _promised(manifest) - set(manifest.files)
     if missing:

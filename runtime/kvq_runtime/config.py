@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from kvq.config import Budget, KvPlan
+from kvq.config import DEFAULT_POLICY, Budget, KvPlan
 from kvq.errors import UsageError
-from kvq.policies import DEFAULT_POLICY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

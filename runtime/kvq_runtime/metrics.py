@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 from time import perf_counter
 
+from kvq.cache import Holdings
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionStats:
     """What a session did so far. Rates are 0 where nothing was measured yet.
 
     `ttft_ms` is the time of the last prompt's prefill and the first token's sampling.
-    `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step over its time.
+    `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step over its time. `kv_bytes` is
+    what the cache uses now, `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and
+    `evicted_share` see `kvq.cache.Holdings`.
     """
 
     prompt_tokens: int
@@ -17,10 +21,14 @@ class SessionStats:
     ttft_ms: float
     prefill_tok_s: float
     decode_tok_s: float
+    kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
     bytes_per_token: float
     bandwidth_gb_s: float
+    mean_k_bits: float
+    mean_v_bits: float
+    evicted_share: float
 
 
 class Meter:
@@ -66,18 +74,30 @@ class Meter:
         else:
             self._decode_s += seconds
 
-    def stats(self, *, kv_bytes_peak: int, kv_budget: int, bytes_per_token: float) -> SessionStats:
-        """Everything measured so far, with the cache's own byte counts."""
+    def stats(
+        self,
+        *,
+        kv_bytes: int,
+        kv_bytes_peak: int,
+        kv_budget: int,
+        bytes_per_token: float,
+        holdings: Holdings,
+    ) -> SessionStats:
+        """Everything measured so far, with the cache's own counts."""
         return SessionStats(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
             decode_tok_s=_rate(self._decode_steps, self._decode_s),
+            kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,
             bytes_per_token=bytes_per_token,
             bandwidth_gb_s=_rate(self._decode_bytes, self._decode_s) / 1e9,
+            mean_k_bits=holdings.mean_k_bits,
+            mean_v_bits=holdings.mean_v_bits,
+            evicted_share=holdings.evicted_share,
         )
 
 

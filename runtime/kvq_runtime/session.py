@@ -116,6 +116,11 @@ class Session:
         """Tokens at the end that have not been through the model yet."""
         return len(self._tokens) - self._cache.tokens
 
+    @property
+    def kv_bytes_peak(self) -> int:
+        """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
+        return self._cache.peak_bytes
+
     def prefill(
         self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
@@ -226,9 +231,11 @@ class Session:
     def stats(self) -> SessionStats:
         """Counts, rates and bytes so far."""
         return self._meter.stats(
+            kv_bytes=self._cache.used_bytes,
             kv_bytes_peak=self._cache.peak_bytes,
             kv_budget=self._cache.budget_bytes,
             bytes_per_token=self._cache.bytes_per_token,
+            holdings=self._cache.holdings(),
         )
 
     def close(self) -> None:

@@ -96,9 +96,18 @@ def test_words(bundle: str, refused: Refused) -> None:
     assert "invalid choice: 'rnu'" in refused("rnu")
 
 
+def test_without_an_embedded_model_one_must_be_given(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for words in (["hello"], ["-m", "default", "hello"]):
+        line = refused("run", *words)
+        assert "this installation has no embedded model 'default'; make a bundle with" in line
+        assert "`kvq export CHECKPOINT_FOLDER -o NAME` and pass it with `-m NAME`" in line
+    assert "no embedded model 'nano'" in refused("run", "-m", "nano", "hello")
+
+
 def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
-    assert "no MODEL was given" in refused("run", "hello")
-    assert "`kvq export CHECKPOINT_FOLDER -o NAME`" in refused("run", "-m", "default", "hello")
     assert "there is no model at ./nowhere" in refused("run", "-m", "./nowhere", "hello")
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert "is not a GGUF file, or is cut short" in refused(

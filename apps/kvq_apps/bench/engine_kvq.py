@@ -5,14 +5,17 @@ Knows how to fill a cache without weights; measures nothing.
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from time import perf_counter
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache, budget_for_tokens
-from kvq.config import KvPlan, parse_kv
-from kvq.policies import DEFAULT_POLICY
+from kvq.cache import Cache, budget_bytes, budget_for_tokens
+from kvq.config import DEFAULT_POLICY, KvPlan, parse_budget, parse_kv
+from kvq.errors import UsageError
+from kvq.formats import format_bytes
+from kvq_apps.bench.engines import Setting
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends import Backend, missing, open_backend, plain_input
 from kvq_runtime.bundle import Bundle
@@ -20,12 +23,12 @@ from kvq_runtime.config import SessionConfig
 
 
 class KvqEngine:
-    """Our engine; its settings are those the user asks for, as `--kv` writes them."""
+    """Our engine; its settings are those the user asks for, widths as `--kv` writes them."""
 
     name = "kvq"
 
-    def __init__(self, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> None:
-        self.kv_settings = tuple(kv_settings)
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+        self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
         name = "onnx" if missing("onnx") is None else "reference"
@@ -36,27 +39,44 @@ class KvqEngine:
         """Why it cannot run here: never, as a slower backend always can."""
         return None
 
-    def sequence(self, kv: str, depth: int, room: int) -> "KvqSequence":
+    def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
         """See `Engine.sequence`."""
-        settings = SessionConfig(
-            plan=self._plan(kv),
-            context_tokens=depth + room,
-            budget_bytes=self.cache_bytes(kv, depth + room),
-            policy=DEFAULT_POLICY,
+        tokens = depth + room
+        config = SessionConfig(
+            plan=self._plan(setting.kv),
+            context_tokens=tokens,
+            budget_bytes=self.cache_bytes(setting, tokens),
+            policy=setting.policy or DEFAULT_POLICY,
         )
+        if setting.policy is not None:
+            self._check_pressure(setting, config, depth)
         # Over a graph every backend opens the paged cache.
-        cache = cast(Cache, self._backend.open_cache(settings))
+        cache = cast(Cache, self._backend.open_cache(config))
         fill(cache, self._bundle.config, depth)
         return KvqSequence(self._backend, cache, self._bundle.config)
 
-    def cache_bytes(self, kv: str, tokens: int) -> int:
-        """See `Engine.cache_bytes`; the smallest budget that keeps every bit of `tokens`."""
-        shape = self._bundle.config.cache_shape
-        return budget_for_tokens(shape, self._plan(kv), tokens, threads=self._threads)
+    def cache_bytes(self, setting: Setting, tokens: int) -> int:
+        """See `Engine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
+        shape, plan = self._bundle.config.cache_shape, self._plan(setting.kv)
+        if setting.budget is None:
+            return budget_for_tokens(shape, plan, tokens, threads=self._threads)
+        budget = parse_budget(setting.budget)
+        return budget_bytes(budget, shape, plan, tokens, threads=self._threads)
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._backend.close()
+
+    def _check_pressure(self, setting: Setting, config: SessionConfig, depth: int) -> None:
+        """Raises `UsageError` where a page can close without anything giving way."""
+        shape = self._bundle.config.cache_shape
+        needed = budget_for_tokens(shape, config.plan, depth, threads=self._threads)
+        if config.budget_bytes >= needed:
+            raise UsageError(
+                f"--kv-budget {setting.budget} is {format_bytes(config.budget_bytes)}, and "
+                f"{depth} tokens at {setting.kv} need {format_bytes(needed)}: --kv-policy would "
+                "have nothing to do; lower the budget or raise --context"
+            )
 
     def _plan(self, kv: str) -> KvPlan:
         k_bits, v_bits = parse_kv(kv)
@@ -73,6 +93,7 @@ class KvqSequence:
         self._layers = _Layers(config, long_rope=self._rope_long)
         self._beginning = cache.state()
         self.kv_bytes = cache.used_bytes
+        self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Sequence.forward`; a long input goes through in chunks, as in a session."""
@@ -82,7 +103,10 @@ class KvqSequence:
             last = np.array([len(chunk) - 1])
             first = self._cache.tokens
             inputs = plain_input(chunk, first, last, rope_long=self._rope_long)
+            since = perf_counter()
+            # Where nothing must give way this takes microseconds.
             self._cache.begin(len(chunk))
+            self.relief_s += perf_counter() - since
             logits = self._backend.forward(self._cache, inputs)
             self._cache.commit(len(chunk))
         return logits[0]

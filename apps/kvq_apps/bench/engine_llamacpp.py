@@ -16,6 +16,7 @@ from kvq.config import KvPlan, parse_kv
 from kvq.errors import BackendError
 from kvq.settings import cache_folder
 from kvq_apps import output
+from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_runtime.backends import ModelFiles, llama_library, plain_input
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
@@ -41,7 +42,7 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
 
-    def __init__(self, files: ModelFiles, *, threads: int, kv_settings: Many[str]) -> None:
+    def __init__(self, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
             self._backend = LlamaCppBackend(_same_weights(cast(Bundle, files)), threads=threads)
@@ -49,8 +50,8 @@ class LlamaCppEngine:
             self._plans = {kv: plan for kv, plan in plans if not self._backend.refusal(plan)}
         else:
             self._backend = LlamaCppBackend(files, threads=threads)
-            self._plans = {kv: _plan(kv) for kv in kv_settings}
-        self.kv_settings = tuple(self._plans)
+            self._plans = {setting.kv: _plan(setting.kv) for setting in settings}
+        self.settings = tuple(Setting(kv=kv) for kv in self._plans)
 
     @staticmethod
     def missing() -> str | None:
@@ -59,20 +60,21 @@ class LlamaCppEngine:
             return f"gguf is not installed; {llama_library.INSTALL}"
         return llama_library.missing()
 
-    def sequence(self, kv: str, depth: int, room: int) -> "LlamaCppSequence":
+    def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
         """See `Engine.sequence`."""
+        plan = self._plans[setting.kv]
         request = SessionRequest(
-            k_bits=self._plans[kv].k_bits,
-            v_bits=self._plans[kv].v_bits,
+            k_bits=plan.k_bits,
+            v_bits=plan.v_bits,
             context_tokens=depth + room,
             chunk_tokens=MICRO_BATCH,
         )
         cache = self._backend.open_cache(self._backend.session_config(request))
-        return LlamaCppSequence(self._backend, cache, self._plans[kv], depth)
+        return LlamaCppSequence(self._backend, cache, plan, depth)
 
-    def cache_bytes(self, kv: str, tokens: int) -> int:
+    def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """See `Engine.cache_bytes`."""
-        return self._backend.layout.num_bytes(self._plans[kv], tokens, MICRO_BATCH)
+        return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -81,6 +83,8 @@ class LlamaCppEngine:
 
 class LlamaCppSequence:
     """A context and the depth it began with."""
+
+    relief_s = 0.0
 
     def __init__(
         self, backend: LlamaCppBackend, cache: LlamaCppCache, plan: KvPlan, depth: int

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
+from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
@@ -28,14 +29,15 @@ class OnnxRuntimeEngine:
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, *, threads: int, kv_settings: Many[str]) -> None:
-        del kv_settings
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+        del settings
         reason = _refusal(bundle.config)
         if reason is not None:
             raise BackendError(f"the peer onnxruntime cannot compute this model: {reason}")
         self._config = bundle.config
-        self.kv_settings = ("fp32", "int8") if _has_int8_cache() else ("fp32",)
-        self._sessions = {kv: _session(bundle, kv, threads) for kv in self.kv_settings}
+        kinds = ("fp32", "int8") if _has_int8_cache() else ("fp32",)
+        self.settings = tuple(Setting(kv=kv) for kv in kinds)
+        self._sessions = {kv: _session(bundle, kv, threads) for kv in kinds}
 
     @staticmethod
     def missing() -> str | None:
@@ -44,13 +46,14 @@ class OnnxRuntimeEngine:
             return "onnxruntime is not installed; pip install onnxruntime"
         return None
 
-    def sequence(self, kv: str, depth: int, room: int) -> "OnnxRuntimeSequence":
+    def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
         """See `Engine.sequence`."""
-        return OnnxRuntimeSequence(self._sessions[kv], self._config, kv, depth, room)
+        session = self._sessions[setting.kv]
+        return OnnxRuntimeSequence(session, self._config, setting.kv, depth, room)
 
-    def cache_bytes(self, kv: str, tokens: int) -> int:
+    def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """See `Engine.cache_bytes`."""
-        return tokens * _bytes_per_token(self._config, kv)
+        return tokens * _bytes_per_token(self._config, setting.kv)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -60,13 +63,15 @@ class OnnxRuntimeEngine:
 class OnnxRuntimeSequence:
     """The cache's buffers and how many of their rows are in use."""
 
+    relief_s = 0.0
+
     def __init__(self, session: Any, config: ModelConfig, kv: str, depth: int, room: int) -> None:
         self.kv_bytes = depth * _bytes_per_token(config, kv)
         self._session = session
         self._config = config
         self._depth = self._tokens = depth
         self._cache = _random_cache(config, kv, depth + room)
-        self._constants = _rotary_tables(config, depth + room)
+        self._constants = rotary_tables(config, depth + room)
         self._steps: dict[int, _Step] = {}
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -175,7 +180,8 @@ def _random_cache(config: ModelConfig, kv: str, tokens: int) -> dict[int, list[n
     return {layer: [numbers.copy(), numbers.copy()] for layer in range(config.num_layers)}
 
 
-def _rotary_tables(config: ModelConfig, tokens: int) -> dict[str, np.ndarray]:
+def rotary_tables(config: ModelConfig, tokens: int) -> dict[str, np.ndarray]:
+    """The graph's `cos` and `sin` inputs for `tokens` positions."""
     long_rope = config.needs_long_rope(tokens)
     tables: dict[str, np.ndarray] = {}
     for index, rope in enumerate(config.ropes):

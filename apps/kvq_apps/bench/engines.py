@@ -4,6 +4,7 @@ To add an engine: one file with a class that has `Engine`'s members, one row in 
 """
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -22,12 +23,35 @@ ENGINES = {
 PEERS = tuple(name for name in ENGINES if name != OURS)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How an engine keeps its cache: `kv` is the engine's own name for the widths.
+
+    With a `policy` the cache has `budget`, as `--kv-budget` writes it, and the policy decides what
+    gives way; otherwise it holds everything.
+    """
+
+    kv: str
+    policy: str | None = None
+    budget: str | None = None
+
+    @property
+    def text(self) -> str:
+        """`8:8`, or under pressure `8:8 h2o`."""
+        return self.kv if self.policy is None else f"{self.kv} {self.policy}"
+
+
 class Sequence(Protocol):
     """One sequence in an engine, begun with a cache that holds some tokens already."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes the tokens it began with take in the cache."""
+        ...
+
+    @property
+    def relief_s(self) -> float:
+        """Seconds that making room for new tokens has taken so far."""
         ...
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -54,16 +78,17 @@ class Engine(Protocol):
     """A model's weights in memory, ready for sequences at any of its cache settings."""
 
     name: str
-    kv_settings: tuple[str, ...]
+    settings: tuple[Setting, ...]
 
-    def sequence(self, kv: str, depth: int, room: int) -> Sequence:
-        """A sequence of `depth` random tokens with room for `room` more, its cache kept as `kv`.
+    def sequence(self, setting: Setting, depth: int, room: int) -> Sequence:
+        """A sequence of `depth` random tokens with room for `room` more, its cache as `setting`.
 
-        The cache is filled without running the model.
+        The cache is filled without running the model. Raises `UsageError` for a budget in which
+        nothing has to give way, `BudgetError` for one that is too small.
         """
         ...
 
-    def cache_bytes(self, kv: str, tokens: int) -> int:
+    def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """About how much memory a sequence of `tokens` tokens takes."""
         ...
 
@@ -87,12 +112,12 @@ def own_engine(files: ModelFiles) -> str:
     return OURS if files.has_onnx else "llama.cpp"
 
 
-def open_engine(name: str, files: ModelFiles, *, threads: int, kv_settings: Many[str]) -> Engine:
-    """Engine `name` with the weights of `files`; `kv_settings` are those asked of ours.
+def open_engine(name: str, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> Engine:
+    """Engine `name` with the weights of `files`; `settings` are those asked of ours.
 
     Raises `BackendError` for a model the engine cannot compute.
     """
-    return _load(name)(files, threads=threads, kv_settings=kv_settings)
+    return _load(name)(files, threads=threads, settings=settings)
 
 
 def _load(name: str) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from kvq.config import PAGE_TOKENS
 from kvq.errors import UsageError
-from kvq_apps.bench.engines import Engine, Sequence, open_engine, own_engine
+from kvq_apps.bench.engines import Engine, Sequence, Setting, open_engine, own_engine
 from kvq_runtime import device
 from kvq_runtime.backends import ModelFiles
 
@@ -36,10 +37,15 @@ class Job:
 
     Each depth is extended by `prefill_tokens` in one go; a prefill expected to take longer than
     `prefill_limit_s` is left out. `rows` is the draft length attention is verified with.
+
+    Ours runs with each of `kv` as it is, and under the pressure of `kv_budget` with each of
+    `kv_policy`; a timed decode is then the mean of `PAGE_TOKENS` steps, of which one closes a page.
     """
 
     contexts: tuple[int, ...]
     kv: tuple[str, ...]
+    kv_policy: tuple[str, ...] = ()
+    kv_budget: str | None = None
     peers: tuple[str, ...] = ()
     rows: int = 5
     repeat: int = 7
@@ -60,24 +66,49 @@ class Job:
             raise UsageError(f"--rows {self.rows} is not possible: give 1 to 8")
 
     @property
+    def settings(self) -> tuple[Setting, ...]:
+        """How ours keeps its caches."""
+        pressed = [
+            Setting(kv=kv, policy=policy, budget=self.kv_budget)
+            for kv in self.kv
+            for policy in self.kv_policy
+        ]
+        return (*(Setting(kv=kv) for kv in self.kv), *pressed)
+
+    @property
+    def visit(self) -> tuple[int, int]:
+        """Samples of a visit, and decode steps that each is the mean of."""
+        return (1, PAGE_TOKENS) if self.kv_policy else (STEPS_PER_VISIT, 1)
+
+    @property
     def room(self) -> int:
         """Tokens a sequence takes beyond its depth."""
-        return max(self.prefill_tokens, STEPS_PER_VISIT + 1, self.rows)
+        samples, steps = self.visit
+        return max(self.prefill_tokens, samples * steps + 1, self.rows)
 
 
 @dataclass(kw_only=True, slots=True)
 class Case:
-    """One engine at one setting and one depth, and the seconds it took so far."""
+    """One engine at one setting and one depth, and the seconds it took so far.
+
+    `relief_s` is the part of each of `decode_s` in which room was made.
+    """
 
     engine: str
-    kv: str
+    setting: Setting
     context: int
     threads: int
     sequence: Sequence
     decode_s: list[float] = field(default_factory=list[float])
+    relief_s: list[float] = field(default_factory=list[float])
     prefill_s: list[float] = field(default_factory=list[float])
     prefill_skipped: str | None = None
     attention_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+
+    @property
+    def name(self) -> str:
+        """The engine and its setting."""
+        return f"{self.engine} {self.setting.text}"
 
     def row(self, job: Job) -> dict[str, Any]:
         """The medians, in the units of `kvq bench --json`."""
@@ -85,12 +116,14 @@ class Case:
         one, many = (_median(self.attention_s.get(rows, [])) for rows in (1, job.rows))
         return {
             "engine": self.engine,
-            "kv": self.kv,
+            "kv": self.setting.kv,
+            "kv_policy": self.setting.policy,
             "context": self.context,
             "threads": self.threads,
             "decode_ms": decode * 1e3,
             "decode_min_ms": min(self.decode_s) * 1e3,
             "decode_samples": len(self.decode_s),
+            "relief_share": sum(self.relief_s) / sum(self.decode_s),
             "prefill_tok_s": prefill and job.prefill_tokens / prefill,
             "prefill_samples": len(self.prefill_s),
             "prefill_skipped": self.prefill_skipped,
@@ -107,7 +140,7 @@ def measure(files: ModelFiles, job: Job, threads: int, progress: Progress) -> li
     with ExitStack() as stack:
         engines = [
             stack.enter_context(
-                closing(open_engine(name, files, threads=threads, kv_settings=job.kv))
+                closing(open_engine(name, files, threads=threads, settings=job.settings))
             )
             for name in (own_engine(files), *job.peers)
         ]
@@ -121,9 +154,9 @@ def _groups(engines: Many[Engine], job: Job) -> list[tuple[int, ...]]:
     """Depths measured together: all of them, or one by one where memory is short."""
     contexts = tuple(sorted(set(job.contexts)))
     needed = sum(
-        engine.cache_bytes(kv, context + job.room)
+        engine.cache_bytes(setting, context + job.room)
         for engine in engines
-        for kv in engine.kv_settings
+        for setting in engine.settings
         for context in contexts
     )
     if needed <= MEMORY_SHARE * device.probe().memory_free_bytes:
@@ -138,14 +171,14 @@ def _measure_group(
         cases: list[Case] = []
         for context in contexts:
             for engine in engines:
-                for kv in engine.kv_settings:
-                    progress(0, 1, f"filling {engine.name} {kv} to {context}")
-                    sequence = engine.sequence(kv, context, job.room)
+                for setting in engine.settings:
+                    progress(0, 1, f"filling {engine.name} {setting.text} to {context}")
+                    sequence = engine.sequence(setting, context, job.room)
                     stack.enter_context(closing(sequence))
                     cases.append(
                         Case(
                             engine=engine.name,
-                            kv=kv,
+                            setting=setting,
                             context=context,
                             threads=threads,
                             sequence=sequence,
@@ -160,13 +193,19 @@ def _measure_group(
 
 def _decode(cases: Many[Case], job: Job, progress: Progress) -> None:
     token = np.zeros(1, np.int64)
+    samples, steps = job.visit
+
+    def decode(sequence: Sequence) -> None:
+        for _ in range(steps):
+            sequence.forward(token)
+
     for turn, case in _turns(cases, job.repeat):
-        progress(
-            turn, job.repeat * len(cases), f"decode at {case.context}: {case.engine} {case.kv}"
-        )
+        progress(turn, job.repeat * len(cases), f"decode at {case.context}: {case.name}")
         case.sequence.forward(token)
-        for _ in range(STEPS_PER_VISIT):
-            case.decode_s.append(_seconds(lambda case=case: case.sequence.forward(token)))
+        for _ in range(samples):
+            before = case.sequence.relief_s
+            case.decode_s.append(_seconds(lambda case=case: decode(case.sequence)) / steps)
+            case.relief_s.append((case.sequence.relief_s - before) / steps)
         case.sequence.rollback()
 
 
@@ -183,23 +222,23 @@ def _attention(cases: Many[Case], job: Job, progress: Progress) -> None:
 def _prefill(cases: Many[Case], job: Job, progress: Progress) -> None:
     """From shallow to deep, so that a prefill too long is foreseen by the one before."""
     ids = np.arange(job.prefill_tokens, dtype=np.int64) % 64
-    before: dict[tuple[str, str], Case] = {}
+    before: dict[str, Case] = {}
     contexts = sorted({case.context for case in cases})
     for place, context in enumerate(contexts):
         here = [case for case in cases if case.context == context]
         for case in here:
-            case.prefill_skipped = _too_long(case, before.get((case.engine, case.kv)), job)
+            case.prefill_skipped = _too_long(case, before.get(case.name), job)
         willing = [case for case in here if case.prefill_skipped is None]
         for turn, case in _turns(willing, PREFILL_ROUNDS):
             if sum(case.prefill_s) > job.prefill_limit_s / 2:
                 continue
             share = place + turn / (PREFILL_ROUNDS * len(willing))
-            progress(share, len(contexts), f"prefill at {context}: {case.engine} {case.kv}")
+            progress(share, len(contexts), f"prefill at {context}: {case.name}")
             seconds = _seconds(lambda case=case: case.sequence.forward(ids))
             case.sequence.rollback()
             if turn >= len(willing) or seconds > WARM_UP_S:
                 case.prefill_s.append(seconds)
-        before |= {(case.engine, case.kv): case for case in willing}
+        before |= {case.name: case for case in willing}
 
 
 def _too_long(case: Case, before: Case | None, job: Job) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench.engines import OURS
-from kvq_apps.bench.report import by_setting
+from kvq_apps.bench.report import by_setting, setting_text
 
 COLOURS = {OURS: "#c2410c", "onnxruntime": "#1d4ed8", "llama.cpp": "#4b5563"}
 STYLES = ("-", "--", ":")
@@ -80,18 +80,18 @@ def _draw_line(
     panel: Any, series: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[str, float, str]:
     """Draws one setting; returns its name, the height it ends at and its colour."""
-    engine, kv = series[0]["engine"], series[0]["kv"]
-    settings = list(dict.fromkeys(row["kv"] for row in rows if row["engine"] == engine))
+    engine, setting = series[0]["engine"], setting_text(series[0])
+    settings = list(dict.fromkeys(setting_text(row) for row in rows if row["engine"] == engine))
     panel.plot(
         [row["context"] for row in series],
         [row["decode_ms"] for row in series],
-        STYLES[settings.index(kv) % len(STYLES)],
+        STYLES[settings.index(setting) % len(STYLES)],
         color=COLOURS[engine],
         marker="o",
         markersize=3,
         linewidth=2.4 if engine == OURS else 1.3,
     )
-    return f"{engine} {kv}", series[-1]["decode_ms"], COLOURS[engine]
+    return f"{engine} {setting}", series[-1]["decode_ms"], COLOURS[engine]
 
 
 def _ticks(low: float, high: float) -> list[float]:

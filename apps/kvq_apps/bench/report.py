@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvq.config import PAGE_TOKENS
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_apps.bench.engines import OURS
+from kvq_apps.bench.engines import OURS, Setting
 from kvq_apps.bench.measure import Job
 from kvq_runtime.backends import ModelFiles
 
@@ -29,6 +30,7 @@ def report(
             for label, series in by_setting(rows).items()
         },
         "comparisons": list(comparisons(rows)),
+        "pressures": list(pressures(rows)),
     }
 
 
@@ -40,22 +42,30 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of one engine, cache setting and thread count, under `kvq 4:2, 2 threads`."""
+    """Rows of one engine, cache setting and thread count, under `kvq 4:2 h2o, 2 threads`."""
     series: dict[str, list[Row]] = {}
     for row in rows:
-        label = f"{row['engine']} {row['kv']}, {_threads(row['threads'])}"
+        label = f"{row['engine']} {setting_text(row)}, {_threads(row['threads'])}"
         series.setdefault(label, []).append(row)
     return series
 
 
+def setting_text(row: Row) -> str:
+    """`4:2`, or under pressure `4:2 h2o`."""
+    return Setting(kv=row["kv"], policy=row["kv_policy"]).text
+
+
 def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Each of our rows against the fastest row of any peer, and against our own shallowest."""
+    """Each of our rows against the fastest row of any peer, and against our own shallowest.
+
+    Rows under pressure are compared in `pressures`.
+    """
     for row in rows:
-        if row["engine"] != OURS:
+        if row["engine"] != OURS or row["kv_policy"] is not None:
             continue
         beside = [other for other in rows if _same(other, row, "context", "threads")]
         peers = [other for other in beside if other["engine"] != OURS]
-        own = [other for other in rows if _same(other, row, "engine", "kv", "threads")]
+        own = [other for other in rows if _same(other, row, "engine", "kv", "kv_policy", "threads")]
         shallow = min(own, key=lambda other: other["context"])
         decode = min(peers, key=lambda other: other["decode_ms"], default=None)
         fastest = min((other["decode_min_ms"] for other in peers), default=None)
@@ -75,6 +85,36 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "growth_from": shallow["context"],
             "verify_ratio": row["verify_ratio"],
         }
+
+
+def pressures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each row of a policy at work against the same cache with room for everything.
+
+    `relief_share` of decode goes into making room, `relief_ms` at once, for a page of tokens; the
+    attention of a pressed cache reads fewer bytes, so that `decode_ratio` may be below 1.
+    """
+    free = {(row["kv"], row["context"], row["threads"]): row for row in rows if _is_free(row)}
+    for row in rows:
+        if row["kv_policy"] is None:
+            continue
+        beside = free[row["kv"], row["context"], row["threads"]]
+        yield {
+            "kv": row["kv"],
+            "kv_policy": row["kv_policy"],
+            "context": row["context"],
+            "threads": row["threads"],
+            "decode_ms": row["decode_ms"],
+            "free_decode_ms": beside["decode_ms"],
+            "decode_ratio": row["decode_ms"] / beside["decode_ms"],
+            "relief_share": row["relief_share"],
+            "relief_ms": row["relief_share"] * row["decode_ms"] * PAGE_TOKENS,
+            "kv_bytes": row["kv_bytes"],
+            "free_kv_bytes": beside["kv_bytes"],
+        }
+
+
+def _is_free(row: Row) -> bool:
+    return row["engine"] == OURS and row["kv_policy"] is None
 
 
 def print_report(data: Mapping[str, Any]) -> None:
@@ -99,8 +139,13 @@ def print_report(data: Mapping[str, Any]) -> None:
     output.print_table(map(_cells, data["rows"]), header=header)
     for row in data["rows"]:
         if row["prefill_skipped"]:
-            where = f"{row['engine']} {row['kv']} at {row['context']}"
+            where = f"{row['engine']} {setting_text(row)} at {row['context']}"
             output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
+    _print_comparisons(data)
+    _print_pressures(data)
+
+
+def _print_comparisons(data: Mapping[str, Any]) -> None:
     if not data["comparisons"]:
         return
     output.print_data("")
@@ -122,10 +167,35 @@ def print_report(data: Mapping[str, Any]) -> None:
     )
 
 
+def _print_pressures(data: Mapping[str, Any]) -> None:
+    if not data["pressures"]:
+        return
+    output.print_data("")
+    header = (
+        f"in {data['kv_budget']}", "threads", "context", "decode ms", "with room", "relief",
+        "at once, ms", "KV", "with room",
+    )  # fmt: skip
+    output.print_table(map(_pressure_cells, data["pressures"]), header=header)
+
+
+def _pressure_cells(one: Row) -> tuple[str, ...]:
+    return (
+        setting_text(one),
+        str(one["threads"]),
+        str(one["context"]),
+        f"{one['decode_ms']:.2f}",
+        f"{one['free_decode_ms']:.2f}",
+        f"{one['relief_share']:.1%}",
+        f"{one['relief_ms']:.1f}",
+        format_bytes(one["kv_bytes"]),
+        format_bytes(one["free_kv_bytes"]),
+    )
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row["engine"],
-        row["kv"],
+        setting_text(row),
         str(row["threads"]),
         str(row["context"]),
         f"{row['decode_ms']:.2f}",

@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import parse_kv
+from kvq.config import parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq_apps import options, output
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
+# In fewer tokens there is little to give up.
+DEFAULT_PRESSED_CONTEXTS = (4096,)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         cache, *options.KV_WIDTHS, "kv",
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
+    options.add_flags(
+        cache, "kv-policy", "kv-budget",
+        kv_policy="also time decode with too small a budget and each of several policies: "
+        "uniform,budget,h2o:recent=0.3",
+        kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
+    )  # fmt: skip
     measuring = parser.add_argument_group("measuring")
     for name, read, text in (
         ("rows", options.whole, "draft rows attention is verified with, 1 to 8 (default: 5)"),
@@ -73,6 +81,11 @@ def run(arguments: Namespace) -> int:
             "run on its weights; leave the flag out, or give a bundle"
         )
     job = _job(arguments, files, peers)
+    if job.kv_policy and own != engines.OURS:
+        raise UsageError(
+            f"--kv-policy is not possible: {files.path} runs on llama.cpp, whose cache gives "
+            "nothing up; leave the flag out, or give a bundle"
+        )
     found = machine.describe((own, *peers))
     if machine.busy(found):
         output.print_note(
@@ -124,9 +137,13 @@ def _files(arguments: Namespace) -> "ModelFiles":
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "Job":
     from kvq_apps.bench.measure import Job
 
+    kv = _kv_settings(arguments, files)
+    policies, budget = _pressure(arguments, kv)
     return Job(
-        contexts=arguments.context or DEFAULT_CONTEXTS,
-        kv=_kv_settings(arguments, files),
+        contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
+        kv=kv,
+        kv_policy=policies,
+        kv_budget=budget,
         peers=peers,
         **options.given(
             arguments,
@@ -136,6 +153,29 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
             prefill_limit_s="prefill-limit",
         ),
     )
+
+
+def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """(policies, budget) to measure pressure with; none unless the command line says so.
+
+    What `KVQ_KV_BUDGET` gives every session is no wish to measure its cost.
+    """
+    from kvq.config import DEFAULT_POLICY
+    from kvq.policies import policy_named
+
+    if not any(options.written(arguments, name) for name in ("kv-policy", "kv-budget")):
+        return (), None
+    if arguments.kv_budget is None:
+        raise UsageError(
+            "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
+        )
+    policies = tuple(dict.fromkeys(options.policies(arguments.kv_policy or DEFAULT_POLICY)))
+    for policy in policies:
+        policy_named(policy)
+    parse_budget(arguments.kv_budget)
+    if "fp" in kv:
+        raise UsageError("an unquantised cache gives nothing up: --kv fp and --kv-policy exclude")
+    return policies, arguments.kv_budget
 
 
 def _kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:

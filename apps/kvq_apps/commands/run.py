@@ -149,10 +149,14 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "ttft_ms": stats.ttft_ms,
         "prefill_tok_s": stats.prefill_tok_s,
         "decode_tok_s": stats.decode_tok_s,
+        "kv_bytes": stats.kv_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
         "kv_budget": stats.kv_budget,
         "bytes_per_token": stats.bytes_per_token,
         "bandwidth_gb_s": stats.bandwidth_gb_s,
+        "mean_k_bits": stats.mean_k_bits,
+        "mean_v_bits": stats.mean_v_bits,
+        "evicted_share": stats.evicted_share,
     }
 
 
@@ -161,6 +165,8 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['prompt_tokens']} prompt tokens, first token after {report['ttft_ms']:.0f} ms "
         f"({report['prefill_tok_s']:.0f} tok/s); {report['new_tokens']} new tokens at "
         f"{report['decode_tok_s']:.1f} tok/s, {report['bandwidth_gb_s']:.1f} GB/s; KV "
-        f"{report['kv']}: {format_bytes(report['kv_bytes_peak'])} of "
-        f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token"
+        f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
+        f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
+        f"mean bits {report['mean_k_bits']:.1f}:{report['mean_v_bits']:.1f}, "
+        f"{report['evicted_share']:.0%} evicted"
     )

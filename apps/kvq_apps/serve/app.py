@@ -353,7 +353,7 @@ def _metrics(engine: EngineThread) -> list[Metric]:
     }
     if served is not None:
         saved = served.arenas.saved
-        used = sum(arena.session.stats().kv_bytes_peak for arena in served.arenas.all)
+        used = sum(arena.session.kv_bytes_peak for arena in served.arenas.all)
         rows |= {
             "sessions": ("Arenas, each of the KV budget.", len(served.arenas.all)),
             "kv_budget_bytes": (

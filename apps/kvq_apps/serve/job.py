@@ -5,7 +5,7 @@ the engine may do something else, or never come back.
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from kvq_apps.serve.arenas import Arena
@@ -82,8 +82,8 @@ class Job:
 
     def report(self) -> Report:
         """The numbers so far."""
-        stats = None if self._stats_of is None else self._stats_of.stats()
-        return Report(
+        session = self._stats_of
+        report = Report(
             prompt_tokens=sum(map(len, self.ask.prompts)),
             cached_tokens=self._cached,
             new_tokens=self._new,
@@ -93,9 +93,19 @@ class Job:
             decode_ms=self._decode_s * 1e3,
             prefill_tok_s=self._encoded / self._prompt_s if self._prompt_s else 0.0,
             decode_tok_s=self._decode_steps / self._decode_s if self._decode_s else 0.0,
-            kv_bytes=0 if stats is None else stats.kv_bytes_peak,
-            kv_budget=0 if stats is None else stats.kv_budget,
-            context_tokens=0 if self._stats_of is None else len(self._stats_of.tokens),
+        )
+        if session is None:
+            return report
+        stats = session.stats()
+        return replace(
+            report,
+            kv_bytes=stats.kv_bytes,
+            kv_bytes_peak=stats.kv_bytes_peak,
+            kv_budget=stats.kv_budget,
+            context_tokens=len(session.tokens),
+            mean_k_bits=stats.mean_k_bits,
+            mean_v_bits=stats.mean_v_bits,
+            evicted_share=stats.evicted_share,
         )
 
     def _read(self, arena: Arena, ids: Sequence[int], chunk_tokens: int) -> Iterator[None]:

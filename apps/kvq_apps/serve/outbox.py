@@ -29,7 +29,7 @@ class Report:
     """What a request cost so far. Milliseconds; rates in tokens per second, 0 when unmeasured.
 
     `ttft_ms` is from the request's arrival to its first token, waiting included; `prompt_ms` and
-    `decode_ms` are the engine's own time. `kv_bytes` is the most its arena ever held.
+    `decode_ms` are the engine's own time. What its arena holds: see `SessionStats`.
     """
 
     prompt_tokens: int = 0
@@ -42,8 +42,12 @@ class Report:
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
     kv_bytes: int = 0
+    kv_bytes_peak: int = 0
     kv_budget: int = 0
     context_tokens: int = 0
+    mean_k_bits: float = 0.0
+    mean_v_bits: float = 0.0
+    evicted_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

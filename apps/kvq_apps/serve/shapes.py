@@ -4,12 +4,16 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
-    {kv, kv_bytes, kv_budget, prompt_tokens, cached_tokens, new_tokens, context_tokens,
-     context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
+    {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
+     prompt_tokens, cached_tokens, new_tokens, context_tokens, context_limit, queued_ms, ttft_ms,
+     prefill_tok_s, decode_tok_s}
 
-`kv` are the K:V widths; `kv_bytes` is the most the session's arena has held, never above
-`kv_budget`; `cached_tokens` of the prompt were held already; `ttft_ms` counts from the request's
-arrival. In a stream both come with every chunk that has a `finish_reason`, and with the usage.
+`kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
+`kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
+the tokens still held (the newest at 16), `evicted_share` is what was given up of the tokens of all
+layers and heads; `cached_tokens` of the prompt were held already; `ttft_ms` counts from the
+request's arrival. In a stream both come with every chunk that has a `finish_reason`, and with the
+usage.
 """
 
 import time
@@ -339,7 +343,11 @@ def _measures(answered: Answered, report: Report) -> Json:
         "x_kvq": {
             "kv": answered.kv,
             "kv_bytes": report.kv_bytes,
+            "kv_bytes_peak": report.kv_bytes_peak,
             "kv_budget": report.kv_budget,
+            "mean_k_bits": report.mean_k_bits,
+            "mean_v_bits": report.mean_v_bits,
+            "evicted_share": report.evicted_share,
             "prompt_tokens": report.prompt_tokens,
             "cached_tokens": report.cached_tokens,
             "new_tokens": report.new_tokens,

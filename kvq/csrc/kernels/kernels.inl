@@ -492,17 +492,22 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
             steps = fma(both, step * step, steps);
         }
         F gone = set1(0.0f), inner = set1(0.0f), size = set1(0.0f);
-        for (int c = 0; c < dim; c += 8) {
-            F first = set1(0.0f), second = set1(0.0f);
+        for (int c = 0; c < dim; c += 16) {  // two sums of each kind at a time hide their latency
+            F first[2] = {set1(0.0f), set1(0.0f)}, second[2] = {set1(0.0f), set1(0.0f)};
             for (int t = 0; t < kPageTokens; t++) {
-                const F x = load(v + t * dim + c);
-                first = fma(set1(p[t]), x, first);
-                second = fma(set1(square[t]), x, second);
+                const F weight = set1(p[t]), both = set1(square[t]);
+                for (int i = 0; i < 2; i++) {
+                    const F x = load(v + t * dim + c + 8 * i);
+                    first[i] = fma(weight, x, first[i]);
+                    second[i] = fma(both, x, second[i]);
+                }
             }
-            const F x = load(output + c), moved = first - set1(mass) * x;
-            gone = fma(moved, moved, gone);
-            inner = fma(second, x, inner);
-            size = fma(x, x, size);
+            for (int i = 0; i < 2; i++) {
+                const F x = load(output + c + 8 * i), moved = first[i] - set1(mass) * x;
+                gone = fma(moved, moved, gone);
+                inner = fma(second[i], x, inner);
+                size = fma(x, x, size);
+            }
         }
         const float spread = reduce_add(lengths) - 2.0f * reduce_add(inner) +
                              reduce_add(size) * reduce_add(squares);

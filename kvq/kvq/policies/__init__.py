@@ -30,8 +30,6 @@ POLICIES = {
     "zipcache": "kvq.policies.zipcache:ZipCache",
 }
 
-DEFAULT_POLICY = "budget"
-
 Floats = NDArray[np.float32]
 
 

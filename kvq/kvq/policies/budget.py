@@ -95,20 +95,23 @@ def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Ste
 
     `pages` int32 [P, 5] with present widths, `costs` float64 [P, rungs], `rung_bytes` [rungs].
     """
-    count = len(pages)
-    rows = np.arange(count)
+    freed = rung_bytes[:, None] - rung_bytes[None]
+    lower = (RUNGS[None] <= RUNGS[:, None]).all(axis=-1) & (freed > 0)
+    freed = np.maximum(freed, 1)
     at = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
-    slopes = np.full(count, -np.inf)
+    rows = np.flatnonzero(at < len(RUNGS) - 1)
+    at, costs = at[rows], costs[rows]
+    slopes = np.full(len(rows), -np.inf)
     taken: list[tuple[Costs, NDArray[np.intp], NDArray[np.intp]]] = []
-    while (moving := at < len(RUNGS) - 1).any():
-        freed = rung_bytes[at][:, None] - rung_bytes[None]
-        lower = (RUNGS[None] <= RUNGS[at][:, None]).all(axis=-1) & (freed > 0)
-        slope = np.where(lower, (costs - costs[rows, at][:, None]) / np.maximum(freed, 1), np.inf)
-        best = np.argmin(slope, axis=1)
+    while len(rows):
+        place = np.arange(len(rows))
+        slope = np.where(lower[at], (costs - costs[place, at][:, None]) / freed[at], np.inf)
+        at = np.argmin(slope, axis=1)
         # A step is never taken before the page's earlier ones, whatever rounding says.
-        slopes = np.maximum(slopes, slope[rows, best])
-        taken.append((slopes[moving], rows[moving], best[moving]))
-        at = np.where(moving, best, at)
+        slopes = np.maximum(slopes, slope[place, at])
+        taken.append((slopes, rows, at))
+        moving = at < len(RUNGS) - 1
+        rows, at, slopes, costs = rows[moving], at[moving], slopes[moving], costs[moving]
     if not taken:
         return pages[:0]
     price, page, rung = (np.concatenate(parts) for parts in zip(*taken, strict=True))

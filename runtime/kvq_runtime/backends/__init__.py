@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
@@ -138,6 +139,8 @@ class SequenceCache(Protocol):
 
     @property
     def bytes_per_token(self) -> float: ...
+
+    def holdings(self) -> Holdings: ...
 
     def begin(self, tokens: int, /) -> None: ...
 

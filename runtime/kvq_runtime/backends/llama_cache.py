@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.cache import Holdings
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
 from kvq_runtime.backends import ForwardInput
 from kvq_runtime.backends.llama_layout import (
@@ -112,6 +113,15 @@ class LlamaCppCache:
     def bytes_per_token(self) -> float:
         """Bytes one more token costs, all layers."""
         return self._layout.bytes_per_token(self._config.plan)
+
+    def holdings(self) -> Holdings:
+        """One width for every token; nothing is lost but what a window has left behind."""
+        plan = self._config.plan
+        return Holdings(
+            mean_k_bits=plan.k_bits if self.tokens else 0,
+            mean_v_bits=plan.v_bits if self.tokens else 0,
+            evicted_share=self._layout.evicted_share(self.tokens),
+        )
 
     def begin(self, tokens: int) -> None:
         """Makes sure that `tokens` new tokens have room. Raises `BudgetError`."""

@@ -38,19 +38,21 @@ class PagedBackend:
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
         plan = request.plan(self.model.kv)
+        policy = self._bundle.manifest.policy if request.policy is None else request.policy
         sizing = Sizing(
             shape=self._bundle.config.cache_shape,
             plan=plan,
             model_tokens=self.model.context_length,
             chunk_tokens=request.chunk_tokens,
             threads=self._threads,
+            policy=policy,
         )
         context_tokens, num_bytes = sizing.session(request.context_tokens, request.kv_budget)
         return SessionConfig(
             plan=plan,
             context_tokens=context_tokens,
             budget_bytes=num_bytes,
-            policy=self._bundle.manifest.policy if request.policy is None else request.policy,
+            policy=policy,
             evicts=plan.quantized,
             chunk_tokens=request.chunk_tokens,
             seed=request.seed,
