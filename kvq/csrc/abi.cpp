@@ -146,6 +146,7 @@ int kvq_repack(uint8_t* plane, int32_t head_dim) {
     return KVQ_OK;
 }
 
+int kvq_abi(void) { return KVQ_ABI; }
 const char* kvq_isa(void) { return kvq::kernels().name; }
 const char* kvq_isa_available(void) { return kvq::available_kernels(); }
 int kvq_isa_select(const char* name) {

@@ -9,6 +9,9 @@ extern "C" {
 
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
+/* Counts changes of this file that a caller must know of. */
+#define KVQ_ABI 2
+
 enum kvq_status {
     KVQ_OK = 0,
     KVQ_SHORT = 1,      /* the pool cannot hold what is asked: demote or evict first */
@@ -105,6 +108,7 @@ KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t 
 /* Repacks a hi4 plane of 32*head_dim bytes into the 2-bit plane at its start. */
 KVQ_EXPORT int kvq_repack(uint8_t *plane, int32_t head_dim);
 
+KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */
 KVQ_EXPORT int kvq_isa_select(const char *name);

@@ -19,6 +19,8 @@ from kvq.formats import Arena
 from kvq.settings import environment
 
 LIBRARY = "libkvq_native.so"
+# The `KVQ_ABI` this module was written for.
+ABI = 2
 EVIDENCE_FACTS = 6
 _STATUS = {
     1: "the pool has no room",
@@ -123,6 +125,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64)),
     "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, _BYTES, _HALVES)),
     "kvq_repack": (c_int32, (_BYTES, c_int32)),
+    "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
     "kvq_isa_available": (c_char_p, ()),
     "kvq_isa_select": (c_int32, (c_char_p,)),
@@ -152,6 +155,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} does not load: {error}"
+    # A library left over from another version would be called with arguments it does not take.
+    if not hasattr(library, "kvq_abi") or library.kvq_abi() != ABI:
+        return None, f"{path} belongs to another version of kvq: reinstall kvq-runtime"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

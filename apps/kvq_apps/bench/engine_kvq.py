@@ -61,7 +61,8 @@ class KvqEngine:
         if setting.budget is None:
             return budget_for_tokens(shape, plan, tokens, threads=self._threads)
         budget = parse_budget(setting.budget)
-        return budget_bytes(budget, shape, plan, tokens, threads=self._threads)
+        policy = DEFAULT_POLICY if setting.policy is None else setting.policy
+        return budget_bytes(budget, shape, plan, tokens, threads=self._threads, policy=policy)
 
     def close(self) -> None:
         """See `Engine.close`."""
