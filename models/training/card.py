@@ -30,7 +30,7 @@ PROMPTS = (
     "The purpose of this proposal is to",
 )
 NEW_TOKENS = 110
-WINDOWS = 24
+WINDOWS = 12
 
 
 def kvq(*words: str) -> dict[str, Any]:
@@ -73,15 +73,15 @@ def measure(arguments: argparse.Namespace, bundle: str) -> dict[str, Any]:
     python = str(texts["python"])
     corpus = str(arguments.corpus)
     fim = ("eval", "-m", bundle, "--task", "fim", "--kv", "fp")
-    found["fim"] = {"held_out": kvq(*fim, corpus, "--baseline", corpus, "--limit", "200")}
+    found["fim"] = {"held_out": kvq(*fim, corpus, "--baseline", corpus, "--limit", "100")}
     if arguments.infilling is not None:
-        found["fim"]["humaneval"] = kvq(*fim, str(arguments.infilling), "--limit", "200")
+        found["fim"]["humaneval"] = kvq(*fim, str(arguments.infilling), "--limit", "100")
     found["table"] = kvq(
-        "eval", "-m", bundle, "--table", "--context", str(arguments.context), "--trials", "4",
-        "--max-tokens", str(8 * arguments.context), python,
+        "eval", "-m", bundle, "--table", "--context", str(arguments.context), "--trials", "2",
+        "--max-tokens", str(4 * arguments.context), python,
     )  # fmt: skip
     found["passkey"] = kvq(
-        "eval", "-m", bundle, "--task", "passkey", "--kv", "fp", "--trials", "4",
+        "eval", "-m", bundle, "--task", "passkey", "--kv", "fp", "--trials", "2",
         "--context", ",".join(str(n) for n in (512, 1024, 2048, 4000)),
     )  # fmt: skip
     run = ("run", "-m", bundle, "--temp", "0", "-n", str(NEW_TOKENS))
@@ -137,6 +137,7 @@ A small Llama trained from nothing for kvq: {about["parameters"] / 1e6:.1f} M pa
 {shape["head_dim"]} channels, {shape["vocab_size"]} tokens, context
 {shape["max_position_embeddings"]}. Trained on {device} for {about["tokens"] / 1e6:.1f} M tokens
 ({recipe["steps"]} steps, the last {recipe["long_steps"]} on texts of {recipe["long_length"]}).
+{about.get("note", "")}
 It completes Python and fills in lines; it knows next to nothing about the world, and what it says
 in a chat is the shape of an answer, not an answer.
 
