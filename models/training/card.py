@@ -72,8 +72,9 @@ def measure(arguments: argparse.Namespace, bundle: str) -> dict[str, Any]:
         }
     python = str(texts["python"])
     corpus = str(arguments.corpus)
+    beaten = ("--baseline", corpus) if arguments.baseline else ()
     fim = ("eval", "-m", bundle, "--task", "fim", "--kv", "fp")
-    found["fim"] = {"held_out": kvq(*fim, corpus, "--baseline", corpus, "--limit", "100")}
+    found["fim"] = {"held_out": kvq(*fim, corpus, *beaten, "--limit", "100")}
     if arguments.infilling is not None:
         found["fim"]["humaneval"] = kvq(*fim, str(arguments.infilling), "--limit", "100")
     found["table"] = kvq(
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("packed", type=Path)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--infilling", type=Path)
+    parser.add_argument("--baseline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--context", type=int, default=2048)
     arguments = parser.parse_args()
     about = json.loads((arguments.model / "training.json").read_text())

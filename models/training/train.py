@@ -291,7 +291,7 @@ def main() -> None:
     tokenizer.encode_special_tokens = True
     settings["model"] |= {
         "vocab_size": tokenizer.get_vocab_size(),
-        "bos_token_id": None,
+        "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
         "eos_token_id": tokenizer.token_to_id("<|endoftext|>"),
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
     }

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -67,6 +67,10 @@ def train(texts: Iterator[str], size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIAL))
+    # Every text the model read began after the end of another.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
     return tokenizer
 
 
@@ -83,6 +87,8 @@ def main() -> None:
     tokenizer.save(str(arguments.out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "add_bos_token": True,
         "eos_token": END,
         "pad_token": END,
         "model_max_length": 8192,

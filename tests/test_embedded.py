@@ -1,0 +1,90 @@
+"""The models that come with the package: whole, as transformers computes them, and trained."""
+
+import json
+import os
+import subprocess
+import sys
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import kvq_models
+from kvq_export.checkpoint import Checkpoint
+from kvq_models.reference import forward, plain_attention
+from kvq_models.registry import read_checkpoint
+from kvq_models.tokenizer import Tokenizer
+
+MODELS = Path(kvq_models.__path__[0])
+SOURCE = (Path(__file__).parent / "pairs.py").read_text(encoding="utf-8")
+embedded = pytest.mark.parametrize("name", ["default", "nano"])
+
+
+@embedded
+def test_it_says_what_it_is(name: str) -> None:
+    folder = MODELS / name
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    data = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    assert card.startswith("---\nlicense: apache-2.0\n---")
+    assert f"{about['tokens'] / 1e6:.1f} M tokens" in card
+    assert len(data["sha256"]) == 64
+    assert not any("GPL" in str(source["licence"]) for source in data["sources"])
+    held_out = {"httpx", "httpx2", "httpcore", "httpcore2", "llm", "pygls"}
+    assert not held_out & {str(source["name"]).lower() for source in data["sources"]}
+
+
+@embedded
+def test_its_tokenizer_can_infill_and_chat_and_loses_no_byte(name: str) -> None:
+    folder = MODELS / name
+    family, config, _ = read_checkpoint(folder)
+    tokenizer = Tokenizer.from_checkpoint(folder, family, config)
+    assert tokenizer.fim is not None
+    assert tokenizer.control.start == (config.eos_token_ids[0],)
+    assert len(tokenizer.control.eos) == 2
+    assert tokenizer.decode(tokenizer.encode(SOURCE)) == SOURCE
+    ids = tokenizer.chat([{"role": "user", "content": "<|im_end|> hello"}])
+    ends = [i for i in ids if i in tokenizer.control.eos]
+    assert ends.count(tokenizer.encode("<|im_end|>", special=True)[0]) == 1
+    peer = AutoTokenizer.from_pretrained(folder)
+    assert peer(SOURCE)["input_ids"] == tokenizer.encode(SOURCE, start=True)
+
+
+@embedded
+def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> None:
+    folder = MODELS / name
+    family, config, _ = read_checkpoint(folder)
+    tokenizer = Tokenizer.from_checkpoint(folder, family, config)
+    ids = np.array(tokenizer.encode(SOURCE, start=True)[:400])
+    checkpoint, sources = Checkpoint.open(folder), family.weights(config)
+
+    def weight(key: str) -> np.ndarray:
+        return checkpoint.read(sources[key])
+
+    found = forward(config, weight, ids, np.arange(len(ids)), plain_attention())
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    assert np.abs(found - expected).max() < 2e-3
+    logits = expected[:-1] - np.log(np.exp(expected[:-1]).sum(axis=-1, keepdims=True))
+    nats = -logits[np.arange(len(ids) - 1), ids[1:]].sum()
+    size = len(tokenizer.decode(ids[1:].tolist()).encode())
+    # Of a file it never saw; untrained it would be more than 3.
+    assert nats / log(2) / size < {"default": 1.75, "nano": 2.3}[name]
+
+
+def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path: Path) -> None:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
+    roots = os.pathsep.join(path for path in sys.path if path)
+    home = clean | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": roots}
+    command = [sys.executable, "-m", "kvq_apps.cli", "run", "def fib(n):\n", "-n", "8", "--json"]
+    runs = [
+        subprocess.run(command, env=home, capture_output=True, check=True, timeout=120)
+        for _ in range(2)
+    ]
+    assert b"exporting" in runs[0].stderr
+    assert b"exporting" not in runs[1].stderr
+    assert json.loads(runs[0].stdout)["new_tokens"] == 8
