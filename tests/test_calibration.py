@@ -127,9 +127,13 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
         "evict": ((1, 0, 0), 2 * attention.evict_error[1, :, :2].sum()),
     }
     assert attention.mass.shape[2] == 4
+    # What the least harmful change does is rounding of activations, not a price.
+    nats = (sensitivity.key_bits_nats, sensitivity.value_bits_nats)
+    noise = min(side[:, 1].min() for side in nats)
     for name, (action, error) in cases.items():
         nats = compare(expected.copy(), scored(action)[0])["mean_kld"]
-        assert getattr(sensitivity, name)[action[0]] == pytest.approx(nats / error, rel=1e-3), name
+        price = (nats - noise) / error
+        assert getattr(sensitivity, name)[action[0]] == pytest.approx(price, rel=2e-3), name
         if name != "evict":
             table = getattr(sensitivity, f"{name}_bits_nats")
             assert table[action[0], 2] == pytest.approx(nats, rel=1e-3)

@@ -30,6 +30,8 @@ CHUNK_TOKENS = 128
 # Rounding of activations moves predictions by this much whatever the cache holds.
 NOISE_NATS = 1e-6
 WIDTHS = (8, 4, 2)
+# An eviction error below this share of the output's square is as good as none.
+FAINT = 1e-4
 
 Floats = NDArray[np.float64]
 
@@ -113,10 +115,17 @@ def calibrate(
             progress(layer + 1, layers)
         attention = reading.attention
         narrow = 4.0 ** (WIDTHS[0] - WIDTHS[-1])
+        # Whatever changes in the cache, rounded activations change with it: what the least harmful
+        # of all changes does is no price of it.
+        noise = nats[..., 1].min()
+        paid, gone = (np.maximum(found - noise, 0.05 * noise) for found in (nats[..., -1], evict))
+        # A layer that looks at the newest tokens alone gives old pages no error to divide by.
+        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)
+        lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
         return Sensitivity(
-            key=nats[:, 0, -1] / (narrow * _total(attention.key_error)),
-            value=nats[:, 1, -1] / (narrow * _total(attention.value_error)),
-            evict=evict / (len(half) * _total(attention.evict_error[..., : len(half)])),
+            key=paid[:, 0] / (narrow * _total(attention.key_error)),
+            value=paid[:, 1] / (narrow * _total(attention.value_error)),
+            evict=gone / (len(half) * lost),
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
         )

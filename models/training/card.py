@@ -96,9 +96,10 @@ def rows_of(table: list[dict[str, Any]]) -> str:
     def shown(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    head = list(table[0])
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    lines += [" | ".join(shown(row[key]) for key in head) for row in table]
+    keys = dict.fromkeys(key for row in table for key in row)
+    head = [key for key in keys if not str(key).endswith("_rows")]
+    lines = [" | ".join(map(str, head)), " | ".join("---" for _ in head)]
+    lines += [" | ".join(shown(row.get(key, "")) for key in head) for row in table]
     return "\n".join(f"| {line} |" for line in lines)
 
 
