@@ -17,6 +17,7 @@ usage.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
@@ -76,7 +77,7 @@ class Shape(Protocol):
         ...
 
 
-class _OpenAiShape:
+class _OpenAiShape(ABC):
     """What chat and completions share: identity, usage, measures."""
 
     prefix = ""
@@ -133,13 +134,15 @@ class _OpenAiShape:
         # Asked for, usage is null in every chunk but the last.
         return chunk | ({"usage": None} if self._usage_last else {})
 
+    @abstractmethod
     def _piece(
         self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
     ) -> Json:
-        raise NotImplementedError
+        """A choice of a chunk."""
 
+    @abstractmethod
     def _complete(self, index: int, choice: Choice) -> Json:
-        raise NotImplementedError
+        """A choice of a whole answer."""
 
 
 class ChatShape(_OpenAiShape):
