@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,22 @@ def test_writers_in_two_processes_never_see_a_lock(path: Path) -> None:
     history = History(path)
     assert len(history.chats()) == 80
     history.close()
+
+
+def test_a_first_opening_waits_for_another_ones_lock(path: Path) -> None:
+    """Changing the journal of a new file is the one moment SQLite itself does not wait in."""
+    path.parent.mkdir(parents=True)
+    holder = sqlite3.connect(path, check_same_thread=False)
+    holder.execute("BEGIN EXCLUSIVE")
+    release = threading.Timer(0.3, holder.rollback)
+    release.start()
+    troubles: list[str] = []
+    history = History(path, on_trouble=troubles.append)
+    assert history.chats() == []
+    release.join()
+    holder.close()
+    history.close()
+    assert troubles == []
 
 
 def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None:

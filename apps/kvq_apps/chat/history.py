@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from json import dumps, loads
 from pathlib import Path
-from time import time, time_ns
+from time import monotonic, sleep, time, time_ns
 from typing import Any
 
 from kvq_apps.chat.messages import Message
@@ -352,7 +352,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         ) from error
     db = _open(str(path))
     try:
-        db.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(db)
         db.execute("PRAGMA synchronous = NORMAL")
         db = _migrated(db, path)
         with db:
@@ -365,6 +365,19 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _write_ahead(db: sqlite3.Connection) -> None:
+    """Switches to the write-ahead log. SQLite does not wait for a lock here, so this does."""
+    deadline = monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or monotonic() > deadline:
+                raise
+        sleep(0.02)
 
 
 def _open(name: str) -> sqlite3.Connection:
