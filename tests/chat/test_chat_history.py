@@ -145,7 +145,7 @@ def test_a_first_opening_waits_for_another_ones_lock(path: Path) -> None:
     """Changing the journal of a new file is the one moment SQLite itself does not wait in."""
     path.parent.mkdir(parents=True)
     holder = sqlite3.connect(path, check_same_thread=False)
-    holder.execute("BEGIN EXCLUSIVE")
+    holder.execute("BEGIN IMMEDIATE")
     release = threading.Timer(0.3, holder.rollback)
     release.start()
     troubles: list[str] = []
