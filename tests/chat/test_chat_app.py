@@ -130,7 +130,7 @@ def test_cancel_in_decode_keeps_the_partial_text(tmp_path: Path) -> None:
 
 
 def test_cancel_in_prefill_stops_within_a_chunk() -> None:
-    client = FakeClient(FakeOptions(prefill_ms=30))
+    client = FakeClient(FakeOptions(prefill_ms=300))
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.fill("word " * 3000)

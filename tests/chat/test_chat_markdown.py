@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from textual.strip import Strip
 
@@ -129,6 +129,7 @@ def test_model_text_is_shown_as_it_stands(text: str) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.text(st.characters(codec=None, exclude_categories=()), max_size=80))
+@example(text="0\t0")
 def test_no_control_character_reaches_the_screen(text: str) -> None:
     for block in [*blocks_of(text), *plain_blocks(text), *blocks_of(f"```\n{text}")]:
         for strip in draw(block, 30, PALETTE):

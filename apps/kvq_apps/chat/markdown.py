@@ -108,7 +108,7 @@ def _strips(texts: Iterable[Text]) -> list[Strip]:
 def _wrapped(text: Text, width: int) -> list[Text]:
     """Lines of at most `width` cells, broken between words where that is possible."""
     width = max(1, width)
-    if "\n" not in text.plain and cell_len(text.plain) <= width:
+    if not {"\n", "\t"} & set(text.plain) and cell_len(text.plain) <= width:
         return [text]
     lines: list[Text] = []
     for line in text.split("\n", allow_blank=True):
