@@ -1,6 +1,5 @@
 """A session's tokens, steps, cancelling, rollback and files, over a rule instead of a model."""
 
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,69 +9,49 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import ForwardInput
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.session import Session, SessionModel, Step
+from list_cache import ListCache
 
 VOCABULARY = 64
 END = 63
 GREEDY = Sampling(temperature=0)
 
 
-class ListCache:
-    """A cache that keeps the ids themselves, with the calls a session makes."""
+class RecordingCache(ListCache):
+    """Remembers the calls a session makes, and may be full."""
 
     budget_bytes = 1000
-    bytes_per_token = 8.0
     chunk_tokens = 256
 
     def __init__(self, capacity_tokens: int = 10_000) -> None:
-        self.ids: list[int] = []
-        self.reserved = 0
+        super().__init__()
         self.capacity_tokens = capacity_tokens
         self.calls: list[str] = []
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
-
-    @property
-    def used_bytes(self) -> int:
-        return 8 * len(self.ids)
-
-    peak_bytes = used_bytes
-
-    def holdings(self) -> Holdings:
-        return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
     def begin(self, count: int) -> None:
         if len(self.ids) + count > self.capacity_tokens:
             raise BudgetError(f"{count} more tokens do not fit; {self.capacity_tokens} do")
-        self.reserved = count
+        super().begin(count)
         self.calls.append(f"begin {count}")
 
     def commit(self, count: int) -> None:
-        assert count == self.reserved
+        super().commit(count)
         self.calls.append(f"commit {count}")
 
     def abort(self) -> None:
-        del self.ids[len(self.ids) - self.reserved :]
+        super().abort()
         self.calls.append("abort")
 
     def trim(self, num_tokens: int) -> None:
         assert num_tokens <= len(self.ids)
-        del self.ids[num_tokens:]
-
-    def state(self) -> bytes:
-        return json.dumps(self.ids).encode()
-
-    def load_state(self, state: bytes) -> None:
-        self.ids = json.loads(state)
+        super().trim(num_tokens)
 
     def close(self) -> None:
+        super().close()
         self.calls.append("close")
 
 
@@ -86,7 +65,7 @@ class RuleBackend:
     def __init__(self) -> None:
         self.fails_at: int | None = None
 
-    def forward(self, cache: ListCache, inputs: ForwardInput) -> np.ndarray:
+    def forward(self, cache: RecordingCache, inputs: ForwardInput) -> np.ndarray:
         first = len(cache.ids)
         np.testing.assert_array_equal(inputs.positions, first + np.arange(len(inputs.ids)))
         np.testing.assert_array_equal(inputs.weights, np.ones((len(inputs.ids), 1)))
@@ -132,7 +111,7 @@ def open_session(
     }
     return Session(
         backend=RuleBackend(),
-        cache=ListCache(),
+        cache=RecordingCache(),
         model=SessionModel(**(settings | model)),
         config=SessionConfig(
             plan=KvPlan(),

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +76,7 @@ class Held:
     bytes_per_token: float
 
 
-class PeerSession:
+class PeerSession(ABC):
     """What `divergence` needs of a session: a prompt in one pass, then logits in chunks."""
 
     def prefill(self, ids: Sequence[int]) -> None:
@@ -87,18 +88,18 @@ class PeerSession:
         for start in range(0, len(ids), SCORE_CHUNK_TOKENS):
             yield self.forward(ids[start : start + SCORE_CHUNK_TOKENS])
 
+    @abstractmethod
     def forward(self, ids: Sequence[int]) -> np.ndarray:
         """Runs `ids` after all before them; their logits float32 [n, V]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stats(self) -> Held:
         """What the cache held at its fullest."""
-        raise NotImplementedError
 
     def __enter__(self) -> "PeerSession":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - most peers hold nothing else
         """Nothing is held beyond the object's own arrays."""
 
 
