@@ -14,6 +14,7 @@ only ours.
 
 import random
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Enough for distinct keys in tables far longer than any context here.
@@ -83,10 +84,19 @@ def key_value(rng: random.Random, num_pairs: int, depth: float) -> Recall:
     `depth` 0 asks for the first pair and 1 for the last. The task as in Liu et al.,
     arXiv 2307.03172, written as code. `num_pairs` is 1 to 64,000.
     """
+    return key_values(rng, num_pairs, [depth])[0]
+
+
+def key_values(rng: random.Random, num_pairs: int, depths: Sequence[float]) -> list[Recall]:
+    """As `key_value`, one look-up per depth in the same table; a prompt holds those before it."""
     places = rng.sample(range(len(_WORDS) * _KEY_NUMBERS), num_pairs)
     names = [f"{_WORDS[place % len(_WORDS)]}_{place // len(_WORDS)}" for place in places]
     values = [rng.randrange(10_000, 100_000) for _ in names]
     lines = [f'    "{name}": {value},' for name, value in zip(names, values, strict=True)]
-    asked = round(depth * (num_pairs - 1))
-    table = "\n".join(["values = {", *lines, "}"])
-    return Recall(f'{table}\nassert values["{names[asked]}"] ==', f" {values[asked]}")
+    text = "\n".join(["values = {", *lines, "}\n"])
+    found: list[Recall] = []
+    for depth in depths:
+        asked = round(depth * (num_pairs - 1))
+        found.append(Recall(f'{text}assert values["{names[asked]}"] ==', f" {values[asked]}"))
+        text = found[-1].text
+    return found

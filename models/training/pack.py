@@ -8,6 +8,8 @@ into runs of the length the model reads) and one held-out text file per kind, as
 Python source appears half of the time with a hole in it (fill-in-the-middle, arXiv 2207.14255:
 prefix-suffix-middle and suffix-prefix-middle, split at characters), the rest as whole files.
 Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length.
+A hole, a look-up or a copy teaches by its few last tokens, so these texts are of all sizes up to
+the length, short ones as often as long ones: of full ones a small run would meet too few.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from vocabulary import END, FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX, TURN_END, 
 from kvq_models import recall
 
 # Share of the tokens by kind; the long file leans on what is long.
-SHORT_MIX = {"python": 0.70, "english": 0.12, "chat": 0.08, "recall": 0.06, "copy": 0.04}
+SHORT_MIX = {"python": 0.68, "english": 0.08, "chat": 0.06, "recall": 0.12, "copy": 0.06}
 LONG_MIX = {"python": 0.60, "english": 0.08, "chat": 0.02, "recall": 0.20, "copy": 0.10}
-INFILL = 0.5
-# Of the holes: half are one line or a few, as an editor leaves them.
-LINE_HOLES = 0.5
+# Of the pieces of source, which are half of its tokens, since these are the shorter ones.
+INFILL = 0.75
+# Of the holes: most are one line or a few, as an editor leaves them.
+LINE_HOLES = 0.7
+SHORTEST = 64
+QUESTIONS = 8
 CHARACTERS_PER_TOKEN = 3.3
 HELD_OUT_BYTES = 400_000
 
@@ -68,8 +73,10 @@ def hole(rng: random.Random, text: str) -> tuple[str, str, str]:
             text[starts[first] : line_end].lstrip(" ")
         )
         start = starts[first] + rng.choice((0, indent, rng.randint(0, line_end - starts[first])))
-        # The editor's cursor stands before the line end, which stays in the suffix.
-        stop = max(start, line_end - 1 if line_end < len(text) else line_end)
+        # An editor's cursor stands before the line end, which then stays in the suffix; a benchmark
+        # takes whole lines.
+        keeps_end = line_end < len(text) and rng.random() < 0.6
+        stop = max(start, line_end - keeps_end)
     else:
         start, stop = sorted(rng.randint(0, len(text)) for _ in range(2))
     return text[:start], text[start:stop], text[stop:]
@@ -114,10 +121,14 @@ class Packer:
     def _encode(self, text: str) -> list[int]:
         return encode(self._tokenizer, text)
 
-    def _pieces(self, text: str) -> Iterator[str]:
-        """`text` in runs of whole lines that about fill the length."""
-        limit = int(self._length * CHARACTERS_PER_TOKEN * 0.95)
+    def _size(self) -> float:
+        """Tokens of a text, log-uniform up to 0.9 of the length."""
+        return SHORTEST * (0.9 * self._length / SHORTEST) ** self._rng.random()
+
+    def _pieces(self, text: str, tokens: Callable[[], float]) -> Iterator[str]:
+        """`text` in runs of whole lines, each of about as many tokens as `tokens` then says."""
         while text:
+            limit = int(tokens() * CHARACTERS_PER_TOKEN)
             cut = len(text) if len(text) <= limit * 1.2 else text.rfind("\n", 1, limit) + 1 or limit
             yield text[:cut]
             text = text[cut:]
@@ -131,12 +142,17 @@ class Packer:
                 file = name + file
             elif self._rng.random() < 0.5:
                 file = []
-            for index, piece in enumerate(self._pieces(text)):
-                head = file if index == 0 else []
-                if self._rng.random() < INFILL:
-                    yield head + self._infill(piece)
-                else:
-                    yield head + self._encode(piece)
+            infill = False
+
+            def size() -> float:
+                nonlocal infill
+                infill = self._rng.random() < INFILL
+                return self._size() if infill else 0.95 * self._length
+
+            head = file
+            for piece in self._pieces(text, size):
+                yield head + (self._infill(piece) if infill else self._encode(piece))
+                head = []
 
     def _infill(self, text: str) -> list[int]:
         prefix, middle, suffix = map(self._encode, hole(self._rng, text))
@@ -151,7 +167,7 @@ class Packer:
         sources = [self._shuffled(kind) for kind in kinds]
         while True:
             for source in sources:
-                pieces = list(self._pieces(next(source)[1]))
+                pieces = list(self._pieces(next(source)[1], lambda: 0.95 * self._length))
                 for piece in self._rng.sample(pieces, min(len(pieces), 8)):
                     yield self._encode(piece)
 
@@ -168,11 +184,12 @@ class Packer:
         books = self._shuffled("books")
         sources = self._shuffled("python")
         while True:
-            length = int(self._length * self._rng.uniform(0.1, 0.9))
+            length = self._size()
             depth = self._rng.random()
             kind = self._rng.randrange(4)
             if kind == 0:
-                example = recall.key_value(self._rng, max(1, length // 17), depth)
+                depths = [self._rng.random() for _ in range(QUESTIONS)]
+                example = recall.key_values(self._rng, max(1, int(length / 17)), depths)[-1]
             else:
                 size = int(length * (CHARACTERS_PER_TOKEN if kind < 3 else 2.9))
                 if kind == 1:
@@ -188,7 +205,7 @@ class Packer:
         """A text, something else, and the text again."""
         sources = self._shuffled("python")
         while True:
-            total = int(self._length * CHARACTERS_PER_TOKEN * 0.9)
+            total = int(self._size() * CHARACTERS_PER_TOKEN)
             size = int(total * self._rng.uniform(0.1, 0.4))
             text, other = next(sources)[1], next(sources)[1]
             at = self._rng.randrange(max(1, len(text) - size))
