@@ -1,5 +1,6 @@
 """The allocator: convex hulls against brute force, and what each term of the damage does."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvq.errors import UsageError
 from kvq.formats import page_bytes
-from kvq.policies import Sensitivity, policy_named
+from kvq.policies import POLICIES, Sensitivity, policy_named
 from kvq.policies.budget import EDGE, FOCUS, RUNGS, hull_steps
 from kvq.policies.spend import held_pages, page_bytes_at
-from policy_evidence import DIM, after, all_at, bytes_of, evidence
+from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
 SIZES = page_bytes_at(RUNGS, DIM)
 
@@ -182,3 +183,43 @@ def test_enough_is_freed_and_no_more_than_a_step() -> None:
     for short in range(1, full, full // 50):
         left = bytes_of(after(facts.widths, relieve(facts, short)))
         assert short <= full - left < short + SIZES[0]
+
+
+def test_pages_enter_at_what_the_newest_ones_of_their_stream_are_worth() -> None:
+    """Room for a page at 8:8 is not made by taking bits from pages that need them more."""
+    widths = all_at(8, 8, layers=1, heads=2, columns=6)
+    key_error = np.full((1, 2, 6), 1e-3)
+    # What the second head's newest pages hold is worth little; its older ones are as dear as all.
+    key_error[0, 1, 2:] = 1e-9
+    errors = {"key_error": key_error, "value_error": key_error, "evict_error": 1e9}
+    facts = evidence(widths, sensitivity=flat(1), **errors)
+    facts = replace(facts, entering=1, entry_widths=np.full((1, 2, 2), 8, np.uint8))
+    short = 5 * (SIZES[0] - SIZES[8])
+    actions = relieve(facts, short)
+    assert {tuple(a[:3]) for a in actions} == {(0, 1, c) for c in (2, 3, 4, 5, 6)}
+    assert [a[3:] for a in actions if a[2] == 6] == [[2, 2]]
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    share=st.floats(0.02, 0.98),
+    entering=st.integers(0, 4),
+    policy=st.sampled_from(sorted(POLICIES)),
+)
+def test_what_is_freed_counts_every_page_that_enters(
+    seed: int, share: float, entering: int, policy: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    widths = rng.choice(np.array([8, 4, 2], np.uint8), (2, 2, 5, 2))
+    entry = rng.choice(np.array([8, 4, 2], np.uint8), (2, 2, 2))
+    facts = random_evidence(rng, widths, calibrated=True)
+    facts = replace(facts, entering=entering, entry_widths=entry)
+    short = int(share * bytes_of(widths))
+    actions = relieve(facts, short, policy=policy)
+    held = np.concatenate([widths, entry[:, :, None]], axis=2)
+    left = after(held, actions)
+    freed = bytes_of(widths) - bytes_of(left[:, :, :5])
+    freed += entering * (bytes_of(held[:, :, 5:]) - bytes_of(left[:, :, 5:]))
+    assert freed >= short
+    assert left[:, :, 5].all(), "what enters cannot be evicted before it is there"

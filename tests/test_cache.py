@@ -100,6 +100,10 @@ class ListModel:
     pages: list[ListPage] = field(default_factory=list)
     recent: list[int] = field(default_factory=list)
     tokens: int = 0
+    entering: dict[tuple[int, int], tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.entering = dict.fromkeys(self.streams(), (self.plan.k_bits, self.plan.v_bits))
 
     def streams(self) -> list[tuple[int, int]]:
         heads = range(self.shape.num_kv_heads)
@@ -111,9 +115,8 @@ class ListModel:
             (self.sinks if room else self.recent).append(number)
         self.tokens += len(numbers)
         while self.plan.quantized and len(self.recent) >= 128:
-            widths = dict.fromkeys(self.streams(), (self.plan.k_bits, self.plan.v_bits))
             first = self.tokens - len(self.recent)
-            self.pages.append(ListPage(self.recent[:64], first, widths))
+            self.pages.append(ListPage(self.recent[:64], first, dict(self.entering)))
             del self.recent[:64]
 
     def trim(self, tokens: int) -> None:
@@ -134,7 +137,9 @@ class ListModel:
 
     def demote(self, actions: Sequence[Sequence[int]]) -> None:
         for layer, head, column, k_bits, v_bits in actions:
-            self.pages[column].widths[layer, head] = (k_bits, v_bits)
+            come = column == len(self.pages)
+            widths = self.entering if come else self.pages[column].widths
+            widths[layer, head] = (k_bits, v_bits)
         self.pages = [page for page in self.pages if any(map(any, page.widths.values()))]
 
     def facts(self) -> list[list[int]]:
@@ -315,6 +320,11 @@ class Traces(RuleBasedStateMachine):
                     lower.append((0, 0))
                     choice = lower[int(self.rng.integers(len(lower)))]
                     actions.append((layer, head, column, *choice))
+        for (layer, head), held in self.model.entering.items():
+            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
+            if self.rng.random() < share / 2:
+                choice = lower[int(self.rng.integers(len(lower)))]
+                actions.append((layer, head, len(self.model.pages), *choice))
         self.pair.demote(actions)
         self.model.demote(actions)
 
@@ -366,6 +376,8 @@ class Traces(RuleBasedStateMachine):
             assert cache.tokens == model.tokens
             facts, widths = cache.columns()
             assert facts.tolist() == model.facts()
+            entering = cache.entering().reshape(-1, 2).tolist()
+            assert entering == list(map(list, model.entering.values()))
             for layer, head in model.streams():
                 held = [list(page.widths[layer, head]) for page in model.pages]
                 assert widths[layer, head].tolist() == held
@@ -667,7 +679,9 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         [0, 0, 1, 4, 0],
         [0, 0, 1, 0, 4],
         [0, 0, 1, -2, 2],
-        [0, 0, columns, 2, 2],
+        [0, 0, columns + 1, 2, 2],
+        [0, 0, columns, 8, 8],  # pages enter at 8:4
+        [0, 0, columns, 0, 0],  # and cannot be evicted before they are there
         [0, 0, -1, 2, 2],
         [2, 0, 0, 2, 2],
         [0, 1, 0, 2, 2],

@@ -90,6 +90,10 @@ int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
 int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
     KVQ_WITH_CACHE(cache->mask(column, mask));
 }
+int kvq_cache_entering(int64_t handle, uint8_t* widths) {
+    KVQ_WITH_CACHE((cache->entering(widths), KVQ_OK));
+}
+
 int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
     KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
 }

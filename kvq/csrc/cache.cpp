@@ -39,6 +39,10 @@ std::unique_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     std::memset(cache->state_, 0, sizeof(State));
     cache->state_->config = config;
     cache->state_->budget = budget;
+    for (int s = 0; s < cache->streams(); s++) {
+        cache->entering(s)[0] = static_cast<uint8_t>(config.k_bits);
+        cache->entering(s)[1] = static_cast<uint8_t>(config.v_bits);
+    }
     for (int slot = 0; config.probes && slot < kProbeSlots; slot++) cache->probes_[slot] = {-1, 0};
     if (config.probes)
         std::memset(cache->layer_facts_, 0, sizeof(LayerFacts) * static_cast<size_t>(config.layers));
@@ -52,6 +56,7 @@ Cache::~Cache() { std::free(arena_); }
 void Cache::place(uint8_t* arena) {
     arena_ = arena;
     state_ = reinterpret_cast<State*>(arena);
+    entering_ = arena + layout_.entering;
     columns_ = reinterpret_cast<Column*>(arena + layout_.columns);
     entries_ = reinterpret_cast<Entry*>(arena + layout_.entries);
     tail_positions_ = reinterpret_cast<int32_t*>(arena + layout_.tail_positions);
@@ -79,10 +84,11 @@ int Cache::closing_pages(int tokens) const {
 int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
     if (tokens < 0) return KVQ_BAD_ARGUMENT;
     const int pages = closing_pages(tokens);
-    const int64_t page = layout_.sizes.constant_bytes +
-                         (granules(config().k_bits) + granules(config().v_bits)) *
-                             layout_.sizes.granule_bytes;
-    const int64_t needed = pages * streams() * page;
+    int64_t planes = 0;
+    for (int s = 0; pages && s < streams(); s++)
+        planes += granules(entering(s)[0]) + granules(entering(s)[1]);
+    const int64_t needed = pages * (streams() * layout_.sizes.constant_bytes +
+                                    planes * layout_.sizes.granule_bytes);
     bytes = std::max<int64_t>(0, pool_.used_bytes() + needed - layout_.sizes.pool_bytes);
     columns = std::max(0, state_->columns + pages - layout_.sizes.max_columns);
     return KVQ_OK;
@@ -202,7 +208,7 @@ int Cache::close_page(int stream, int column, const uint16_t* const* k, const ui
     alignas(64) uint8_t planes[kPageTokens * kMaxHeadDim];
     uint16_t constants[2 * kMaxHeadDim];
     Entry& e = entry(stream, column);
-    take(e, config().k_bits, config().v_bits);
+    take(e, entering(stream)[0], entering(stream)[1]);
     uint8_t* stored = pool_.constant(e.constants);
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(k[i], x + i * dim, dim);
     if (!kernel.pack_k(x, kPageTokens, dim, planes, constants)) return KVQ_NOT_FINITE;
@@ -286,17 +292,25 @@ int Cache::demote(const kvq_action* actions, int count) {
     for (int i = 0; i < count; i++) {
         const kvq_action& a = actions[i];
         if (a.layer < 0 || a.layer >= config().layers || a.head < 0 ||
-            a.head >= config().kv_heads || a.column < 0 || a.column >= state_->columns)
+            a.head >= config().kv_heads || a.column < 0 || a.column > state_->columns)
             return KVQ_BAD_ARGUMENT;
-        const Entry& e = entry(a.layer * config().kv_heads + a.head, a.column);
-        const bool evicts = a.k_bits == 0 && a.v_bits == 0;
-        if (!evicts && (!valid_width(a.k_bits) || !valid_width(a.v_bits) || a.k_bits > e.k_bits ||
-                        a.v_bits > e.v_bits))
+        const int stream = a.layer * config().kv_heads + a.head;
+        const bool held = a.column < state_->columns;
+        const uint8_t* widths = held ? &entry(stream, a.column).k_bits : entering(stream);
+        const bool evicts = held && a.k_bits == 0 && a.v_bits == 0;
+        if (!evicts && (!valid_width(a.k_bits) || !valid_width(a.v_bits) || a.k_bits > widths[0] ||
+                        a.v_bits > widths[1]))
             return KVQ_BAD_ARGUMENT;
     }
     for (int i = 0; i < count; i++) {
         const kvq_action& a = actions[i];
-        Entry& e = entry(a.layer * config().kv_heads + a.head, a.column);
+        const int stream = a.layer * config().kv_heads + a.head;
+        if (a.column == state_->columns) {
+            entering(stream)[0] = std::min(entering(stream)[0], static_cast<uint8_t>(a.k_bits));
+            entering(stream)[1] = std::min(entering(stream)[1], static_cast<uint8_t>(a.v_bits));
+            continue;
+        }
+        Entry& e = entry(stream, a.column);
         if (!a.k_bits) {
             release(e);
             continue;
@@ -404,6 +418,10 @@ void Cache::columns(int64_t* facts, uint8_t* widths) const {
             *widths++ = entry(s, c).v_bits;
         }
     }
+}
+
+void Cache::entering(uint8_t* widths) const {
+    std::memcpy(widths, entering_, size_t{2} * static_cast<size_t>(streams()));
 }
 
 PageView Cache::page_view(const Entry& e, const Column& column) const {

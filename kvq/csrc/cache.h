@@ -55,7 +55,7 @@ struct LayerFacts {
 };
 
 struct Layout {
-    int64_t columns, entries, constant_owner, granule_owner, tail_positions, tail;  // offsets
+    int64_t entering, columns, entries, constant_owner, granule_owner, tail_positions, tail;  // offsets
     int64_t probes, probe_rows, layer_facts;
     int64_t scratch, staging_positions, staging, rope, partials, pool;
     kvq_layout sizes;
@@ -85,6 +85,7 @@ public:
     void constants(uint16_t* keys, uint16_t* values) const;
     void stats(kvq_stats& out) const;
     void columns(int64_t* facts, uint8_t* widths) const;
+    void entering(uint8_t* widths) const;
     int64_t page(int layer, int head, int column, uint8_t* bytes) const;
     int tail(int layer, int head, uint16_t* k, uint16_t* v, int32_t* positions) const;
     int64_t state_bytes() const;
@@ -116,6 +117,7 @@ private:
         return probe_rows_ + (int64_t{slot} * config().layers + layer) * config().heads *
                                  config().head_dim;
     }
+    uint8_t* entering(int stream) const { return entering_ + 2 * stream; }  // K and V bits
     LayerFacts* layer_facts(int layer) const { return layer_facts_ + layer; }
     PageView page_view(const Entry& e, const Column& column) const;
     static int probe_slot(int64_t token);  // -1: not a probe
@@ -145,6 +147,7 @@ private:
     Layout layout_{};
     uint8_t* arena_ = nullptr;
     State* state_ = nullptr;
+    uint8_t* entering_ = nullptr;
     Column* columns_ = nullptr;
     Entry* entries_ = nullptr;
     int32_t* tail_positions_ = nullptr;

@@ -10,7 +10,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 2
+#define KVQ_ABI 3
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -24,7 +24,7 @@ enum kvq_status {
 
 typedef struct {
     int32_t layers, heads, kv_heads, head_dim;
-    int32_t k_bits, v_bits;     /* widths a page is closed at; 16 and 16 close none */
+    int32_t k_bits, v_bits;     /* most a page is closed at; 16 and 16 close none */
     int32_t sink_tokens;
     int32_t tail_rows;          /* floating-point rows per (layer, head), sinks included */
     int32_t chunk_tokens;       /* most tokens of one forward that does not fit the tail */
@@ -72,7 +72,8 @@ KVQ_EXPORT int kvq_cache_commit(int64_t handle, int32_t tokens);
 KVQ_EXPORT int kvq_cache_abort(int64_t handle);
 KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens);
 
-/* Widths only fall; 0, 0 evicts. Columns left without any page are removed. */
+/* Widths only fall; 0, 0 evicts. Columns left without any page are removed. The column after the last
+   stands for the pages that will close from now on: what is asked of it is what they close at. */
 KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32_t count);
 KVQ_EXPORT int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta);
 KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
@@ -80,6 +81,8 @@ KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 /* Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
    [layers, kv_heads, columns, 2]. */
 KVQ_EXPORT int kvq_cache_columns(int64_t handle, int64_t *facts, uint8_t *widths);
+/* Widths the next pages close at, uint8 [layers, kv_heads, 2]. */
+KVQ_EXPORT int kvq_cache_entering(int64_t handle, uint8_t *widths);
 /* What the newest probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
    columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
    mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */

@@ -40,6 +40,7 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
             return start;
         };
         region(sizeof(State));
+        out.entering = region(streams * 2);
         out.columns = region(columns * static_cast<int64_t>(sizeof(Column)));
         out.entries = region(columns * streams * static_cast<int64_t>(sizeof(Entry)));
         out.constant_owner = region(columns * streams * 4);

@@ -7,7 +7,7 @@
 
 namespace kvq {
 
-// A snapshot: this header, the columns, widths and history of every entry, the tail's rows in use, the
+// A snapshot: this header, the widths pages enter at, the columns, widths and history of every entry, the tail's rows in use, the
 // probes, then every page's bytes. It names no place in the arena, so what is held alone decides its bytes.
 namespace {
 struct Header {
@@ -55,7 +55,8 @@ int64_t Cache::probe_bytes() const {
 }
 
 int64_t Cache::state_bytes() const {
-    int64_t bytes = sizeof(Header) + state_->columns * static_cast<int64_t>(sizeof(Column)) +
+    int64_t bytes = sizeof(Header) + 2 * streams() +
+                    state_->columns * static_cast<int64_t>(sizeof(Column)) +
                     kEntryBytes * streams() * state_->columns;
     visit([&](const void*, int64_t count) { bytes += count; });
     return bytes;
@@ -70,6 +71,7 @@ int Cache::save(uint8_t* bytes) const {
     const Header header{config(), state_->columns, state_->tail_used,
                         state_->tokens, 0, state_->budget, state_->peak};
     write(&header, sizeof header);
+    write(entering_, 2 * streams());
     write(columns_, state_->columns * static_cast<int64_t>(sizeof(Column)));
     for (int s = 0; s < streams(); s++)
         for (int c = 0; c < state_->columns; c++) write(&entry(s, c).k_bits, kEntryBytes);
@@ -87,11 +89,17 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         header.budget != state_->budget || columns < 0 || columns > layout_.sizes.max_columns ||
         rows < 0 || rows > config().tail_rows || header.tokens < 0 || header.peak > header.budget)
         return KVQ_BAD_ARGUMENT;
-    int64_t expected = sizeof header + columns * static_cast<int64_t>(sizeof(Column)) +
+    int64_t expected = sizeof header + 2 * streams() + columns * static_cast<int64_t>(sizeof(Column)) +
                        kEntryBytes * streams() * columns + probe_bytes() +
                        rows * (4 + int64_t{4} * streams() * config().head_dim);
     if (count < expected) return KVQ_BAD_ARGUMENT;
-    const uint8_t* widths = bytes + sizeof header + columns * static_cast<int64_t>(sizeof(Column));
+    const uint8_t* const entering = bytes + sizeof header;
+    for (int i = 0; quantized(config()) && i < 2 * streams(); i++)
+        if (!valid_width(entering[i]) ||
+            entering[i] > (i % 2 ? config().v_bits : config().k_bits))
+            return KVQ_BAD_ARGUMENT;
+    const uint8_t* const held = entering + 2 * streams();
+    const uint8_t* widths = held + columns * static_cast<int64_t>(sizeof(Column));
     int64_t pages = 0, planes = 0;
     for (int64_t i = 0; i < streams() * columns; i++) {
         const int k_bits = widths[kEntryBytes * i], v_bits = widths[kEntryBytes * i + 1];
@@ -107,7 +115,8 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         return KVQ_BAD_ARGUMENT;
 
     pool_.clear();
-    std::memcpy(columns_, bytes + sizeof header, sizeof(Column) * static_cast<size_t>(columns));
+    std::memcpy(entering_, entering, size_t{2} * static_cast<size_t>(streams()));
+    std::memcpy(columns_, held, sizeof(Column) * static_cast<size_t>(columns));
     state_->columns = header.columns;
     state_->tail_used = header.tail_used;
     state_->tokens = header.tokens;

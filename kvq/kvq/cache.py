@@ -5,7 +5,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +148,9 @@ class Cache:
             )
         short, columns = self._engine.missing(tokens)
         if short or columns:
-            self._engine.demote(self.policy.relieve(self.evidence(), short, columns))
+            entering = self.arena.closing_pages(self._engine.tail_rows, tokens)
+            evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
+            self._engine.demote(self.policy.relieve(evidence, short, columns))
             short, columns = self._engine.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -259,7 +261,10 @@ class Cache:
         self._engine.trim(tokens)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
-        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
+        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict.
+
+        The column after the last stands for the pages that will close from now on.
+        """
         self._engine.demote(actions)
 
     def shift(self, column: int, delta: int) -> None:
@@ -288,6 +293,10 @@ class Cache:
             mean_v_bits=v_bits,
             evicted_share=1 - held / (streams * self.tokens) if self.tokens else 0.0,
         )
+
+    def entering(self) -> NDArray[np.uint8]:
+        """Widths uint8 [L, Hk, 2] that the next pages close at: the plan's until they fall."""
+        return self._engine.entering()
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """Stored bytes of one page: constants, then planes."""

@@ -92,6 +92,12 @@ class Arena:
         """Bytes of one page of every stream."""
         return self.streams * page_bytes(self.shape.head_dim, k_bits, v_bits)
 
+    def closing_pages(self, tail_rows: int, tokens: int) -> int:
+        """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
+        rows = tail_rows + tokens - self.plan.sink_tokens
+        full = self.plan.quantized and rows >= 2 * PAGE_TOKENS
+        return rows // PAGE_TOKENS - 1 if full else 0
+
     def fixed_bytes(self, columns: int, pool_bytes: int) -> int:
         """Bytes of everything but pages: state, tables, tail, scratch."""
         shape, dim = self.shape, self.shape.head_dim
@@ -100,6 +106,7 @@ class Arena:
         slots = PROBE_SLOTS if self.probes else 0
         regions = (
             STATE_BYTES,
+            self.streams * 2,
             columns * COLUMN_BYTES,
             columns * self.streams * ENTRY_BYTES,
             columns * self.streams * 4,

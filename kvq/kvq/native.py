@@ -20,7 +20,7 @@ from kvq.settings import environment
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 2
+ABI = 3
 EVIDENCE_FACTS = 6
 _STATUS = {
     1: "the pool has no room",
@@ -115,6 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_demote": (c_int32, (c_int64, POINTER(c_int32), c_int32)),
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
+    "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_columns": (c_int32, (c_int64, _INTS, _BYTES)),
     "kvq_cache_evidence": (c_int32, (c_int64, c_int32, _FLOATS, _FLOATS)),
     "kvq_cache_constants": (c_int32, (c_int64, _HALVES, _HALVES)),
@@ -382,6 +383,12 @@ class NativeCache:
         pointer = facts.ctypes.data_as(_INTS)
         _check(self._library.kvq_cache_columns(self.handle, pointer, _bytes(widths)))
         return facts, widths
+
+    def entering(self) -> NDArray[np.uint8]:
+        shape = self.arena.shape
+        widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
+        _check(self._library.kvq_cache_entering(self.handle, _bytes(widths)))
+        return widths
 
     def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         shape, count = self.arena.shape, self._stats().columns

@@ -23,6 +23,7 @@ from kvq.formats import (
     Arena,
     constant_bytes,
     granule_bytes,
+    page_bytes,
 )
 from kvq.reference import (
     KEYS,
@@ -110,6 +111,8 @@ class ReferenceCache:
         self.max_columns, self.pool_bytes = arena.divide(budget_bytes)
         self.fixed_bytes = budget_bytes - self.pool_bytes
         self.table: list[Column] = []
+        self._entering = np.empty((arena.streams, 2), np.uint8)
+        self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
         self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
         self._fresh: dict[int, list[_Rows]] = {}
@@ -136,16 +139,15 @@ class ReferenceCache:
 
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
-        plan = self.arena.plan
         pages = self._closing(tokens)
-        needed = pages * self.arena.column_bytes(plan.k_bits, plan.v_bits) if pages else 0
+        dim = self.arena.shape.head_dim
+        widths = self._entering.tolist() if pages else []
+        needed = pages * sum(page_bytes(dim, *bits) for bits in widths)
         over = self.used_bytes - self.fixed_bytes + needed - self.pool_bytes
         return max(0, over), max(0, len(self.table) + pages - self.max_columns)
 
     def _closing(self, tokens: int) -> int:
-        rows = len(self._positions) + tokens - self.arena.plan.sink_tokens
-        full = self.arena.plan.quantized and rows >= 2 * PAGE_TOKENS
-        return rows // PAGE_TOKENS - 1 if full else 0
+        return self.arena.closing_pages(len(self._positions), tokens)
 
     # -- a forward pass --
 
@@ -265,19 +267,20 @@ class ReferenceCache:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _close_page(self) -> None:
-        sinks, plan = self.arena.plan.sink_tokens, self.arena.plan
+        sinks = self.arena.plan.sink_tokens
         chosen = slice(sinks, sinks + PAGE_TOKENS)
         keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._positions)]
         first_token = self.tokens - (len(self._positions) - sinks)
         column = Column(pos0=int(self._positions[sinks]), first_token=first_token)
-        for rows in self._tail:
+        for rows, bits in zip(self._tail, self._entering.tolist(), strict=True):
             sides = [
                 encode(half[chosen].astype(np.float32), side)
                 for side, half in ((KEYS, rows.k), (VALUES, rows.v))
             ]
             codes, scale, minimum = zip(*sides, strict=True)
-            bits = (plan.k_bits, plan.v_bits)
-            column.pages.append(Page(codes=codes, scale=scale, minimum=minimum, bits=bits))
+            k_bits, v_bits = bits
+            page = Page(codes=codes, scale=scale, minimum=minimum, bits=(k_bits, v_bits))
+            column.pages.append(page)
             rows.k, rows.v = rows.k[keep], rows.v[keep]
         self._positions = self._positions[keep]
         self.table.append(column)
@@ -430,18 +433,27 @@ class ReferenceCache:
         self.tokens = tokens
 
     def demote(self, actions: NDArray[np.int32]) -> None:
-        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
+        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict.
+
+        The column after the last stands for the pages that will close from now on.
+        """
         self._check_idle()
+        come = len(self.table)
         for layer, head, column, *bits in actions.tolist():
-            page = self._page(layer, head, column)
+            page = self._page(layer, head, column) if column != come else None
             held = page.bits if page else (0, 0)
+            if column == come:
+                held = self._entering[self._stream(layer, head)].tolist()
             lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
-            if not lower and any(bits):
+            if not lower and (any(bits) or column == come):
                 raise CacheError("a page's widths only fall")
         for layer, head, column, k_bits, v_bits in actions.tolist():
+            stream = self._stream(layer, head)
+            if column == come:
+                self._entering[stream] = np.minimum(self._entering[stream], (k_bits, v_bits))
+                continue
             page = self._page(layer, head, column)
             if not k_bits:
-                stream = layer * self.arena.shape.num_kv_heads + head
                 self.table[column].pages[stream] = None
             elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
                 page.bits = (k_bits, v_bits)
@@ -464,13 +476,21 @@ class ReferenceCache:
             raise CacheError(f"there is no page {column} among {len(self.table)}")
         return self.table[column]
 
-    def _page(self, layer: int, head: int, column: int) -> Page | None:
+    def _stream(self, layer: int, head: int) -> int:
         heads = self.arena.shape.num_kv_heads
         if not (0 <= layer < self.arena.shape.num_layers and 0 <= head < heads):
             raise CacheError(f"there is no layer {layer}, head {head}")
-        return self._column(column).pages[layer * heads + head]
+        return layer * heads + head
+
+    def _page(self, layer: int, head: int, column: int) -> Page | None:
+        return self._column(column).pages[self._stream(layer, head)]
 
     # -- views --
+
+    def entering(self) -> Bytes:
+        """Widths the next pages close at, uint8 [L, Hk, 2]."""
+        shape = self.arena.shape
+        return self._entering.reshape(shape.num_layers, shape.num_kv_heads, 2).copy()
 
     def columns(self) -> tuple[NDArray[np.int64], Bytes]:
         """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
@@ -504,6 +524,7 @@ class ReferenceCache:
         facts, widths = self.columns()
         arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
         arrays["arena"] = self._identity()
+        arrays["entering"] = self._entering
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         arrays["positions"] = self._positions
         for stream, rows in enumerate(self._tail):
@@ -574,6 +595,7 @@ class ReferenceCache:
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         self.tokens, self.peak_bytes = map(int, arrays["counts"])
         self._positions = arrays["positions"]
+        self._entering = arrays["entering"]
         streams = range(self.arena.streams)
         self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
         widths = arrays["widths"].reshape(self.arena.streams, -1, 2)

@@ -29,6 +29,11 @@ def data_folder() -> Path:
     return _folder("XDG_DATA_HOME", ".local/share")
 
 
+def state_folder() -> Path:
+    """Folder for what says how things went (logs) and what runs now (servers)."""
+    return _folder("XDG_STATE_HOME", ".local/state")
+
+
 def editor_command() -> str:
     """The user's editor, as a command line."""
     return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"

@@ -119,6 +119,8 @@ class Evidence:
     `facts` int64 [C, 4]: pos0, delta, first token, mask of each page column, oldest first.
     `widths` uint8 [L, Hk, C, 2]: K and V bits, 0 if evicted. `windows` [L]: sliding windows, 0 for
     none. `tokens`: tokens seen so far. `head_dim`: channels, which fix the bytes a page frees.
+    `entering`: pages of every layer and head that are about to close, at `entry_widths` uint8
+    [L, Hk, 2]; 0 where nobody says so.
     `attention` and `constants` are there if the policy asks for them by its `needs`;
     `sensitivity` is None for a model that was not calibrated.
     """
@@ -128,6 +130,8 @@ class Evidence:
     windows: NDArray[np.int64]
     tokens: int
     head_dim: int
+    entering: int = 0
+    entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None
     constants: Constants | None = None
     sensitivity: Sensitivity | None = None
@@ -146,8 +150,9 @@ class Policy(Protocol):
     ) -> NDArray[np.int32]:
         """Actions int32 [n, 5] (layer, head, column, K bits, V bits) freeing what is short.
 
-        Widths may only fall; 0 and 0 evict. Freeing less than asked is allowed only if nothing
-        is left to free.
+        Widths may only fall; 0 and 0 evict. The column after the last stands for the pages that
+        enter, now and later: what is asked of it they close at. Freeing less than asked is
+        allowed only if nothing is left to free.
         """
         ...
 

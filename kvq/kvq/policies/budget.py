@@ -34,13 +34,14 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.policies import Evidence
-from kvq.policies.spend import Steps, held_pages, page_bytes_at, spend
+from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
 Costs = NDArray[np.float64]
 
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
 FOCUS = 0.5
 EDGE = 4.0
+RECENT = 4
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,16 @@ class Budget:
     def relieve(
         self, evidence: Evidence, bytes_short: int, columns_short: int
     ) -> NDArray[np.int32]:
-        pages = held_pages(evidence)
-        costs = self._costs(evidence)[tuple(pages[:, :3].T)]
-        steps = hull_steps(pages, costs, page_bytes_at(RUNGS, evidence.head_dim))
+        pages, every = held_pages(evidence), self._costs(evidence)
+        costs = every[tuple(pages[:, :3].T)]
+        entering, expected = _entering(evidence, every)
+        steps = hull_steps(
+            np.concatenate([pages, entering]),
+            np.concatenate([costs, expected]),
+            page_bytes_at(RUNGS, evidence.head_dim),
+        )
+        # What enters cannot be evicted before it is there.
+        steps = steps[(steps[:, 2] < every.shape[2]) | (steps[:, 3] > 0)]
         gone = np.zeros(evidence.widths.shape[2])
         np.add.at(gone, pages[:, 2], costs[:, -1])
         return spend(evidence, steps, bytes_short, columns_short, np.argsort(gone, kind="stable"))
@@ -88,6 +96,21 @@ class Budget:
             costs[..., rung] = rounded_keys + value_weight * values * 4.0 ** (8 - v_bits)
         costs[..., -1] = evict_weight * gone
         return costs
+
+
+def _entering(evidence: Evidence, costs: Costs) -> tuple[Steps, Costs]:
+    """Pages to come [n, 5] in the column after the last, and what they are expected to cost [n, R].
+
+    Nobody has looked at them yet: each is taken for the mean of its stream's newest `RECENT` pages.
+    """
+    entry, columns = all_widths(evidence)[:, :, -1], costs.shape[2]
+    held = evidence.widths[..., 0] > 0
+    newest = held & (held[..., ::-1].cumsum(axis=-1)[..., ::-1] <= RECENT)
+    layers, heads = np.nonzero((entry[..., 0] > 0) & newest.any(axis=-1))
+    mean = np.einsum("lhcr,lhc->lhr", costs, newest)[layers, heads]
+    mean /= newest.sum(axis=-1)[layers, heads, None]
+    where = np.column_stack([layers, heads, np.full_like(layers, columns)])
+    return np.concatenate([where, entry[layers, heads]], axis=1).astype(np.int32), mean
 
 
 def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Steps:

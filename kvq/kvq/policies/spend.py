@@ -2,6 +2,7 @@
 
 A policy lists steps in the order it would take them; `spend` takes as few from the front as free
 what is short. What costs nothing goes before all of them: pages their layer's window has left.
+The column after the last stands for the pages about to enter, as `Evidence.entering` counts them.
 """
 
 import numpy as np
@@ -29,6 +30,15 @@ def held_pages(evidence: Evidence) -> NDArray[np.int32]:
     return np.column_stack([layers, heads, columns, widths]).astype(np.int32)
 
 
+def all_widths(evidence: Evidence) -> NDArray[np.int32]:
+    """Widths int32 [L, Hk, C + 1, 2], those of entering pages last; 0 if none enter."""
+    held = evidence.widths.astype(np.int32)
+    entry = np.zeros((*held.shape[:2], 1, 2), np.int32)
+    if evidence.entering and evidence.entry_widths is not None:
+        entry = evidence.entry_widths[:, :, None].astype(np.int32)
+    return np.concatenate([held, entry], axis=2)
+
+
 def page_bytes_at(bits: NDArray[np.integer], head_dim: int) -> NDArray[np.int64]:
     """Bytes of pages with these widths [..., 2]; 0 and 0 takes none."""
     granules = _GRANULES[bits].sum(axis=-1)
@@ -52,17 +62,19 @@ def spend(
     when its page is evicted in every layer and head, which no single step does, so whole columns go
     by `column_order` (default: oldest first) as far as rows are short.
     """
-    widths = evidence.widths.astype(np.int32)
+    widths = all_widths(evidence)
     unseen = _unseen(evidence)
-    seen = (widths[..., 0] > 0) & ~unseen
+    held = evidence.widths[..., 0] > 0
+    seen = held & ~unseen
     rows = _rows(seen, unseen, column_order)[: max(columns_short, 0)].tolist()
-    plan = [_evictions((seen | unseen) & (np.arange(widths.shape[2]) == row)) for row in rows]
+    plan = [_evictions(held & (np.arange(held.shape[2]) == row)) for row in rows]
     for actions in plan:
         apply(widths, actions)
     freed = _freed(evidence, widths)
     if freed < bytes_short:
         free = _evictions(unseen)
-        useful = seen[steps[:, 0], steps[:, 1], steps[:, 2]]
+        enters = widths[:, :, -1:, 0] > 0
+        useful = np.concatenate([seen, enters], axis=2)[*steps[:, :3].T]
         groups = np.arange(len(steps)) if together is None else together
         plan.append(
             _prefix(
@@ -100,7 +112,7 @@ def _prefix(
     later = np.flatnonzero(np.diff(page[order]) == 0) + 1
     before[later] = after[later - 1]
     gained = np.empty(len(steps), np.int64)
-    gained[order] = before - after
+    gained[order] = (before - after) * np.where(steps[order, 2] < columns - 1, 1, evidence.entering)
     enough = np.searchsorted(np.cumsum(gained), short)
     taken = np.searchsorted(groups, groups[enough : enough + 1], side="right")
     page = page[: taken[0] if len(taken) else len(page)]
@@ -109,7 +121,7 @@ def _prefix(
 
 
 def _freed(evidence: Evidence, widths: NDArray[np.int32]) -> int:
-    held, left = evidence.widths.astype(np.int32), widths
+    held, left = all_widths(evidence), widths
     bytes_of = page_bytes_at(held, evidence.head_dim) - page_bytes_at(left, evidence.head_dim)
     return int(bytes_of.sum())
 
