@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from kvq import native
-from kvq.cache import Cache, Holdings, budget_for_tokens, minimum_budget
+from kvq.cache import Cache, Holdings, budget_for_tokens, minimum_budget, tight_plan
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
@@ -114,7 +114,7 @@ class ListModel:
             room = len(self.sinks) < self.plan.sink_tokens
             (self.sinks if room else self.recent).append(number)
         self.tokens += len(numbers)
-        while self.plan.quantized and len(self.recent) >= 128:
+        while self.plan.quantized and len(self.recent) >= 64 + self.plan.tail_tokens:
             first = self.tokens - len(self.recent)
             self.pages.append(ListPage(self.recent[:64], first, dict(self.entering)))
             del self.recent[:64]
@@ -194,6 +194,7 @@ class Traces(RuleBasedStateMachine):
         head_dim=st.sampled_from([16, 32, 48]),
         widths=st.sampled_from([*WIDTHS, (16, 16)]),
         sinks=st.sampled_from([0, 4, 64]),
+        tail=st.sampled_from([64, 0, 17]),
         share=st.sampled_from([0.1, 0.0, 0.3, 1.0]),
         odd=st.integers(0, 300),
         prompt=st.sampled_from([700, 0, 150, 400]),
@@ -204,6 +205,7 @@ class Traces(RuleBasedStateMachine):
         head_dim: int,
         widths: tuple[int, int],
         sinks: int,
+        tail: int,
         share: float,
         odd: int,
         prompt: int,
@@ -211,14 +213,14 @@ class Traces(RuleBasedStateMachine):
         self.shape = CacheShape(
             num_layers=2, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
         )
-        self.plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
+        self.plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks, tail_tokens=tail)
         self.context = 3500
         least = minimum_budget(self.shape, self.plan, self.context)
         most = budget_for_tokens(self.shape, self.plan, self.context)
         self.budget = least + int(share * max(0, most - least)) + odd
         self.pair = self.opened()
         self.layers = [attention(self.shape, layer) for layer in range(2)]
-        self.model = ListModel(self.shape, self.plan)
+        self.model = ListModel(self.shape, self.pair.native.plan)
         self.closed: dict[tuple[int, int, int], tuple[tuple[int, int], bytes]] = {}
         self.rng = np.random.default_rng(odd)
         self.next_number = -2048
@@ -423,6 +425,22 @@ def test_any_trace_of_calls_keeps_the_same_contents() -> None:
     )
 
 
+def test_the_newest_tokens_stay_floating_point_only_where_the_context_fits() -> None:
+    shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
+    plan = KvPlan(sink_tokens=4)
+    whole = budget_for_tokens(shape, plan, 1000)
+    for budget, newest in ((whole, 64), (whole - 1, 0)):
+        pair = Pair.open(shape, plan, budget, 1000)
+        for tokens in range(4 + newest + 63 + 64 + 1):
+            pages = max(0, tokens - 4 - newest) // 64
+            for cache in pair:
+                assert len(cache.tail(0, 0)[2]) == tokens - 64 * pages
+                assert cache.columns()[0][:, 2].tolist() == [4 + 64 * p for p in range(pages)]
+            rows = pack_heads(*random_heads(np.random.default_rng(tokens), shape, 1))
+            pair.fill([attention(shape, 0)], [rows])
+        pair.close()
+
+
 # ---- drafts --------------------------------------------------------------------------------------
 
 
@@ -515,7 +533,7 @@ class Scattered:
 
 def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spare: int) -> int:
     """A budget whose pool holds just `pages` full pages of every stream, and `spare` bytes."""
-    arena_of = Cache(shape, plan, 64 << 20, context).arena
+    arena_of = Cache(shape, tight_plan(plan), 64 << 20, context).arena
     budget = arena_of.bytes_for_columns(pages)
     wanted = pages * arena_of.column_bytes(plan.k_bits, plan.v_bits) + spare
     while (short := wanted - arena_of.divide(budget)[1]) != 0:

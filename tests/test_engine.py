@@ -144,8 +144,8 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
         roomy.prefill(prompt(400))
         free = roomy.stats()
         assert free.kv_bytes_peak > stats.kv_budget
-        # 5 pages of 64 tokens are closed; 76 newer tokens and 4 sinks are not.
-        assert free.mean_k_bits == free.mean_v_bits == (5 * 64 * 8 + 80 * 16) / 400
+        # 6 pages of 64 tokens are closed; 12 newer tokens and 4 sinks are not.
+        assert free.mean_k_bits == free.mean_v_bits == (6 * 64 * 8 + 16 * 16) / 400
         assert free.evicted_share == 0
     assert stats.kv_bytes <= stats.kv_bytes_peak <= stats.kv_budget
     assert 0 < stats.mean_k_bits < 16
@@ -160,13 +160,13 @@ def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: st
         session.prefill(prompt(300))
         stats = session.stats()
         assert stats.evicted_share == 0
-        # 3 pages are closed; 104 newer tokens and 4 sinks are not.
-        assert stats.mean_k_bits == (192 * 4 + 108 * 16) / 300
-        assert stats.mean_v_bits == (192 * 2 + 108 * 16) / 300
+        # 4 pages are closed; 40 newer tokens and 4 sinks are not.
+        assert stats.mean_k_bits == (256 * 4 + 44 * 16) / 300
+        assert stats.mean_v_bits == (256 * 2 + 44 * 16) / 300
         session.prefill(prompt(200))
-        # The context is longer than the budget: with 6 pages closed something gives way.
+        # The context is longer than the budget: with 7 pages closed something gives way.
         more = session.stats()
-        assert more.evicted_share > 0 or more.mean_v_bits < (384 * 2 + 116 * 16) / 500
+        assert more.evicted_share > 0 or more.mean_v_bits < (448 * 2 + 52 * 16) / 500
 
 
 def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:

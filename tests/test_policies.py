@@ -323,8 +323,8 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
 ) -> None:
     """Prompts of any length under any budget from the minimum on: never above it, never refused,
 
-    and the sinks and the last 64 tokens keep their floating-point rows. Each token's value is its
-    number, so the rows say which tokens they are.
+    and the sinks and the tokens that fill no page keep their floating-point rows. Each token's value
+    is its number, so the rows say which tokens they are.
     """
     shape = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
@@ -352,8 +352,8 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
             assert cache.used_bytes <= cache.peak_bytes <= budget
             held = cache.tail(1, 0)[1][:, 0].astype(int).tolist()
             assert held[:sinks] == list(range(min(sinks, cache.tokens)))
-            recent = min(64, max(0, cache.tokens - sinks))
-            assert held[len(held) - recent :] == list(range(cache.tokens - recent, cache.tokens))
+            closed = max(0, cache.tokens - sinks - cache.plan.tail_tokens) // 64
+            assert held[sinks:] == list(range(sinks + 64 * closed, cache.tokens))
     cache.close()
 
 

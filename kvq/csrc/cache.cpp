@@ -74,11 +74,11 @@ void Cache::place(uint8_t* arena) {
                 reinterpret_cast<uint32_t*>(arena + layout_.granule_owner));
 }
 
-// A page closes when 128 rows stand behind the sinks, so which tokens are in pages depends on the
-// number of tokens alone, never on how they arrived.
+// A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are in
+// pages depends on the number of tokens alone, never on how they arrived.
 int Cache::closing_pages(int tokens) const {
-    const int rows = state_->tail_used + tokens - config().sink_tokens;
-    return quantized(config()) && rows >= 2 * kPageTokens ? rows / kPageTokens - 1 : 0;
+    const int rows = state_->tail_used + tokens - config().sink_tokens - config().tail_tokens;
+    return quantized(config()) ? std::max(0, rows) / kPageTokens : 0;
 }
 
 int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {

@@ -33,7 +33,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 120, "kvq/formats.py counts these bytes too");
+static_assert(sizeof(State) == 128, "kvq/formats.py counts these bytes too");
 
 // How parallel work is run: `run` calls work(user, i) for every i below count.
 struct Parallel {

@@ -26,6 +26,7 @@ typedef struct {
     int32_t layers, heads, kv_heads, head_dim;
     int32_t k_bits, v_bits;     /* most a page is closed at; 16 and 16 close none */
     int32_t sink_tokens;
+    int32_t tail_tokens;        /* newest tokens that never lie in pages */
     int32_t tail_rows;          /* floating-point rows per (layer, head), sinks included */
     int32_t chunk_tokens;       /* most tokens of one forward that does not fit the tail */
     int32_t context_tokens;     /* most tokens a session will ever hold */

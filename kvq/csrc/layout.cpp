@@ -13,9 +13,10 @@ bool valid(const kvq_config& c) {
                         (c.k_bits == 16 && c.v_bits == 16);
     return c.layers > 0 && c.kv_heads > 0 && c.heads > 0 && c.heads % c.kv_heads == 0 &&
            c.head_dim >= 16 && c.head_dim <= kMaxHeadDim && c.head_dim % 16 == 0 && widths &&
-           c.sink_tokens >= 0 && c.sink_tokens <= kPageTokens && c.chunk_tokens >= kDraftTokens &&
+           c.sink_tokens >= 0 && c.sink_tokens <= kPageTokens && c.tail_tokens >= 0 &&
+           c.tail_tokens <= kPageTokens && c.chunk_tokens >= kDraftTokens &&
            c.context_tokens > 0 && c.splits >= 1 && (c.probes == 0 || c.probes == 1) &&
-           c.tail_rows >= (quantized(c) ? c.sink_tokens + 2 * kPageTokens + kDraftTokens
+           c.tail_rows >= (quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + kDraftTokens
                                         : c.context_tokens);
 }
 
@@ -61,7 +62,7 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     out.sizes.granule_bytes = granule;
     out.sizes.constant_bytes = constant;
     // The table has room for every page the context needs, or the pool could hold at two bits.
-    const int64_t paged = c.context_tokens - c.sink_tokens - kPageTokens;
+    const int64_t paged = c.context_tokens - c.sink_tokens - c.tail_tokens;
     const int64_t wanted = quantized(c) && paged > 0 ? (paged + kPageTokens - 1) / kPageTokens : 0;
     const int64_t row = static_cast<int64_t>(sizeof(Column)) +
                         streams * static_cast<int64_t>(sizeof(Entry) + sizeof(uint32_t));

@@ -43,20 +43,24 @@ class CacheShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """Widths a page is closed at, and how many first tokens stay in floating point.
+    """Widths a page is closed at, and how many tokens stay in floating point.
 
     `k_bits` and `v_bits` are each 8, 4 or 2, or both 16: nothing is quantised then and every
-    token stays in the floating-point tail.
+    token stays in the floating-point tail. The first `sink_tokens` always do, so do
+    those that do not fill a page yet, and in a cache that has bytes for its whole context the
+    `tail_tokens` before these.
     """
 
     k_bits: int = 4
     v_bits: int = 2
     sink_tokens: int = 4
+    tail_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
         check_widths(self.k_bits, self.v_bits)
-        if not 0 <= self.sink_tokens <= PAGE_TOKENS:
-            raise UsageError(f"{self.sink_tokens} sink tokens: 0 to {PAGE_TOKENS} are possible")
+        for name, tokens in (("sink", self.sink_tokens), ("tail", self.tail_tokens)):
+            if not 0 <= tokens <= PAGE_TOKENS:
+                raise UsageError(f"{tokens} {name} tokens: 0 to {PAGE_TOKENS} are possible")
 
     @property
     def quantized(self) -> bool:

@@ -10,7 +10,7 @@ from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 from kvq.errors import BudgetError
 
 DRAFT_TOKENS = 8
-STATE_BYTES = 120
+STATE_BYTES = 128
 COLUMN_BYTES = 24
 ENTRY_BYTES = 40
 ALIGNMENT = 64
@@ -85,7 +85,7 @@ class Arena:
     @property
     def wanted_columns(self) -> int:
         """Pages per stream that the whole context needs."""
-        paged = self.context_tokens - self.plan.sink_tokens - PAGE_TOKENS
+        paged = self.context_tokens - self.plan.sink_tokens - self.plan.tail_tokens
         return -(-paged // PAGE_TOKENS) if self.plan.quantized and paged > 0 else 0
 
     def column_bytes(self, k_bits: int, v_bits: int) -> int:
@@ -94,9 +94,8 @@ class Arena:
 
     def closing_pages(self, tail_rows: int, tokens: int) -> int:
         """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
-        rows = tail_rows + tokens - self.plan.sink_tokens
-        full = self.plan.quantized and rows >= 2 * PAGE_TOKENS
-        return rows // PAGE_TOKENS - 1 if full else 0
+        rows = tail_rows + tokens - self.plan.sink_tokens - self.plan.tail_tokens
+        return max(0, rows) // PAGE_TOKENS if self.plan.quantized else 0
 
     def fixed_bytes(self, columns: int, pool_bytes: int) -> int:
         """Bytes of everything but pages: state, tables, tail, scratch."""
@@ -169,7 +168,7 @@ def arena_for(
 
     `probes`: keep query rows for policies that ask what attention looks at.
     """
-    tail = plan.sink_tokens + 2 * PAGE_TOKENS + DRAFT_TOKENS
+    tail = plan.sink_tokens + plan.tail_tokens + PAGE_TOKENS + DRAFT_TOKENS
     splits = 1 if threads == 1 else -(-2 * threads // shape.num_kv_heads)
     return Arena(
         shape=shape,

@@ -39,6 +39,11 @@ def editor_command() -> str:
     return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
 
 
+def stay_offline() -> None:
+    """From now on huggingface_hub takes what it has on this machine and asks no network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def terminal_is_plain() -> bool:
     """Whether the user asked for output without escape codes (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR")) or terminal_is_dumb()
