@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace, bundle: str) -> dict[str, Any]:
     fim = ("eval", "-m", bundle, "--task", "fim", "--kv", "fp")
     found["fim"] = {"held_out": kvq(*fim, corpus, *beaten, "--limit", "100")}
     if arguments.infilling is not None:
-        found["fim"]["humaneval"] = kvq(*fim, str(arguments.infilling), "--limit", "100")
+        found["fim"]["humaneval"] = kvq(*fim, str(arguments.infilling), *beaten, "--limit", "100")
     found["table"] = kvq(
         "eval", "-m", bundle, "--table", "--context", str(arguments.context), "--trials", "2",
         "--max-tokens", str(4 * arguments.context), python,

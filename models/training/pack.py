@@ -9,7 +9,7 @@ Python source appears half of the time with a hole in it (fill-in-the-middle, ar
 prefix-suffix-middle and suffix-prefix-middle, split at characters), the rest as whole files.
 Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length.
 A hole, a look-up or a copy teaches by its few last tokens, so these texts are of all sizes up to
-the length, short ones as often as long ones: of full ones a small run would meet too few.
+the length, most of them short: of full ones a small run would meet too few.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from kvq_models import recall
 SHORT_MIX = {"python": 0.68, "english": 0.08, "chat": 0.06, "recall": 0.12, "copy": 0.06}
 LONG_MIX = {"python": 0.60, "english": 0.08, "chat": 0.02, "recall": 0.20, "copy": 0.10}
 # Of the pieces of source, which are half of its tokens, since these are the shorter ones.
-INFILL = 0.75
+INFILL = 0.85
+# The rest of the holes: suffix, prefix, middle.
+PREFIX_FIRST = 0.75
 # Of the holes: most are one line or a few, as an editor leaves them.
 LINE_HOLES = 0.7
-SHORTEST = 64
+SHORTEST = 48
 QUESTIONS = 8
 CHARACTERS_PER_TOKEN = 3.3
 HELD_OUT_BYTES = 400_000
@@ -122,8 +124,8 @@ class Packer:
         return encode(self._tokenizer, text)
 
     def _size(self) -> float:
-        """Tokens of a text, log-uniform up to 0.9 of the length."""
-        return SHORTEST * (0.9 * self._length / SHORTEST) ** self._rng.random()
+        """Tokens of a text: up to 0.9 of the length, half of the texts less than a fifth."""
+        return SHORTEST * (0.9 * self._length / SHORTEST) ** (self._rng.random() ** 1.7)
 
     def _pieces(self, text: str, tokens: Callable[[], float]) -> Iterator[str]:
         """`text` in runs of whole lines, each of about as many tokens as `tokens` then says."""
@@ -157,7 +159,7 @@ class Packer:
     def _infill(self, text: str) -> list[int]:
         prefix, middle, suffix = map(self._encode, hole(self._rng, text))
         ids = self._ids
-        if self._rng.random() < 0.5:
+        if self._rng.random() < PREFIX_FIRST:
             order = [ids[PREFIX], *prefix, ids[SUFFIX], *suffix, ids[MIDDLE], *middle]
         else:
             order = [ids[PREFIX], ids[SUFFIX], *suffix, ids[MIDDLE], *prefix, *middle]

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
+from vocabulary import END, MIDDLE, PREFIX, SUFFIX
 
 # Logits of this many rows exist at once.
 LOSS_ROWS = {"cpu": 1024, "cuda": 16384}
@@ -49,6 +50,8 @@ class Recipe:
     matrix_rate: float = 0.02
     vector_rate: float = 0.003
     weight_decay: float = 0.02
+    # Of a token that fills a hole: there are few, and they alone say how holes are filled.
+    middle_weight: float = 3.0
     clip: float = 1.0
     seed: int = 0
 
@@ -92,8 +95,12 @@ class Data:
 class Trainer:
     """Model, optimisers and the step between them."""
 
-    def __init__(self, settings: dict[str, Any], recipe: Recipe, device: str) -> None:
+    def __init__(
+        self, settings: dict[str, Any], recipe: Recipe, device: str, infilling: tuple[int, ...]
+    ) -> None:
+        """`infilling`: ids of the prefix, suffix, middle and end tokens."""
         torch.manual_seed(recipe.seed)
+        self._infilling = infilling
         config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
         self.model = LlamaModel(config).to(device)
         self._initialise(config)
@@ -130,9 +137,11 @@ class Trainer:
         for optimiser, peak in zip(self.optimisers, peaks, strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
-        total = batch.shape[0] * (batch.shape[1] - 1)
+        weights = self._weights(batch)
+        total = float(weights.sum())
         rows = max(1, self.recipe.micro_tokens // (batch.shape[1] - 1))
-        nats = sum(self._backward(part, total) for part in batch.split(rows))
+        parts = zip(batch.split(rows), weights.split(rows), strict=True)
+        nats = sum(self._backward(*part, total) for part in parts)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         for optimiser in self.optimisers:
             optimiser.step()
@@ -140,9 +149,24 @@ class Trainer:
         self.step += 1
         return nats
 
-    def _backward(self, batch: Tensor, total: int) -> float:
-        """Adds the gradient of the mean over `total` tokens; returns this part's share."""
+    def _weights(self, batch: Tensor) -> Tensor:
+        """float32 [rows, length] of the targets: more for what follows a prefix and a suffix."""
+        prefix, suffix, middle, end = self._infilling
+        weights = np.ones((batch.shape[0], batch.shape[1] - 1), np.float32)
+        for row, ids in zip(weights, batch.numpy(), strict=True):
+            for start in np.flatnonzero(ids == middle).tolist():
+                opened = np.flatnonzero(ids[:start] == prefix)
+                # After suffix and middle comes the prefix: nobody knows where the hole begins.
+                if len(opened) and ids[opened[-1] + 1] != suffix:
+                    ends = np.flatnonzero(ids[start:] == end)
+                    stop = start + ends[0] if len(ends) else len(ids)
+                    row[start:stop] = self.recipe.middle_weight
+        return torch.from_numpy(weights)
+
+    def _backward(self, batch: Tensor, weights: Tensor, total: float) -> float:
+        """Adds the gradient of the mean over `total` weight; returns this part's share."""
         batch = batch.to(self.device)
+        weights = weights.to(self.device).reshape(-1)
         targets = batch[:, 1:].reshape(-1)
         with torch.autocast(self.device, torch.bfloat16):
             hidden = self.model(batch[:, :-1]).last_hidden_state.flatten(0, 1)
@@ -153,7 +177,7 @@ class Trainer:
         size = LOSS_ROWS[self.device]
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
-            loss = self._loss(rows[part], head, targets[part]) / total
+            loss = self._loss(rows[part], head, targets[part], weights[part]) / total
             loss.backward()
             nats += float(loss.detach())
         assert rows.grad is not None
@@ -196,8 +220,9 @@ class Trainer:
         self.step = state["step"]
 
 
-def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy((rows @ head.T).float(), targets, reduction="sum")
+def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    nats = functional.cross_entropy((rows @ head.T).float(), targets, reduction="none")
+    return torch.dot(nats, weights)
 
 
 def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -296,7 +321,8 @@ def main() -> None:
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
     }
     recipe = Recipe(**settings["train"])
-    trainer = Trainer(settings["model"], recipe, arguments.device)
+    infilling = tuple(map(tokenizer.token_to_id, (PREFIX, SUFFIX, MIDDLE, END)))
+    trainer = Trainer(settings["model"], recipe, arguments.device, infilling)
     checkpoint = arguments.out / "checkpoint.pt"
     arguments.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
