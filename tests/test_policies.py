@@ -323,8 +323,8 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
 ) -> None:
     """Prompts of any length under any budget from the minimum on: never above it, never refused,
 
-    and the sinks and the tokens that fill no page keep their floating-point rows. Each token's value
-    is its number, so the rows say which tokens they are.
+    and the sinks and the tokens that fill no page keep their floating-point rows. Each token's
+    value is its number, so the rows say which tokens they are.
     """
     shape = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
