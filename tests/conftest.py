@@ -2,12 +2,29 @@
 
 import logging
 import os
+import socket
 from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 # The arrays are small and the machine is shared: more threads only spin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# What a developer has set for himself is not what is tested.
+os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-settings")
+
+_connect = socket.socket.connect
+
+
+def _connect_here(self: socket.socket, address: Any) -> None:
+    """Tests need no network: a connection that leaves this machine is a failure."""
+    away = isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost")
+    assert not away, f"a test connects to {address[0]}"
+    _connect(self, address)
+
+
+socket.socket.connect = _connect_here  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -59,7 +59,7 @@ TOLERANCE = {
 KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
 ROW_KEYS = {
     "engine", "kv", "kv_policy", "context", "threads", "decode_ms", "decode_min_ms",
-    "decode_samples", "relief_share",
+    "decode_p95_ms", "decode_samples", "relief_share",
     "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes", "attention_ms",
     "attention_rows_ms", "verify_ratio",
 }  # fmt: skip
@@ -321,7 +321,7 @@ def test_a_row_holds_medians_and_rates() -> None:
     case.prefill_s += [0.5, 0.25, 2.0]
     case.attention_s |= {1: [0.002, 0.001, 0.009], 4: [0.003, 0.004, 0.001]}
     found = case.row(Job(contexts=(64,), kv=("4:2",), rows=4, prefill_tokens=100))
-    assert (found["decode_ms"], found["decode_min_ms"]) == (3.0, 2.0)
+    assert (found["decode_ms"], found["decode_min_ms"], found["decode_p95_ms"]) == (3.0, 2.0, 4.0)
     assert found["relief_share"] == pytest.approx(0.1)
     assert (found["kv"], found["kv_policy"], case.name) == ("4:2", "h2o", "kvq 4:2 h2o")
     assert (found["prefill_tok_s"], found["ttft_ms"]) == (200.0, 500.0)

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable
+from argparse import SUPPRESS, Action, Namespace, _SubParsersAction
+from collections.abc import Callable, Iterator
 from io import BytesIO, TextIOWrapper
 from math import exp
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_runtime.session import Step
 from tiny import make_llama_checkpoint
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
@@ -108,17 +109,52 @@ def test_version(home: dict[str, str]) -> None:
     assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
 
 
+# They name another thing the command does, which no environment can ask for.
+DEEDS = {"serve": {"--status", "--stop"}}
+
+
+def flags_of(name: str) -> dict[str, Action]:
+    """The long flags in the help of a command, without `--help`."""
+    commands = next(
+        action for action in build_parser(name)._actions if isinstance(action, _SubParsersAction)
+    )
+    return {
+        option: action
+        for action in commands.choices[name]._actions
+        for option in action.option_strings[:1]
+        if option != "--help" and option != "-h" and action.help != SUPPRESS
+    }
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_names_the_twin_of_every_flag(
+def test_every_flag_of_every_command_names_its_twin(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for flag in options.FLAGS:
-        if f"--{flag} " in shown or f"--{flag}]" in shown:
-            assert f"[KVQ_{flag.replace('-', '_').upper()}]" in shown
+    flags = flags_of(name).keys() - DEEDS.get(name, set())
+    assert len(flags) > 3
+    for flag in flags:
+        assert flag.removeprefix("--") in options.FLAGS
+        twin = f"[KVQ_{flag.removeprefix('--').replace('-', '_').upper()}]"
+        assert flag in shown
+        assert twin in shown
+
+
+def test_the_help_names_the_defaults_of_the_sampler() -> None:
+    alone = Namespace(**dict.fromkeys(map(options.field, options.FLAGS)))
+    default = options.sampling(alone)
+    for flag, value in {
+        "temp": default.temperature,
+        "top-k": default.top_k,
+        "top-p": default.top_p,
+        "min-p": default.min_p,
+        "repeat-penalty": default.repeat_penalty,
+        "repeat-last-n": default.repeat_window_tokens,
+    }.items():
+        assert options.FLAGS[flag].help.endswith(f"(default: {value:g})")
 
 
 def test_the_synonyms_of_the_cache_widths() -> None:
@@ -133,7 +169,7 @@ def test_the_synonyms_of_the_cache_widths() -> None:
 
 def parsed(*words: str) -> Namespace:
     arguments = build_parser("run").parse_args(["run", *words, "hi"])
-    options.fill_from_environment(arguments)
+    options.fill(arguments, options.environment_layer)
     return arguments
 
 
@@ -206,7 +242,7 @@ def test_model_and_prompt(
     if variable is not None:
         monkeypatch.setenv("KVQ_MODEL", variable)
     arguments = build_parser("run").parse_args(["run", *words])
-    options.fill_from_environment(arguments)
+    options.fill(arguments, options.environment_layer)
     assert run_command._model_and_prompt(arguments) == expected
 
 
@@ -304,6 +340,69 @@ def test_usage_goes_to_stderr(bundle: str, home: dict[str, str]) -> None:
     assert b"new tokens" not in finished.stdout
 
 
+def test_json_lines_while_it_streams(bundle: str, home: dict[str, str]) -> None:
+    words = ("run", bundle, "The quick", "-n", "12", "--temp", "0", "--json")
+    whole = answer(kvq(*words, home=home))
+    streamed = kvq(*words, "--stream", home=home)
+    assert streamed.returncode == 0
+    *pieces, last = map(json.loads, streamed.stdout.splitlines())
+    assert last.keys() >= RUN_KEYS
+    assert "".join(piece["text"] for piece in pieces) == last["text"] == whole["text"]
+    assert all(piece.keys() == {"text"} and piece["text"] for piece in pieces)
+    assert len(pieces) > 1
+
+
+FENCED = "Here:\n\n```python\nx = 1\n```\nand\n```\ny\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "printed", "noted"),
+    [
+        (FENCED, ["--extract"], "x = 1\n", ""),
+        (FENCED, ["-x", "--stream"], "x = 1\n", ""),
+        (FENCED, ["--no-stream"], FENCED, ""),
+        (FENCED, [], FENCED, ""),
+        ("none", ["-x"], "none\n", "the answer has no block of code; this is the whole of it\n"),
+        ("none", ["--no-stream"], "none\n", ""),
+        ("a\n```\ncut of", ["-x"], "cut of\n", ""),
+    ],
+)
+def test_what_is_printed_of_an_answer(
+    text: str,
+    words: list[str],
+    printed: str,
+    noted: str,
+    bundle: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ask: Ask,
+) -> None:
+    def generate(*_: object, **__: object) -> Iterator[Step]:
+        for index, character in enumerate(text):
+            last = index == len(text) - 1
+            yield Step(
+                token=1, text=character, logprob=None, finish_reason="length" if last else None
+            )
+
+    monkeypatch.setattr("kvq_runtime.session.Session.generate", generate)
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+    assert main(["run", bundle, "hi", *words]) == 0
+    assert capsys.readouterr() == (printed, noted)
+    if "-x" in words and "--stream" not in words:
+        report = ask("run", bundle, "hi", *words)
+        assert report["text"] == text
+        assert report["code"] == (None if noted else printed.rstrip("\n"))
+
+
+def test_offline_asks_no_hub(home: dict[str, str], tmp_path: Path) -> None:
+    words = ("run", "-m", "nobody/nothing", "hi", "--offline")
+    finished = kvq(*words, home=home, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert finished.returncode == 2
+    message = finished.stderr.decode().splitlines()[-1]
+    assert message.startswith("error: nobody/nothing cannot be downloaded (")
+    assert "HF_HUB_OFFLINE" in message
+
+
 def test_environment_twins_reach_a_command(bundle: str, home: dict[str, str]) -> None:
     twins = {"KVQ_MODEL": bundle, "KVQ_PREDICT": "2", "KVQ_JSON": "1", "KVQ_KV": "8:8"}
     report = answer(kvq("run", "hi", home=home, **twins))
@@ -338,6 +437,33 @@ def test_a_reader_that_goes_away_ends_quietly(bundle: str, home: dict[str, str])
         complaint = process.stderr.read()
         assert process.wait(60) in (0, 141)
     assert complaint == b""
+
+
+@pytest.mark.parametrize(
+    ("line", "codes", "words"),
+    [
+        ("doctor --paths --json | head -1", {"0 0", "141 0"}, "{"),
+        ("--help | head -1", {"0 0", "141 0"}, "usage: kvq"),
+        ("doctor --paths >&-", {"0"}, ""),
+        ("run - <&-", {"2"}, "standard input is closed; pipe text in, or name a file"),
+    ],
+)
+def test_pipes_and_closed_streams(
+    line: str, codes: set[str], words: str, home: dict[str, str]
+) -> None:
+    finished = subprocess.run(
+        ["bash", "-c", f'"$0" -m kvq_apps.cli {line}; echo "${{PIPESTATUS[@]}}"', sys.executable],
+        env=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.stdout.splitlines()[-1] in codes
+    shown = finished.stdout + finished.stderr
+    assert words in shown
+    assert "internal error" not in shown
+    assert "Traceback" not in shown
+    assert "Exception ignored" not in shown
 
 
 def test_interrupting_prints_what_exists_and_ends_with_130(
@@ -381,6 +507,34 @@ def test_export_prints_a_table_and_progress_apart(
     manifest = json.loads((destination / "kvq.json").read_text())
     assert manifest["weights"]["bits"] == 8
     assert (manifest["kv"]["k_bits"], manifest["kv"]["v_bits"]) == (8, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_export_leaves_no_half_bundle(
+    number: signal.Signals, checkpoint: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    # It stops itself where half of the weights are written.
+    program = (
+        "import os, sys\n"
+        "from kvq_apps import output\n"
+        "from kvq_apps.cli import main\n"
+        "def stop(self, done, total, label=''):\n"
+        f"    if done > total / 2: os.kill(os.getpid(), {int(number)})\n"
+        "output.Progress.__call__ = stop\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    destination = tmp_path / "made"
+    words = ("export", str(checkpoint), "-o", str(destination), "--no-quality", "--no-calibrate")
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *words], env=home, capture_output=True, check=False
+    )
+    assert finished.returncode == (130 if number == signal.SIGINT else -number)
+    assert b"Traceback" not in finished.stderr
+    assert not destination.exists()
+    assert list(tmp_path.glob(".made.*")) == [] or number == signal.SIGKILL
+    again = kvq(*words, home=home)
+    assert again.returncode == 0, again.stderr.decode()
+    assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
 
 
 def test_export_json(checkpoint: Path, home: dict[str, str], tmp_path: Path) -> None:
@@ -458,9 +612,11 @@ def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     without = answer(kvq("doctor", "--json", home=home, KVQ_NATIVE="0"))
     assert not without["native"]["loaded"]
     assert "KVQ_NATIVE=0" in without["backends"]["onnx"]
-    for found in (report, without):
-        runs = [name for name, reason in found["backends"].items() if reason == "ok"]
-        assert found["backend"] == runs[0]
+    # Whatever else is installed, a bundle then runs on numpy.
+    assert (report["backend"], without["backend"]) == ("onnx", "reference")
+    assert report["runs"]["bundle"]["slower"] is None
+    assert "KVQ_NATIVE=0" in without["runs"]["bundle"]["slower"]
+    assert report["runs"]["gguf"] == without["runs"]["gguf"]
 
 
 # Writing

@@ -20,6 +20,9 @@ import openai
 import pytest
 
 from kvq.errors import UsageError
+from kvq_apps.chat.client import Stream, Turn
+from kvq_apps.chat.messages import Message
+from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.cli import main
 from kvq_apps.serve import saved as saved_module
 from kvq_apps.serve.arenas import Arena
@@ -31,9 +34,11 @@ from kvq_apps.serve.indent import IndentLimit
 from kvq_apps.serve.loading import serve_engine
 from kvq_apps.serve.outbox import Delta, Finished, Outbox, Report, TokenLog
 from kvq_apps.serve.saved import SavedSessions, as_ids
+from kvq_apps.serve.scheduler import STEPS_PER_RANK
 from kvq_apps.serve.server import Server
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.snapshot import SnapshotError
 from serving import (
@@ -74,6 +79,12 @@ def tiny(bundle: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         with running(load, saved_bytes=0, aliases=("default", "gpt-tiny")) as server:
             yield server
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and notes about running servers stay here."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
 
 
 @pytest.fixture
@@ -224,6 +235,30 @@ def test_a_stream_is_plain_server_sent_events(tiny: Server) -> None:
     held = whole["x_kvq"]
     assert 0 < held["kv_bytes"] <= held["kv_bytes_peak"] <= held["kv_budget"]
     assert (held["mean_k_bits"], held["mean_v_bits"], held["evicted_share"]) == (16, 16, 0)
+
+
+def test_three_readers_of_one_stream_agree(tiny: Server) -> None:
+    sampling = {"temperature": 1.5, "seed": 11, "max_tokens": 40, "top_p": 0.9}
+    raw = data(ask(tiny, CHAT, chat("Größe 🎉", stream=True, **sampling)))
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in raw)
+    with client(tiny) as sdk:
+        settings = {"model": "bundle", **chat("Größe 🎉"), **sampling}
+        with sdk.chat.completions.create(stream=True, **settings) as stream:
+            pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    ours = RemoteClient(tiny.address)
+    ours.open()
+    written = Stream()
+    reason = ours.reply(
+        Turn(
+            messages=[Message(role="user", text="Größe 🎉")],
+            sampling=Sampling(temperature=1.5, top_p=0.9),
+            max_tokens=40,
+            seed=11,
+        ),
+        written,
+    )
+    assert "".join(pieces) == text != ""
+    assert (written.take().text, reason) == (text, raw[-1]["choices"][0]["finish_reason"])
 
 
 # Bad input (SRV-3, SRV-10, SRV-17)
@@ -418,35 +453,86 @@ def test_a_client_that_leaves_while_queued_or_prefilling(
     assert metric(served, "jobs_cancelled_total") == 3
 
 
-def test_five_hundred_requests_leave_nothing_behind(rule: Rule) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def held() -> tuple[int, int, int]:
+    """(descriptors, threads, resident bytes) of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads = threading.active_count()
+    return len(os.listdir("/proc/self/fd")), threads, pages * os.sysconf("SC_PAGE_SIZE")
 
-    with running(rule.load, sessions=2) as server:
 
-        def some(count: int) -> None:
-            for number in range(count):
-                body = {"prompt": f"text {number % 7}", "max_tokens": 3, "stream": number % 2 == 0}
-                if number % 5 == 0:
-                    send(server, COMPLETIONS, body).close()
-                else:
-                    assert ask(server, COMPLETIONS, body).status == 200
+def mixed(server: Server, count: int) -> None:
+    """`count` requests of every kind: whole, streamed, refused, broken, left at any moment."""
+    talk = {"messages": [{"role": "user", "content": "How many pages?"}], "max_tokens": 3}
+    for number in range(count):
+        text = {"prompt": f"text {number % 7}", "max_tokens": 3, "stream": number % 2 == 0}
+        match number % 10:
+            case 0 | 1:  # gone before anything could be said
+                send(server, COMPLETIONS, text).close()
+            case 2:  # gone in the middle
+                with send(server, CHAT, talk | {"stream": True, "max_tokens": 60}) as connection:
+                    connection.recv(1)
+            case 3:  # a request that never ends
+                with connect(server) as connection:
+                    connection.sendall(request_bytes("POST", CHAT, talk)[:-9])
+            case 4:
+                assert ask(server, COMPLETIONS, b'{"prompt": ').status == 400
+            case 5:
+                assert ask(server, CHAT, talk | {"n": 2, "stream": True}).status == 200
+            case 6:
+                body = {"input_prefix": "a = ", "input_suffix": "b", "n_predict": 2}
+                assert ask(server, "/infill", body).status == 200
+            case 7:
+                with send(server, CHAT, talk) as connection:
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(1)
+            case _:
+                assert ask(server, COMPLETIONS, text).status == 200
 
-        some(60)
-        wait_until(lambda: server.engine.queue == (0, 0))
-        files, threads, before = (
-            len(os.listdir("/proc/self/fd")),
-            threading.active_count(),
-            resident(),
-        )
-        some(500)
-        wait_until(lambda: server.engine.queue == (0, 0))
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
-        assert threading.active_count() <= threads
-        assert resident() - before < 4 << 20
+
+def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    rule = Rule(folder=tmp_path, infills=True)
+    with running(rule.load, sessions=2, idle_save_s=0.01) as server:
+        saved = server.engine.served.arenas.saved
+
+        def quiet() -> bool:
+            return server.engine.queue == (0, 0) and saved.writer.has_room
+
+        mixed(server, 100)
+        wait_until(quiet)
+        files, threads, before = held()
+        mixed(server, 1000)
+        wait_until(quiet)
+        wait_until(lambda: held()[0] <= files and held()[1] <= threads)
+        assert held()[2] - before < max(4 << 20, before // 50)
         assert server.engine._runs == {}
+        assert server.engine._arriving == []
         assert not any(arena.busy for arena in server.engine.served.arenas.all)
         assert len(rule.sessions) == 2
+        counts = server.engine.counts
+        assert counts.failed == 0
+        assert counts.cancelled > 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvq-writer"]
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def test_requests_that_are_left_give_every_page_back(bundle: str) -> None:
+    load = tiny_load(bundle, context_tokens=512)
+    with running(load, sessions=2, saved_bytes=0) as server:
+        arenas = server.engine.served.arenas.all
+        empty = [arena.session.stats().kv_bytes for arena in arenas]
+        for number in range(60):
+            body = {"prompt": f"{number} " + "pages and pages " * 15, "max_tokens": 200}
+            with send(server, COMPLETIONS, body | {"stream": True}) as connection:
+                if number % 2:
+                    connection.recv(1)
+        wait_until(lambda: server.engine.queue == (0, 0))
+        assert server.engine.counts.cancelled > 0
+        held_bytes = [arena.session.stats().kv_bytes for arena in arenas]
+        assert sum(held_bytes) > sum(empty)
+        for arena in arenas:
+            arena.session.rollback(len(arena.session.tokens))
+        assert [arena.session.stats().kv_bytes for arena in arenas] == empty
+        assert ask(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 2}).status == 200
 
 
 # Slow readers (SRV-5)
@@ -569,6 +655,32 @@ def test_a_completion_overtakes_a_long_prompt(rule: Rule) -> None:
     # one chunk was at the gate; then the completion ran to its end, then the prompt went on
     kinds = "".join("p" if ids == [70] * 16 else "q" for ids in backend.passes)
     assert kinds.startswith("pppp" + "qqqq" + "pp")
+
+
+def test_completions_go_between_the_tokens_of_a_chat(rule: Rule) -> None:
+    backend = rule.backend
+    backend.shut = True
+    with running(rule.load, sessions=3) as server, ExitStack() as stack:
+        stack.callback(backend.open)
+        talk = stack.enter_context(send(server, CHAT, chat("a", max_tokens=40)))
+        backend.let(5)
+        wait_until(lambda: backend.arrivals == 6)
+        slow = backend.owners[-1]
+        for count in (6, 20):
+            quick = stack.enter_context(
+                send(server, COMPLETIONS, {"prompt": "abc", "max_tokens": count})
+            )
+            wait_until(lambda: sum(server.engine.queue) == 2)
+            backend.let(count + 3)
+            assert len(Reply(read_all(quick)).json["choices"][0]["text"]) == count
+            wait_until(lambda: backend.arrivals == len(backend.passes) + 1)
+        backend.open()
+        assert Reply(read_all(talk)).json["usage"]["completion_tokens"] == 40
+    order = "".join("s" if owner is slow else "q" for owner in backend.owners)
+    first, second = re.findall("q[qs]*?(?=s{2})", order)[:2]
+    # the first is not interrupted; of the long one's 20 passes the chat waits for 16 at most
+    assert first == "q" * 6
+    assert second == "q" * STEPS_PER_RANK + "s" + "q" * (20 - STEPS_PER_RANK)
 
 
 def test_two_answers_of_one_rank_take_turns(rule: Rule) -> None:
@@ -1036,7 +1148,7 @@ def test_more_conversations_than_arenas_go_to_disk_and_back(tmp_path: Path) -> N
             reply = ask(server, COMPLETIONS, {"prompt": ids, "max_tokens": 2})
             assert cached(reply) == 0
             texts.append(reply.json["choices"][0]["text"])
-        assert metric(server, "sessions_saved_total") == 2
+        wait_until(lambda: metric(server, "sessions_saved_total") == 2)
         for ids, text in zip(prompts, texts, strict=True):
             rule.backend.passes.clear()
             reply = ask(server, COMPLETIONS, {"prompt": ids, "max_tokens": 2})
@@ -1156,6 +1268,7 @@ def test_saved_sessions_stay_within_their_bytes(tmp_path: Path) -> None:
         session.rollback(len(session.tokens))
         session.prefill([70 + number] * 200)
         rows.append(saved.save(session, as_ids(session.tokens), None))
+        saved.writer.wait()
         os.utime(rows[-1].path, (number, number)) if rows[-1].path.exists() else None
         total = sum(path.stat().st_size for path in tmp_path.rglob("*.kvq"))
         assert total <= 8000
@@ -1170,13 +1283,16 @@ def test_saved_sessions_stay_within_their_bytes(tmp_path: Path) -> None:
     )
     longer = as_ids([*session.tokens, 1, 2, 3])
     assert saved.save(session, longer, rows[-1]).path == rows[-1].path
+    saved.writer.close()
 
 
 def test_half_written_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     rule = Rule(folder=tmp_path)
     session = rule.session()
     session.prefill([70] * 50)
-    row = SavedSessions(tmp_path, "key", 1 << 20).save(session, as_ids(session.tokens), None)
+    saved = SavedSessions(tmp_path, "key", 1 << 20)
+    row = saved.save(session, as_ids(session.tokens), None)
+    saved.writer.close()
     old, young = (row.path.with_name(f".{name}.kvq-abc") for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"half")
@@ -1252,7 +1368,8 @@ def home(tmp_path: Path) -> dict[str, str]:
     import sys
 
     roots = os.pathsep.join(path for path in sys.path if path)
-    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": roots}
+    folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("CACHE", "STATE", "CONFIG")}
+    return {**folders, "PYTHONPATH": roots}
 
 
 def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(

@@ -5,14 +5,14 @@ Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 re
 
 import os
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from importlib import import_module
-from io import TextIOWrapper
-from typing import NoReturn
+from io import FileIO, TextIOWrapper
+from typing import Any, NoReturn
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
-from kvq.settings import environment
+from kvq.settings import environment, stay_offline
 from kvq_apps import options, output
 
 COMMANDS = {
@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
 }
 
+SHELLS = ("bash", "zsh", "fish")
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
@@ -37,6 +38,16 @@ class Parser(ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
+class PrintCompletion(Action):
+    """Prints what a shell completes, and ends."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
+        from kvq_apps.completion import script
+
+        output.print_data(script(values, {name: build_parser(name) for name in COMMANDS}))
+        parser.exit()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -44,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         _set_up_logging(debug=arguments.debug)
+        if getattr(arguments, "offline", False):
+            stay_offline()
         return arguments.run(arguments)
     except KvqError as error:
         _debug_traceback(argv)
@@ -69,6 +82,12 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvq {__version__}")
+    parser.add_argument(
+        "--completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print what this shell completes: source <(kvq --completion bash)",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(
@@ -92,7 +111,13 @@ def _parse(argv: list[str]) -> Namespace:
             f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
             f"see `kvq {chosen} --help`"
         )
-    options.fill_from_environment(arguments)
+
+    from kvq_apps import configuration
+
+    files = configuration.load()
+    for warning in (text for file in files for text in file.warnings):
+        output.print_note(f"warning: {warning}")
+    options.fill(arguments, options.environment_layer, *(file.layer(chosen) for file in files))
     return arguments
 
 
@@ -135,9 +160,13 @@ def _set_up_logging(*, debug: bool) -> None:
 
 
 def _lenient_streams() -> None:
-    """Text a stream's encoding lacks is escaped instead of ending the command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+    """Text a stream's encoding lacks is escaped; what goes to a closed stream is gone."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            handle = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, TextIOWrapper(FileIO(handle, "w"), "utf-8"))
+        elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -42,10 +42,10 @@ def report(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def print_report(data: dict[str, Any]) -> None:
-    """The same as a table."""
+def rows(data: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same as table rows."""
     types = data["weights"]["types"]
-    rows = [
+    return [
         ("file", data["path"]),
         ("format", f"GGUF version {data['version']}"),
         ("model", f"{data['name']} ({data['architecture']})"),
@@ -69,9 +69,8 @@ def print_report(data: dict[str, Any]) -> None:
             )
             for kv, num_bytes in data["bytes_per_token_at"].items()
         ),
-        *data["metadata"].items(),
+        *((key, _cut(value)) for key, value in data["metadata"].items()),
     ]
-    output.print_table([_line(cell) for cell in row] for row in rows)
 
 
 def _kv_bytes(file: GgufFile) -> Iterator[tuple[str, int]]:
@@ -96,8 +95,6 @@ def _shown(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def _line(value: Any) -> str:
-    """One line of a stranger's text: nothing in it moves a terminal's cursor."""
-    words = " ".join(str(value).split())
-    text = "".join(one if one.isprintable() else "\ufffd" for one in words)
+def _cut(value: Any) -> str:
+    text = str(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

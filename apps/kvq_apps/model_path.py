@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import BundleError, ModelError
@@ -25,27 +26,58 @@ def resolve_model(name: str | None) -> Path:
     exported into the user's cache folder the first time, with progress on stderr. Raises
     `ModelError` naming what is possible.
     """
+    place = _locate(name)
+    return place.path if place.source is None else _exported(place.path, place.source, place.name)
+
+
+def ready_model(name: str | None) -> Path | None:
+    """As `resolve_model`, but None for a checkpoint that is not exported yet."""
+    place = _locate(name)
+    ready = place.source is None or (place.path / "kvq.json").exists()
+    return place.path if ready else None
+
+
+def bundles_folder() -> Path:
+    """Where checkpoints used by name are exported to."""
+    return cache_folder() / "bundles"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """A model's files; of a checkpoint `source` the bundle called `name` that is made of it."""
+
+    path: Path
+    source: str | None = None
+    name: str = ""
+
+
+def _locate(name: str | None) -> _Place:
     name = DEFAULT if name is None else name
     path = Path(name).expanduser()
     if name in EMBEDDED and not (path / "kvq.json").exists():
-        return _exported(_embedded_checkpoint(name), name)
+        return _bundle_of(_embedded_checkpoint(name), name)
     if path.is_dir():
         if (path / "config.json").exists() and not (path / "kvq.json").exists():
-            return _exported(str(path.resolve()), path.resolve().name)
-        return path
+            return _bundle_of(str(path.resolve()), path.resolve().name)
+        return _Place(path=path)
     if path.exists():
         if is_gguf(path):
-            return path
+            return _Place(path=path)
         raise ModelError(
             f"{name} is a file, and no GGUF file; a model is a bundle, a GGUF file, a checkpoint "
             "folder or a hub id"
         )
     if _HUB_ID.fullmatch(name) and path.suffix != SUFFIX:
-        return _exported(name, name.replace("/", "--"))
+        return _bundle_of(name, name.replace("/", "--"))
     raise ModelError(
         f"there is no model at {name}; give a bundle made by `kvq export`, a GGUF file, a Hugging "
         "Face checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
     )
+
+
+def _bundle_of(source: str, name: str) -> _Place:
+    folder = bundles_folder() / f"{name}-{_fingerprint(source)}"
+    return _Place(path=folder, source=source, name=name)
 
 
 def _embedded_checkpoint(name: str) -> str:
@@ -60,14 +92,14 @@ def _embedded_checkpoint(name: str) -> str:
     )
 
 
-def _exported(source: str, name: str) -> Path:
+def _exported(destination: Path, source: str, name: str) -> Path:
     """The bundle of `source` in the cache folder, made now if it is not there yet."""
     from kvq_export.config import ExportOptions
     from kvq_export.export import export_model
 
     options = ExportOptions(name=name, quality=False)
     return made_once(
-        cache_folder() / "bundles" / f"{name}-{_fingerprint(source)}",
+        destination,
         f"exporting {source} once into",
         lambda destination, progress: export_model(source, destination, options, progress).path,
     )

@@ -1,7 +1,8 @@
 """The flags every command shares: one table. Names the `KVQ_*` twin of each; runs nothing.
 
 A command lists the names it wants with `add_flags`. A value comes from the flag, else from its
-environment twin, else from the component that owns the default (left None here).
+environment twin, else from its `setting` in a configuration file, else from the component that
+owns the default (left None here).
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
@@ -17,9 +18,13 @@ from kvq.settings import environment, environment_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag: how it is read and what it says. `switch` takes no value, `repeats` collects."""
+    """One flag: how it is read and what it says. `switch` takes no value, `repeats` collects.
+
+    `setting` is its `section.key` in a configuration file; None: only a command line says it.
+    """
 
     help: str
+    setting: str | None = None
     metavar: str | None = None
     read: Callable[[str], Any] = str
     choices: tuple[str, ...] = ()
@@ -88,60 +93,124 @@ def numbers(text: str) -> tuple[float, ...]:
 FLAGS: dict[str, Flag] = {
     # the model
     "model": Flag(
+        setting="model.name",
         metavar="MODEL",
         synonyms=("-m",),
-        help="bundle, GGUF file, checkpoint folder, hub id or `default`",
+        help="bundle, GGUF file, checkpoint folder, hub id, `nano` (default: `default`)",
     ),
     "backend": Flag(
+        setting="model.backend",
         choices=("auto", "onnx", "llama.cpp", "reference"),
-        help="engine to run on (auto: the fastest present)",
+        help="engine to run on (default: auto, the fastest present)",
     ),
     "threads": Flag(
-        metavar="N", read=whole, help="threads to compute with (default: physical cores)"
+        setting="model.threads",
+        metavar="N",
+        read=whole,
+        help="threads to compute with (default: physical cores)",
+    ),
+    "offline": Flag(
+        setting="model.offline", switch=True, help="ask no network, not even for a hub id"
     ),
     # the cache
     "kbits": Flag(
+        setting="kv.kbits",
         metavar="BITS",
         read=whole,
         synonyms=("-ctk", "--cache-type-k"),
         help="bits of cached keys: 8, 4 or, not on llama.cpp, 2 (default: the model's plan)",
     ),
     "vbits": Flag(
+        setting="kv.vbits",
         metavar="BITS",
         read=whole,
         synonyms=("-ctv", "--cache-type-v"),
         help="bits of cached values: 8, 4 or, not on llama.cpp, 2 (default: the model's plan)",
     ),
-    "kv": Flag(metavar="K:V", help="both at once, such as 4:2; fp: an unquantised cache"),
+    "kv": Flag(
+        setting="kv.bits", metavar="K:V", help="both at once, such as 4:2; fp: an unquantised cache"
+    ),
     "kv-budget": Flag(
+        setting="kv.budget",
         metavar="SIZE",
         help="bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size "
         "(default: what 8192 tokens need)",
     ),
     "kv-policy": Flag(
-        metavar="NAME[:OPTION=VALUE,..]", help="what gives way when the budget is full"
+        setting="kv.policy",
+        metavar="NAME[:OPTION=VALUE,..]",
+        help="what gives way when the budget is full (default: the model's)",
     ),
     "ctx-size": Flag(
-        metavar="N", read=whole, help="context limit in tokens (default: the model's)"
+        setting="model.ctx-size",
+        metavar="N",
+        read=whole,
+        help="context limit in tokens (default: the model's)",
     ),
     # running
     "predict": Flag(
-        metavar="N", read=whole, synonyms=("-n",), help="new tokens at most (default: 256)"
+        setting="model.predict",
+        metavar="N",
+        read=whole,
+        synonyms=("-n",),
+        help="new tokens at most (default: 256)",
     ),
     "stop": Flag(metavar="TEXT", repeats=True, help="end before this text; may be repeated"),
     "system": Flag(
-        metavar="TEXT", synonyms=("-s",), help="system message; uses the model's chat template"
+        setting="chat.system",
+        metavar="TEXT",
+        synonyms=("-s",),
+        help="system message; uses the model's chat template",
     ),
     "chat": Flag(switch=True, help="put the prompt into the model's chat template"),
     "usage": Flag(switch=True, synonyms=("-u",), help="print speed and bytes on stderr at the end"),
+    "extract": Flag(
+        switch=True, synonyms=("-x",), help="print only the first block of code of the answer"
+    ),
+    "stream": Flag(
+        switch=True, help='with --json: a line {"text"} for each piece, then the object'
+    ),
+    "no-stream": Flag(switch=True, help="print the answer when it is whole"),
     # sampling
-    "temp": Flag(metavar="T", read=number, help="temperature, 0: greedy (default: 0.8)"),
-    "top-k": Flag(metavar="N", read=whole, help="keep the N most likely tokens, 0: off"),
-    "top-p": Flag(metavar="P", read=number, help="keep the most likely share P, 1: off"),
-    "min-p": Flag(metavar="P", read=number, help="drop tokens below P times the best, 0: off"),
-    "repeat-penalty": Flag(metavar="X", read=number, help="weaken recent tokens, 1: off"),
-    "repeat-last-n": Flag(metavar="N", read=whole, help="tokens the penalty looks back on"),
-    "seed": Flag(metavar="N", read=whole, help="seed of the sampler (default: a fresh one)"),
+    "temp": Flag(
+        setting="model.temp", metavar="T", read=number, help="temperature, 0: greedy (default: 0.8)"
+    ),
+    "top-k": Flag(
+        setting="model.top-k",
+        metavar="N",
+        read=whole,
+        help="keep the N most likely tokens, 0: off (default: 40)",
+    ),
+    "top-p": Flag(
+        setting="model.top-p",
+        metavar="P",
+        read=number,
+        help="keep the most likely share P, 1: off (default: 0.95)",
+    ),
+    "min-p": Flag(
+        setting="model.min-p",
+        metavar="P",
+        read=number,
+        help="drop tokens below P times the best, 0: off (default: 0.05)",
+    ),
+    "repeat-penalty": Flag(
+        setting="model.repeat-penalty",
+        metavar="X",
+        read=number,
+        help="weaken recent tokens, 1: off (default: 1)",
+    ),
+    "repeat-last-n": Flag(
+        setting="model.repeat-last-n",
+        metavar="N",
+        read=whole,
+        help="tokens the penalty looks back on (default: 64)",
+    ),
+    "seed": Flag(
+        setting="model.seed",
+        metavar="N",
+        read=whole,
+        help="seed of the sampler (default: a fresh one)",
+    ),
     # exporting
     "out": Flag(metavar="PATH", synonyms=("-o",), help="folder to write (default: by the model)"),
     "format": Flag(
@@ -161,6 +230,12 @@ FLAGS: dict[str, Flag] = {
     "force": Flag(switch=True, help="replace a bundle that is already there"),
     "no-quality": Flag(switch=True, help="skip the comparison with the unquantised checkpoint"),
     "no-calibrate": Flag(switch=True, help="skip measuring what errors cost in each layer"),
+    # inspecting
+    "estimate": Flag(
+        switch=True, help="say what weights and cache take in memory, and whether that fits"
+    ),
+    "config": Flag(switch=True, help="print every setting and where its value comes from"),
+    "paths": Flag(switch=True, help="print the folders and files kvq uses"),
     # evaluating
     "task": Flag(choices=("ppl", "kld", "passkey", "retrieval", "fim"), help="what to measure"),
     "context": Flag(metavar="N,..", read=wholes, help="context lengths in tokens"),
@@ -200,38 +275,121 @@ FLAGS: dict[str, Flag] = {
         read=whole,
         help="use at most N tokens of the text (default: all; table and sweep: 16 windows)",
     ),
-    # serving
-    "host": Flag(metavar="NAME", help="address to listen on (default: 127.0.0.1, this machine)"),
-    "port": Flag(metavar="N", read=whole, help="port to listen on, 0: any free (default: 8012)"),
-    "api-key": Flag(metavar="KEY", help="what clients must send as `Authorization: Bearer KEY`"),
-    "origin": Flag(
-        metavar="URL", repeats=True, help="web page that may ask, `*`: any; may be repeated"
+    # benchmarking
+    "suite": Flag(
+        choices=("speed", "serve", "chat"),
+        help="speed: steps and prefill of engines (default); serve: completions over HTTP while "
+        "a chat streams, at the first --context; chat: the terminal chat's screen, without a "
+        "model, --context tokens long",
     ),
-    "alias": Flag(metavar="NAME", repeats=True, help="another name of the model; may be repeated"),
+    "shape": Flag(
+        metavar="NAME",
+        help="random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, qwen3-0.6b or "
+        "smollm2-135m",
+    ),
+    "peer": Flag(
+        metavar="NAME,..",
+        help="engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
+    ),
+    "rows": Flag(
+        metavar="N", read=whole, help="draft rows attention is verified with, 1 to 8 (default: 5)"
+    ),
+    "repeat": Flag(metavar="N", read=whole, help="rounds of three timed decode steps (default: 7)"),
+    "prefill": Flag(
+        metavar="N", read=whole, help="tokens added to each depth at once (default: 256)"
+    ),
+    "prefill-limit": Flag(
+        metavar="S", read=number, help="leave out a prefill of more seconds (default: 60)"
+    ),
+    # serving
+    "host": Flag(
+        setting="serve.host",
+        metavar="NAME",
+        help="address to listen on (default: 127.0.0.1, this machine)",
+    ),
+    "port": Flag(
+        setting="serve.port",
+        metavar="N",
+        read=whole,
+        help="port to listen on, 0: any free (default: 8012)",
+    ),
+    "socket": Flag(
+        setting="serve.socket",
+        metavar="PATH",
+        help="also listen on this unix socket; without --host and --port on it alone",
+    ),
+    "api-key": Flag(
+        setting="serve.api-key",
+        metavar="KEY",
+        help="what clients must send as `Authorization: Bearer KEY`",
+    ),
+    "origin": Flag(
+        setting="serve.origin",
+        metavar="URL",
+        repeats=True,
+        help="web page that may ask, `*`: any; may be repeated",
+    ),
+    "alias": Flag(
+        setting="serve.alias",
+        metavar="NAME",
+        repeats=True,
+        help="another name of the model; may be repeated",
+    ),
     "sessions": Flag(
-        metavar="N", read=whole, help="sessions held at once, each of --kv-budget (default: 4)"
+        setting="serve.sessions",
+        metavar="N",
+        read=whole,
+        help="sessions held at once, each of --kv-budget (default: 4)",
     ),
     "sessions-disk": Flag(
-        metavar="SIZE", help="bytes of sessions kept on disk, 0: none (default: 2GiB)"
+        setting="serve.sessions-disk",
+        metavar="SIZE",
+        help="bytes of sessions kept on disk, 0: none (default: 2GiB)",
     ),
     "queue": Flag(
-        metavar="N", read=whole, help="requests that may wait for a session (default: 64)"
+        setting="serve.queue",
+        metavar="N",
+        read=whole,
+        help="requests that may wait for a session (default: 64)",
     ),
     "chunk-tokens": Flag(
+        setting="serve.chunk-tokens",
         metavar="N",
         read=whole,
         help="tokens of a prompt read at once, while others wait "
         "(default: what takes 50 ms, measured at the start)",
     ),
     "grace": Flag(
-        metavar="S", read=number, help="seconds for running answers at the end (default: 8)"
+        setting="serve.grace",
+        metavar="S",
+        read=number,
+        help="seconds for running answers at the end (default: 8)",
     ),
     # chatting
-    "server": Flag(metavar="URL", help="talk to a running `kvq serve` instead of loading a model"),
-    "inline": Flag(switch=True, help="below the command line instead of on the whole screen"),
+    "server": Flag(
+        setting="chat.server",
+        metavar="URL",
+        help="talk to a running `kvq serve` instead of loading a model",
+    ),
+    "inline": Flag(
+        setting="chat.inline",
+        switch=True,
+        help="below the command line instead of on the whole screen",
+    ),
+    "theme": Flag(
+        setting="chat.theme",
+        metavar="NAME",
+        help="colours (default: those of the last /theme; Ctrl+P lists them)",
+    ),
+    "meter": Flag(
+        setting="chat.meter",
+        choices=("full", "short", "off"),
+        help="what the line of numbers shows: everything, KV and context, or neither "
+        "(default: full)",
+    ),
     "continue": Flag(switch=True, synonyms=("-c",), help="go on with the chat used last"),
     "cid": Flag(metavar="ID", help="go on with this chat (--list shows ids)"),
-    "no-log": Flag(switch=True, help="keep this chat in memory only"),
+    "no-log": Flag(setting="chat.no-log", switch=True, help="keep this chat in memory only"),
     "list": Flag(switch=True, help="list the chats and end"),
     "search": Flag(metavar="TEXT", help="list the chats with a message that has these words"),
     "export": Flag(
@@ -248,9 +406,9 @@ KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip
-SERVE_FLAGS = ("host", "port", "api-key", "origin", "alias", "grace")
+SERVE_FLAGS = ("host", "port", "socket", "api-key", "origin", "alias", "grace")
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
-ENGINE_FLAGS = ("model", "backend", "threads")
+ENGINE_FLAGS = ("model", "backend", "threads", "offline")
 OUTPUT_FLAGS = ("json", "debug")
 
 
@@ -283,15 +441,43 @@ def field(name: str) -> str:
     return name.replace("-", "_")
 
 
-def fill_from_environment(arguments: Namespace) -> None:
-    """Gives every flag that was not written its `KVQ_*` value; `UsageError` for a bad one."""
-    settled = KV_WIDTHS if getattr(arguments, "kv", None) is not None else ()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A flag's value and where it stands: a variable, or a file and its line."""
+
+    value: Any
+    origin: str
+
+
+# What gives a flag's value where the command line does not; None: it says nothing.
+Layer = Callable[[str], Found | None]
+
+
+def environment_layer(name: str) -> Found | None:
+    """The value of flag `name`'s environment twin. Raises `UsageError` for a bad one."""
+    text = environment(name)
+    if text is None:
+        return None
+    variable = environment_name(name)
+    value = read_value(name, text, variable)
+    return Found(value=[value] if FLAGS[name].repeats else value, origin=variable)
+
+
+def fill(arguments: Namespace, *layers: Layer) -> None:
+    """Gives every flag that was not written what the first layer that has it says.
+
+    Widths of K and V refine `--kv` of their own layer or of a later one, never of an earlier.
+    """
     arguments.written = {name for name in FLAGS if given(arguments, value=name)}
+    for layer in layers:
+        settled = KV_WIDTHS if getattr(arguments, "kv", None) is not None else ()
+        for name in FLAGS:
+            if name not in settled and getattr(arguments, field(name), "absent") is None:
+                found = layer(name)
+                setattr(arguments, field(name), None if found is None else found.value)
     for name, flag in FLAGS.items():
-        if getattr(arguments, field(name), "absent") is None:
-            text = None if name in settled else environment(name)
-            value = None if text is None else _from_text(name, flag, text)
-            setattr(arguments, field(name), False if flag.switch and value is None else value)
+        if flag.switch and getattr(arguments, field(name), "absent") is None:
+            setattr(arguments, field(name), False)
 
 
 def written(arguments: Namespace, name: str) -> bool:
@@ -302,8 +488,13 @@ def written(arguments: Namespace, name: str) -> bool:
 _YES_NO = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
-def _from_text(name: str, flag: Flag, text: str) -> Any:
-    origin = f"{environment_name(name)}={text}"
+def read_value(name: str, text: str, origin: str) -> Any:
+    """`text` as flag `name` reads it, one of several that `repeats`.
+
+    Raises `UsageError`, naming `origin`.
+    """
+    flag = FLAGS[name]
+    origin = f"{origin}={text}"
     if flag.switch:
         if text.lower() not in _YES_NO:
             raise UsageError(f"{origin} is not possible: give 1 or 0")
@@ -311,10 +502,9 @@ def _from_text(name: str, flag: Flag, text: str) -> Any:
     if flag.choices and text not in flag.choices:
         raise UsageError(f"{origin} is not possible: choose {', '.join(flag.choices)}")
     try:
-        value = flag.read(text)
+        return flag.read(text)
     except ArgumentTypeError as error:
         raise UsageError(f"{origin} is not possible: {error}") from None
-    return [value] if flag.repeats else value
 
 
 def given(arguments: Namespace, **names: str) -> dict[str, Any]:
@@ -362,3 +552,39 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     return kv_bits(arguments) | given(
         arguments, kv_budget="kv-budget", context_tokens="ctx-size", policy="kv-policy"
     )
+
+
+# The least of each number whose owner is met only once a model is loaded.
+_LEAST = {"threads": 1, "predict": 1, "ctx-size": 2, "seed": 0}
+_SERVE_FIELDS = {
+    "port": "port", "api-key": "api_key", "sessions": "sessions", "queue": "queue",
+    "chunk-tokens": "chunk_tokens", "grace": "grace_s",
+}  # fmt: skip
+
+
+def check(name: str, value: Any) -> None:
+    """Raises `UsageError` for a value its owner would refuse, as far as that needs no model."""
+    least = _LEAST.get(name)
+    if least is not None and value < least:
+        raise UsageError(f"--{name} {value} is not possible: give {least} or more")
+    alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
+    sampling(alone)
+    match name:
+        case "kv" | "kbits" | "vbits":
+            from kvq.config import KvPlan
+
+            KvPlan(**kv_bits(alone))
+        case "kv-policy":
+            from kvq.policies import policy_named
+
+            policy_named(value)
+        case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):
+            from kvq.config import parse_budget
+
+            parse_budget(value)
+        case _ if name in _SERVE_FIELDS:
+            from kvq_apps.serve.config import ServeConfig
+
+            ServeConfig(**{_SERVE_FIELDS[name]: value})
+        case _:
+            pass

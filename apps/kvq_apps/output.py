@@ -19,6 +19,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2), flush=True)
 
 
+def print_json_line(value: Any) -> None:
+    """One object of a stream of them, on one line."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
 # A model's text may hold any control character; on a terminal all but these could move the cursor,
 # change colours or worse, so they are shown as U+FFFD. Pipes and files get the text as it is.
 _HARMLESS_CONTROLS = "\n\t"
@@ -29,14 +34,17 @@ _CONTROLS = {
 
 def print_data(text: str, end: str = "\n") -> None:
     """Data for the user or the next program, on stdout at once."""
-    shown = text.translate(_CONTROLS) if sys.stdout.isatty() else text
-    sys.stdout.write(shown + end)
+    sys.stdout.write(_shown(text, sys.stdout) + end)
     sys.stdout.flush()
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    return text.translate(_CONTROLS) if stream.isatty() else text
 
 
 def print_note(text: str) -> None:
     """A remark for the person at the terminal, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(_shown(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> None:

@@ -21,6 +21,8 @@ def read_text(path: str) -> str:
 
 def read_standard_input() -> str:
     """All of standard input as text."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise DataError("standard input is closed; pipe text in, or name a file")
     return decode(sys.stdin.buffer.read(), "standard input")
 
 

@@ -121,6 +121,11 @@ class Session:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self._cache.peak_bytes
 
+    @property
+    def what_limits(self) -> str:
+        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
+        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
+
     def prefill(
         self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
@@ -208,24 +213,35 @@ class Session:
 
     def save(self, path: Path | str) -> None:
         """Writes tokens, cache and sampler to `path`: a whole file or none. Overwrites."""
+        self.capture().write(path)
+
+    def capture(self) -> snapshot.Snapshot:
+        """What `save` writes, copied: it may be written later, and by another thread."""
         state = snapshot.SessionState(
             tokens=np.array(self._tokens, np.int64),
-            logits=self._logits,
+            logits=self._logits.copy(),
             generator=self._generator.bit_generator.state,
             cache=self._cache.state(),
         )
-        snapshot.write(Path(path), self._identity(), state)
+        return snapshot.Snapshot(identity=self._identity(), state=state)
 
     def load(self, path: Path | str) -> None:
         """Becomes the session saved at `path`; unchanged when that is refused.
 
         Raises `SnapshotError` for a damaged or newer file, another model or another KV plan.
         """
-        state = snapshot.read(Path(path), self._identity())
+        self._become(snapshot.read(Path(path), self._identity()))
+
+    def restore(self, taken: snapshot.Snapshot) -> None:
+        """Becomes what `capture` took; `SnapshotError` if of another model or KV plan."""
+        snapshot.check_agrees("the session in memory", taken.identity, self._identity())
+        self._become(taken.state)
+
+    def _become(self, state: snapshot.SessionState) -> None:
         self._cache.load_state(state.cache)
         self._tokens = state.tokens.tolist()
         self._prompt_end = len(self._tokens)
-        self._logits = state.logits
+        self._logits = state.logits.copy()
         self._generator.bit_generator.state = state.generator
 
     def stats(self) -> SessionStats:
@@ -319,7 +335,7 @@ class Session:
             used = f", of which {held} are used" if held else ""
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {limit}{used}; shorten "
-                f"the prompt or raise {self._what_limits()}"
+                f"the prompt or raise {self.what_limits}"
             )
 
     def _room(self, max_tokens: int | None) -> int:
@@ -332,13 +348,9 @@ class Session:
         if room < 1:
             raise UsageError(
                 f"the context of {self.config.context_tokens} tokens is full; "
-                f"raise {self._what_limits()} or roll the session back"
+                f"raise {self.what_limits} or roll the session back"
             )
         return room if max_tokens is None else min(room, max_tokens)
-
-    def _what_limits(self) -> str:
-        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
-        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
 
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,18 @@ class SessionState:
     cache: bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A session as it was at one moment, in memory, with what it must agree on to be restored."""
+
+    identity: Mapping[str, Any]
+    state: SessionState
+
+    def write(self, path: Path | str) -> None:
+        """Writes a whole file or none, from any thread. Raises `SnapshotError`."""
+        write(Path(path), self.identity, self.state)
+
+
 def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
     """Writes a whole file or none. Raises `SnapshotError` when the place cannot be written."""
     parts = (
@@ -56,28 +68,43 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
         "part_bytes": [len(part) for part in parts],
     }
     encoded = json.dumps(header).encode()
-    body = b"".join((_PREFIX.pack(MAGIC, len(encoded)), encoded, *parts))
     try:
-        _replace(path, body + hashlib.sha256(body).digest())
+        _replace(path, (_PREFIX.pack(MAGIC, len(encoded)) + encoded, *parts))
     except OSError as error:
         raise SnapshotError(f"the session cannot be saved to {path}: {error.strerror}") from error
 
 
 def read(path: Path, identity: Mapping[str, Any]) -> SessionState:
     """The state saved at `path`, every byte checked. Raises `SnapshotError`."""
+    taken = examine(path)
+    check_agrees(path, taken.identity, identity)
+    return taken.state
+
+
+def examine(path: Path) -> Snapshot:
+    """What is saved at `path`, whatever it is of; every byte checked. Raises `SnapshotError`."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
     header, offset = _header(path, content)
-    _compare(path, header["identity"], identity)
     tokens, logits, cache = _parts(path, content, offset, header["part_bytes"])
-    return SessionState(
+    state = SessionState(
         tokens=np.frombuffer(tokens, "<i8").astype(np.int64),
         logits=np.frombuffer(logits, "<f4").astype(np.float32),
         generator=header["generator"],
         cache=cache,
     )
+    return Snapshot(identity=header["identity"], state=state)
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether the file at `path` begins as a saved session does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
@@ -99,7 +126,8 @@ def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
     return header, offset
 
 
-def _compare(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises `SnapshotError` when `saved`, found at `path`, is not what a session needs."""
     for key, value in wanted.items():
         if saved.get(key) != value:
             raise SnapshotError(
@@ -118,11 +146,16 @@ def _parts(path: Path, content: bytes, offset: int, lengths: list[int]) -> list[
     return parts
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, parts: Iterable[bytes]) -> None:
+    """Writes `parts` and their digest. Copies none: hashing and writing let other threads run."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    digest = hashlib.sha256()
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
+            for part in parts:
+                digest.update(part)
+                stream.write(part)
+            stream.write(digest.digest())
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(name, path)

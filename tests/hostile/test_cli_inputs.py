@@ -76,6 +76,7 @@ def refused(
         (["--top-k", "-1"], "--top-k -1 is not possible"),
         (["--repeat-penalty", "0"], "--repeat-penalty 0.0 is not possible"),
         (["--seed", "-1"], "--seed -1 is not possible: give 0 or more"),
+        (["--stream", "--no-stream"], "--stream and --no-stream exclude each other; give one"),
         (["--stop", ""], "an empty stop string would stop before the first character"),
         (["--backend", "cuda"], "invalid choice: 'cuda'"),
         (["--frobnicate"], "--frobnicate is not known to `kvq run`; see `kvq run --help`"),
@@ -117,8 +118,10 @@ def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
         "run", f"{bundle}/kvq.json", "hello"
     )
     assert "is not a bundle: it has no kvq.json" in refused("run", str(tmp_path), "hello")
-    assert "PATH is missing" in refused("inspect")
-    assert "there is no bundle at /nowhere" in refused("inspect", "/nowhere")
+    assert "there is no model at /nowhere" in refused("inspect", "/nowhere")
+    assert "some/model is no bundle here yet; make one: `kvq export some/model -o NAME`" in refused(
+        "inspect", "some/model"
+    )
 
 
 def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path) -> None:
@@ -128,6 +131,7 @@ def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path
     assert "model.onnx.data is truncated" in refused("run", str(folder), "hello")
     (folder / "model.onnx.data").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert "model.onnx.data was altered" in refused("inspect", str(folder))
+    assert "model.onnx.data was altered" in refused("serve", str(folder), "--port", "0")
     manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 3}
     (folder / "kvq.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
     assert "version 3, newer than the 2 this kvq reads" in refused("inspect", str(folder))
@@ -155,8 +159,12 @@ def test_prompts_longer_than_the_context_or_the_budget(bundle: str, refused: Ref
 
 
 def test_megabytes_of_prompt(bundle: str, refused: Refused) -> None:
-    line = refused("run", bundle, "-", stdin=b"lazy dog, " * 200_000)
-    assert "the context holds 512" in line
+    line = refused("run", bundle, "-", stdin=b"lazy dog, " * 1_000_000)
+    assert "the prompt has more than 1024 tokens and the context holds 512; shorten" in line
+    # Few tokens of many characters are counted to the end.
+    line = refused("run", bundle, "-", stdin=b"lazy dog, " * 600)
+    assert " tokens and the context holds 512; shorten" in line
+    assert "more than" not in line
 
 
 def test_text_that_is_not_utf8(bundle: str, refused: Refused, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -122,6 +123,7 @@ class Case:
             "threads": self.threads,
             "decode_ms": decode * 1e3,
             "decode_min_ms": min(self.decode_s) * 1e3,
+            "decode_p95_ms": p95(self.decode_s) * 1e3,
             "decode_samples": len(self.decode_s),
             "relief_share": sum(self.relief_s) / sum(self.decode_s),
             "prefill_tok_s": prefill and job.prefill_tokens / prefill,
@@ -268,6 +270,11 @@ def _seconds(work: Callable[[], object]) -> float:
     since = perf_counter()
     work()
     return perf_counter() - since
+
+
+def p95(values: list[float]) -> float:
+    """The value that 95 of 100 do not exceed."""
+    return sorted(values)[ceil(0.95 * len(values)) - 1]
 
 
 def _median(values: list[float]) -> float | None:

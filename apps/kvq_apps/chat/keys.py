@@ -1,7 +1,5 @@
 """Every key the chat knows: one table that footer, palette, help and the user's file share."""
 
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +7,8 @@ from types import SimpleNamespace
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding
+
+from kvq_apps import configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,13 @@ class KeyRow:
 
 
 KEYS = (
-    KeyRow(name="send", keys="enter", action="send", says="send the message", app=False),
+    KeyRow(
+        name="send",
+        keys="enter",
+        action="send",
+        says="send; when empty: ask again after a failure",
+        app=False,
+    ),
     KeyRow(
         name="newline",
         keys="ctrl+j,shift+enter,alt+enter",
@@ -103,21 +109,17 @@ def help_text() -> str:
 
 
 def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:
-    """The `[keys]` of the user's file, name -> keys, and a warning for each row left out."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        section = tomllib.loads(text).get("keys", {})
-    except FileNotFoundError:
-        return {}, []
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        return {}, [f"{path} cannot be used: {error}; its keys are left out"]
-    if not isinstance(section, dict):
-        return {}, [f"{path}: keys is not a table; write [keys] and one line per key"]
+    """The `[keys]` of the user's file, name -> keys, and a warning for each row left out.
+
+    What is wrong with the file as a whole, the configuration says.
+    """
+    file = configuration.read(path)
+    section = file.values.get(configuration.KEYS)
     known = {row.name: row.keys for row in KEYS}
     chosen: dict[str, str] = {}
     warnings: list[str] = []
-    for name, keys in section.items():
-        where = f"{path}:{_line_of(text, name)}"
+    for name, keys in section.items() if isinstance(section, dict) else ():
+        where = file.where(f"{configuration.KEYS}.{name}")
         if name not in known:
             warnings.append(f"{where}: there is no key action {name}; F1 lists them")
         elif not isinstance(keys, str) or not keys:
@@ -136,9 +138,3 @@ def _taken(keys: str, name: str, by_name: Mapping[str, str]) -> str:
          if other != name and wanted & set(theirs.split(","))),
         "",
     )  # fmt: skip
-
-
-def _line_of(text: str, name: str) -> int:
-    pattern = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=")
-    lines = enumerate(text.splitlines(), 1)
-    return next((number for number, line in lines if pattern.match(line)), 0)

@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 from kvq.errors import BackendError, ModelError, SnapshotError, UsageError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
 from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.serve.protocol import check_answer
 
 CONNECT_TIMEOUT_S = 10.0
+UNAVAILABLE = 503
 
 
 class RemoteClient:
@@ -38,9 +40,13 @@ class RemoteClient:
         connection = self._connect()
         try:
             listed = self._json(connection, "GET", "/v1/models")["data"]
+            served = {row["id"]: row for row in listed}
+        except (ValueError, KeyError, TypeError) as error:
+            raise BackendError(
+                f"{self._url} does not list its models; is it an OpenAI-style server?"
+            ) from error
         finally:
             connection.close()
-        served = {row["id"]: row for row in listed}
         name = self._model or next(iter(served), "")
         if name not in served:
             raise ModelError(
@@ -81,7 +87,7 @@ class RemoteClient:
             if stream.cancelled():
                 return "cancelled"
             raise EngineLostError(
-                f"{self._url} went away ({error or type(error).__name__}); start it again and retry"
+                f"{self._url} went away ({error or type(error).__name__}); start it again"
             ) from error
         finally:
             connection.close()
@@ -127,6 +133,7 @@ class RemoteClient:
             body = response.read()
         except (OSError, HTTPException) as error:
             raise EngineLostError(f"{self._url} went away ({error})") from error
+        check_answer(self._url, response.getheader)
         if response.status != 200:
             raise _refusal(self._url, response.status, body)
         return json.loads(body)
@@ -140,23 +147,25 @@ class RemoteClient:
         sock = connection.sock
         sock.settimeout(None)
         stream.when_cancelled(lambda: _hang_up(sock))
-        response = connection.getresponse()
-        if response.status != 200:
-            raise _refusal(self._url, response.status, response.read())
         reason = ""
-        for event in _events(response, stream):
-            if "error" in event:
-                raise _error_of(event["error"], self._url)
-            stats = _stats(event)
-            if stats is not None:
-                stream.measured(stats)
-            for choice in event.get("choices") or ():
-                stream.write((choice.get("delta") or {}).get("content") or "")
-                reason = choice.get("finish_reason") or reason
+        # A response outlives its connection where the server closes that, so it is closed too.
+        with connection.getresponse() as response:
+            check_answer(self._url, response.getheader)
+            if response.status != 200:
+                raise _refusal(self._url, response.status, response.read())
+            for event in _events(response, stream):
+                if "error" in event:
+                    raise _error_of(event["error"], self._url)
+                stats = _stats(event)
+                if stats is not None:
+                    stream.measured(stats)
+                for choice in event.get("choices") or ():
+                    stream.write((choice.get("delta") or {}).get("content") or "")
+                    reason = choice.get("finish_reason") or reason
         if stream.cancelled():
             return "cancelled"
         if not reason:
-            raise EngineLostError(f"{self._url} ended the reply too early; retry it")
+            raise EngineLostError(f"{self._url} ended the reply too early; is it still running?")
         return reason
 
 
@@ -179,7 +188,10 @@ def _events(response: HTTPResponse, stream: Stream) -> Iterator[dict[str, Any]]:
             content, data = b"\n".join(data), []
             if content == b"[DONE]":
                 return
-            yield json.loads(content)
+            try:
+                yield json.loads(content)
+            except ValueError as error:
+                raise BackendError(f"the server sent no JSON ({error}); ask again") from error
 
 
 def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
@@ -208,14 +220,24 @@ def _refusal(url: str, status: int, body: bytes) -> Exception:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
+        error = None
+    if status == UNAVAILABLE:
+        return EngineLostError(f"{url} is not ready: {_words_of(error)}")
+    if error is None:
         return BackendError(f"{url} answers with status {status}; is it an OpenAI-style server?")
     return _error_of(error, url)
 
 
 def _error_of(error: Any, url: str) -> Exception:
-    details: Mapping[str, Any] = error if isinstance(error, dict) else {"message": str(error)}
-    message = " ".join(str(details.get("message") or "no reason given").split())
+    details: Mapping[str, Any] = error if isinstance(error, dict) else {}
+    if details.get("type") == "unavailable_error":
+        return EngineLostError(f"{url} is not ready: {_words_of(error)}")
     if details.get("code") == "context_length_exceeded":
         numbers = (int(details.get("n_prompt_tokens") or 0), int(details.get("n_ctx") or 0))
         return ContextFullError(*numbers)
-    return BackendError(f"{url}: {message}")
+    return BackendError(f"{url}: {_words_of(error)}")
+
+
+def _words_of(error: Any) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(message or "no reason given").split())

@@ -21,27 +21,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     options.add_flags(
-        parser, "model", "context",
+        parser, "model", "offline", "context",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
     )  # fmt: skip
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help="random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, qwen3-0.6b or "
-        "smollm2-135m",
-    )
+    options.add_flags(parser, "shape")
     parser.add_argument(
         "--threads",
         metavar="N,..",
         type=options.wholes,
         help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
     )
-    parser.add_argument(
-        "--peer",
-        metavar="NAME,..",
-        help="engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
-    )
-    options.add_flags(parser, "plot", plot="draw decode over context")
+    options.add_flags(parser, "peer", "plot", plot="draw decode over context")
     cache = parser.add_argument_group("cache")
     options.add_flags(
         cache, *options.KV_WIDTHS, "kv",
@@ -53,18 +43,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
     )  # fmt: skip
+    options.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    for name, read, text in (
-        ("rows", options.whole, "draft rows attention is verified with, 1 to 8 (default: 5)"),
-        ("repeat", options.whole, "rounds of three timed decode steps (default: 7)"),
-        ("prefill", options.whole, "tokens added to each depth at once (default: 256)"),
-        ("prefill-limit", options.number, "leave out a prefill of more seconds (default: 60)"),
-    ):
-        measuring.add_argument(f"--{name}", metavar="N", type=read, help=text)
+    options.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
+    if arguments.suite == "serve":
+        return _run_serve(arguments)
+    if arguments.suite == "chat":
+        return _run_chat(arguments)
     peers = tuple(dict.fromkeys(arguments.peer.split(","))) if arguments.peer else ()
 
     from kvq_apps.bench import engines, machine, measure, plot, report
@@ -87,11 +76,7 @@ def run(arguments: Namespace) -> int:
             "nothing up; leave the flag out, or give a bundle"
         )
     found = machine.describe((own, *peers))
-    if machine.busy(found):
-        output.print_note(
-            f"the machine is busy (load {found['load']:.1f} on {found['cores']} cores): "
-            "the medians will be too long, more so for engines that wait spinning"
-        )
+    _note_load(found)
     progress = output.Progress(quiet=not sys.stderr.isatty())
     rows: list[dict[str, Any]] = []
     try:
@@ -106,6 +91,76 @@ def run(arguments: Namespace) -> int:
         output.print_json(data)
     else:
         report.print_report(data)
+    return 0
+
+
+def _note_load(found: dict[str, Any]) -> None:
+    from kvq_apps.bench import machine
+
+    if machine.busy(found):
+        output.print_note(
+            f"the machine is busy (load {found['load']:.1f} on {found['cores']} cores): "
+            "the medians will be too long, more so for engines that wait spinning"
+        )
+
+
+def _run_serve(arguments: Namespace) -> int:
+    """The suite `serve`."""
+    for flag in ("peer", "plot", "shape", "kv-policy"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite serve knows no --{flag}; leave it out")
+    try:
+        from kvq_apps.bench import machine, serving
+    except ImportError as error:
+        raise UsageError(
+            f"--suite serve needs {error.name}; install it with `pip install kvq-runtime[apps]`"
+        ) from error
+
+    files = _files(arguments)
+    job = serving.ServeJob(
+        **options.given(arguments, repeat="repeat"),
+        **({"context": arguments.context[0]} if arguments.context else {}),
+    )
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    progress = output.Progress(quiet=not sys.stderr.isatty())
+    try:
+        data = serving.measure(files, job, options.session_options(arguments), threads, progress)
+    finally:
+        progress.clear()
+    data = {"suite": "serve", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        serving.print_report(data)
+    return 0
+
+
+def _run_chat(arguments: Namespace) -> int:
+    """The suite `chat`."""
+    try:
+        from kvq_apps.bench import chat_app, machine
+    except ImportError as error:
+        raise UsageError(
+            f"--suite chat needs {error.name}; install it with `pip install kvq-runtime[apps]`"
+        ) from error
+
+    job = chat_app.ChatJob(
+        **options.given(arguments, repeat="repeat"),
+        **({"tokens": arguments.context[0]} if arguments.context else {}),
+    )
+    found = machine.describe(())
+    _note_load(found)
+    progress = output.Progress(quiet=not sys.stderr.isatty())
+    try:
+        data = {"suite": "chat", "machine": found, **chat_app.measure(job, progress)}
+    finally:
+        progress.clear()
+    if arguments.json:
+        output.print_json(data)
+    else:
+        chat_app.print_report(data)
     return 0
 
 

@@ -1,58 +1,109 @@
 """`kvq doctor`: what this installation found, and what it will use."""
 
 import platform
+import re
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import kvq
-from kvq_apps import output
+from kvq.errors import KvqError
+from kvq_apps import options, output
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
-    "huggingface-hub",
+    "huggingface-hub", "starlette", "uvicorn", "httpx", "textual",
 )  # fmt: skip
+EDITORS = ("nvim", "vim", "code", "codium", "emacs", "hx", "zed", "subl")
+SECRETS = ("api-key",)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """`kvq doctor` has no flags of its own."""
-    del parser
+    """The flags of `kvq doctor`."""
+    options.add_flags(parser, "model", "threads", "config", "paths")
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    report = _report()
-    if arguments.json:
+    if arguments.config:
+        return _print_settings(as_json=arguments.json)
+    if arguments.paths:
+        return _print(_paths(), as_json=arguments.json)
+    report = _report(arguments)
+    code = _print(report, as_json=arguments.json)
+    for kind, found in report["runs"].items():
+        if found["backend"] is not None and found["slower"] is not None:
+            output.print_note(
+                f"a {kind} runs on the slow {found['backend']} backend: {found['slower']}"
+            )
+    return code
+
+
+def _print(report: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
         output.print_json(report)
     else:
         output.print_table((key, _text(value)) for key, value in output.flat(report))
     return 0
 
 
-def _report() -> dict[str, Any]:
+def _report(arguments: Namespace) -> dict[str, Any]:
     from kvq import native
-    from kvq.settings import cache_folder
     from kvq_runtime import backends, device, huge_pages
 
-    found = device.probe()
-    path = native.library_path()
-    reasons = {name: backends.missing(name) for name in backends.PREFERENCE}
+    runs = {kind.name: _runner(kind) for kind in (_Kind("bundle"), _Kind("gguf"))}
     return {
         "kvq": kvq.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}",
         "packages": {name: _version(name) for name in PACKAGES},
-        "native": _native(path),
-        "backend": next(name for name, reason in reasons.items() if reason is None),
-        "backends": {name: reason or "ok" for name, reason in reasons.items()},
-        "device": asdict(found),
+        "native": _native(native.library_path()),
+        "backend": runs["bundle"]["backend"],
+        "runs": runs,
+        "backends": {name: backends.missing(name) or "ok" for name in backends.PREFERENCE},
+        "device": asdict(device.probe()),
         "huge_pages": huge_pages.state(),
         "threads": device.default_threads(),
-        "paths": {"package": str(Path(kvq.__file__).parent), "cache": str(cache_folder())},
+        "model": _model(arguments),
+        "servers": _servers(),
+        "editors": {name: path for name in EDITORS if (path := shutil.which(name)) is not None},
+        "paths": _paths(),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Stands for all files of a kind where a backend is asked whether it reads them."""
+
+    name: str
+
+    @property
+    def has_onnx(self) -> bool:
+        return self.name == "bundle"
+
+    @property
+    def has_gguf(self) -> bool:
+        return not self.has_onnx
+
+    @property
+    def path(self) -> str:
+        return f"a {self.name} file" if self.has_gguf else "a bundle"
+
+
+def _runner(kind: Any) -> dict[str, Any]:
+    """The backend that runs files of this kind, and why it is not the fastest one of them."""
+    from kvq_runtime import backends
+
+    try:
+        backend, slower = backends.choose(kind)
+    except KvqError as error:
+        return {"backend": None, "slower": str(error)}
+    return {"backend": backend, "slower": slower}
 
 
 def _native(path: Path | None) -> dict[str, Any]:
@@ -68,6 +119,96 @@ def _native(path: Path | None) -> dict[str, Any]:
         "kernels": native.isa(),
         "kernels_available": native.isas(),
     }
+
+
+def _model(arguments: Namespace) -> dict[str, Any]:
+    """The model that runs when none is named, and whether it fits with its whole context."""
+    from kvq_apps.estimate import estimate
+    from kvq_apps.model_path import DEFAULT, ready_model
+    from kvq_runtime.engine import open_files
+
+    name = arguments.model or DEFAULT
+    try:
+        path = ready_model(name)
+        if path is None:
+            return {"name": name, "state": "is exported on first use"}
+        files = open_files(path)
+        sizes = estimate(files, **options.given(arguments, threads="threads"))
+    except KvqError as error:
+        return {"name": name, "state": f"cannot be used: {error}"}
+    shown = ("kv", "context", "weight_bytes", "total_bytes", "fits")
+    return {"name": name, "state": "ok", "path": str(path)} | {key: sizes[key] for key in shown}
+
+
+def _servers() -> list[str] | str:
+    """Addresses of the servers of this user that run now."""
+    from kvq_apps.serve.instances import running
+
+    try:
+        return [f"{one.address} ({one.model}, process {one.pid})" for one in running()]
+    except (KvqError, OSError) as error:
+        return f"unknown: {error}"
+
+
+def _paths() -> dict[str, str]:
+    """Every place kvq reads or writes, whether or not something is there yet."""
+    from kvq import native, settings
+    from kvq_apps import configuration
+    from kvq_apps.model_path import bundles_folder
+
+    project = configuration.project_path()
+    cache = settings.cache_folder()
+    return {
+        "package": str(Path(kvq.__file__).parent),
+        "native": str(native.library_path()),
+        "config": str(configuration.user_path()),
+        "project": "none" if project is None else str(project),
+        "data": str(settings.data_folder()),
+        "state": str(settings.state_folder()),
+        "cache": str(cache),
+        "bundles": str(bundles_folder()),
+        "sessions": str(cache / "sessions"),
+    }
+
+
+# Settings
+
+
+def _print_settings(*, as_json: bool) -> int:
+    rows = list(_settings())
+    if as_json:
+        output.print_json({"settings": rows})
+    else:
+        output.print_table(
+            ((row["setting"], row["shown"], row["origin"], row["flag"], row["variable"])
+             for row in rows),
+            header=("setting", "value", "origin", "flag", "variable"),
+        )  # fmt: skip
+    return 0
+
+
+def _settings() -> Iterator[dict[str, Any]]:
+    """One row for each setting; `value` None is the default, which `shown` says in words."""
+    from kvq.settings import environment_name
+    from kvq_apps import configuration
+
+    for setting, found in configuration.resolved().items():
+        name = configuration.FLAG_OF[setting]
+        value = None if found is None else "(set)" if name in SECRETS else found.value
+        yield {
+            "setting": setting,
+            "value": value,
+            "shown": _default(name) if found is None else _text(value),
+            "origin": "default" if found is None else found.origin,
+            "flag": f"--{name}",
+            "variable": environment_name(name),
+        }
+
+
+def _default(name: str) -> str:
+    """What a flag's help says of its default."""
+    said = re.search(r"\(default: (.*)\)", options.FLAGS[name].help)
+    return said[1].replace("%%", "%") if said else "-"
 
 
 def _version(package: str) -> str:

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     options.add_flags(
         parser,
         "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "kbits", "vbits", "kv",
-        "kv-policy", "no-quality", "no-calibrate", "force", "threads",
+        "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 4 or 2 (default: 4)",
         vbits="bits of cached values the bundle asks for: 8, 4 or 2 (default: 2)",
     )  # fmt: skip

@@ -1,55 +1,116 @@
-"""`kvq inspect`: what a bundle holds, every byte of it checked, or what a GGUF file does."""
+"""`kvq inspect`: what a model or a saved session holds, every byte checked, and what it takes.
+
+One kind of file, one report: an object for `--json` and its table.
+"""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import UsageError
+from kvq.errors import KvqError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import options, output
 
 if TYPE_CHECKING:
+    from kvq_runtime.backends import ModelFiles
     from kvq_runtime.bundle import Bundle
 
-Inspected = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
+Rows = list[tuple[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq inspect`."""
-    parser.add_argument("path", nargs="?", metavar="PATH", help="a bundle folder or a GGUF file")
-    options.add_flags(parser, "model")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        metavar="PATH",
+        help="a bundle, a GGUF file, a checkpoint folder, a saved session or an embedded model; "
+        "without one the bundles made so far are listed",
+    )
+    options.add_flags(parser, "model", "offline", "estimate")
+    sized = parser.add_argument_group("estimating")
+    options.add_flags(
+        sized, "threads", "ctx-size", *options.KV_FLAGS,
+        kv_budget="bytes of the cache (default: what the context needs)",
+    )  # fmt: skip
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    path = arguments.path or arguments.model
-    if path is None:
-        raise UsageError("PATH is missing; give a bundle folder or a GGUF file")
-
-    from kvq_runtime.gguf_format import is_gguf
-
-    report, print_report = _gguf(path) if is_gguf(path) else _bundle(path)
+    name = arguments.path
+    if name is None and (options.written(arguments, "model") or arguments.estimate):
+        name = arguments.model or "default"
+    if name is None:
+        return _list(as_json=arguments.json)
+    report, rows = _inspected(name, arguments)
     if arguments.json:
         output.print_json(report)
     else:
-        print_report(report)
+        output.print_table([_line(cell) for cell in row] for row in rows)
     return 0
 
 
-def _gguf(path: str) -> Inspected:
+def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
     from kvq_apps import gguf_report
-    from kvq_runtime.gguf_file import GgufFile
-
-    return gguf_report.report(GgufFile.open(path)), gguf_report.print_report
-
-
-def _bundle(path: str) -> Inspected:
+    from kvq_apps.model_path import resolve_model
     from kvq_runtime.bundle import Bundle
+    from kvq_runtime.gguf_file import GgufFile
+    from kvq_runtime.gguf_format import is_gguf
+    from kvq_runtime.snapshot import is_snapshot
 
-    return _report(Bundle.open(path)), _print
+    path = _located(name)
+    files: ModelFiles
+    if is_gguf(path):
+        files = GgufFile.open(path)
+        report, rows = gguf_report.report(files), gguf_report.rows
+    elif (path / "config.json").exists() and not (path / "kvq.json").exists():
+        if not arguments.estimate:
+            return _checkpoint(path)
+        files = Bundle.open(resolve_model(str(path)))
+        report, rows = _bundle(files), _bundle_rows
+    elif is_snapshot(path):
+        if arguments.estimate:
+            raise UsageError("--estimate is of a model; leave it out for a saved session")
+        return _snapshot(path)
+    elif path.is_file():
+        raise UsageError(
+            f"{path} is a file, and neither a GGUF file nor a saved session; give one of them, a "
+            "bundle or a checkpoint folder"
+        )
+    else:
+        files = Bundle.open(path)
+        report, rows = _bundle(files), _bundle_rows
+    if not arguments.estimate:
+        return report, rows(report)
+
+    from kvq_apps import estimate
+
+    found = estimate.estimate(
+        files,
+        **options.session_options(arguments),
+        **options.given(arguments, threads="threads"),
+    )
+    return report | {"estimate": found}, rows(report) + estimate.rows(found)
 
 
-def _report(bundle: "Bundle") -> dict[str, Any]:
+def _located(name: str) -> Path:
+    """The path itself, or the bundle of a model called so. Raises `ModelError`."""
+    from kvq_apps.model_path import EMBEDDED, ready_model, resolve_model
+    from kvq_runtime.gguf_format import is_gguf
+
+    path = Path(name).expanduser()
+    if path.exists() or is_gguf(path):
+        return path
+    if name not in EMBEDDED and ready_model(name) is None:
+        raise ModelError(f"{name} is no bundle here yet; make one: `kvq export {name} -o NAME`")
+    return resolve_model(name)
+
+
+# Bundles
+
+
+def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.formats import bytes_per_token
 
     shape = bundle.config.cache_shape
@@ -62,19 +123,14 @@ def _report(bundle: "Bundle") -> dict[str, Any]:
     }
 
 
-def _print(report: dict[str, Any]) -> None:
+def _bundle_rows(report: dict[str, Any]) -> Rows:
     config, kv = report["config"], report["kv"]
     ratio = report["fp16_bytes_per_token"] / report["bytes_per_token"]
-    rows = [
+    return [
         ("bundle", report["path"]),
         ("format", f"{report['format']} version {report['version']}"),
         ("model", f"{report['name']} ({report['model_type']})"),
-        (
-            "shape",
-            f"{config['num_layers']} layers, {config['num_heads']} heads over "
-            f"{config['num_kv_heads']} KV heads of {config['head_dim']}, hidden "
-            f"{config['hidden_size']}, vocabulary {config['vocab_size']}",
-        ),
+        ("shape", _shape(config)),
         ("context", f"{report['context_length']} tokens"),
         *output.weight_rows(report),
         (
@@ -98,4 +154,134 @@ def _print(report: dict[str, Any]) -> None:
             for name, file in report["files"].items()
         ),
     ]
-    output.print_table(rows)
+
+
+def _shape(config: dict[str, Any]) -> str:
+    return (
+        f"{config['num_layers']} layers, {config['num_heads']} heads over "
+        f"{config['num_kv_heads']} KV heads of {config['head_dim']}, hidden "
+        f"{config['hidden_size']}, vocabulary {config['vocab_size']}"
+    )
+
+
+def _list(*, as_json: bool) -> int:
+    """Prints the bundles in the cache folder; a damaged one is a row that says so."""
+    from kvq_apps.model_path import bundles_folder
+
+    folder = bundles_folder()
+    found = list(_listed(folder))
+    if as_json:
+        output.print_json({"folder": str(folder), "bundles": found})
+    elif found:
+        output.print_table(
+            ([_line(cell) for cell in _listed_row(one)] for one in found),
+            header=("model", "weights", "KV", "context", "path"),
+        )
+    else:
+        output.print_note(
+            f'no bundle is in {folder} yet: `kvq run "Once upon a time"` makes that of the '
+            "embedded model, `kvq export MODEL -o DIR` one anywhere; `kvq inspect DIR` shows it"
+        )
+    return 0
+
+
+def _listed(folder: Path) -> Iterator[dict[str, Any]]:
+    from kvq_runtime.bundle import Bundle
+
+    for path in sorted(folder.glob("[!.]*")) if folder.is_dir() else ():
+        try:
+            bundle = Bundle.open(path, verify="size")
+            report = _bundle(bundle)
+            kept = ("name", "model_type", "path", "bytes", "context_length", "bytes_per_token")
+            yield {key: report[key] for key in kept} | {
+                "weight_bytes": bundle.weights_json()["bytes"],
+                "kv": output.kv_text(bundle.kv.k_bits, bundle.kv.v_bits),
+            }
+        except KvqError as error:
+            yield {"name": path.name, "path": str(path), "error": str(error)}
+
+
+def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
+    if "error" in row:
+        return (row["name"], "-", "-", "-", f"unusable: {row['error']}")
+    return (
+        f"{row['name']} ({row['model_type']})",
+        format_bytes(row["weight_bytes"]),
+        f"{row['kv']}, {row['bytes_per_token']:.0f} bytes a token",
+        row["context_length"],
+        row["path"],
+    )
+
+
+# Checkpoints and saved sessions
+
+
+def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
+    """A checkpoint that every tensor of its architecture was found in."""
+    from kvq_export.checkpoint import Checkpoint
+    from kvq_models.registry import read_checkpoint
+
+    family, config, _ = read_checkpoint(folder)
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.check(family.weights(config))
+    tensors = checkpoint.tensors.values()
+    shape = config.cache_shape
+    report = {
+        "format": "checkpoint",
+        "path": str(folder),
+        "name": folder.resolve().name,
+        "model_type": config.model_type,
+        "config": config.to_json(),
+        "context_length": config.context_length,
+        "tensors": len(tensors),
+        "dtypes": sorted({tensor.dtype for tensor in tensors}),
+        "bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
+        "fp16_bytes_per_token": shape.float_bytes_per_token,
+    }
+    return report, [
+        ("checkpoint", report["path"]),
+        ("model", f"{report['name']} ({report['model_type']})"),
+        ("shape", _shape(report["config"])),
+        ("context", f"{config.context_length} tokens"),
+        (
+            "weights",
+            f"{format_bytes(report['bytes'])}: {len(tensors)} tensors, "
+            f"{' '.join(report['dtypes'])}",
+        ),
+        ("KV per token", f"{shape.float_bytes_per_token} bytes at 16 bits"),
+        ("to run it", f"kvq export {folder} -o NAME"),
+    ]
+
+
+def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
+    from kvq_runtime import snapshot
+
+    taken = snapshot.examine(path)
+    identity = taken.identity
+    report: dict[str, Any] = {
+        "format": snapshot.FORMAT,
+        "version": snapshot.VERSION,
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "tokens": len(taken.state.tokens),
+        "cache_bytes": len(taken.state.cache),
+        **identity,
+    }
+    try:
+        return report, [
+            ("session", report["path"]),
+            ("format", f"{snapshot.FORMAT} version {snapshot.VERSION}, sha256 ok"),
+            ("tokens", f"{report['tokens']}, of a context of {identity['context_tokens']}"),
+            ("KV plan", output.kv_text(identity["plan"]["k_bits"], identity["plan"]["v_bits"])),
+            ("KV budget", format_bytes(identity["budget_bytes"])),
+            ("cache", f"{format_bytes(report['cache_bytes'])}, {identity['cache']}"),
+            ("model", f"fingerprint {identity['model']}"),
+        ]
+    except (KeyError, TypeError) as error:
+        raise SnapshotError(f"{path} lacks what it must say of its session: {error!r}") from error
+
+
+def _line(value: Any) -> str:
+    """One line of a stranger's text: nothing in it moves a terminal's cursor."""
+    words = " ".join(str(value).split())
+    return "".join(one if one.isprintable() else "\ufffd" for one in words)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PREDICT = 256
 INTERRUPTED = 130
+# More than any text has on average; a prompt of fewer is counted as a whole.
+CHARACTERS_PER_TOKEN = 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -29,7 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     options.add_flags(parser, *options.ENGINE_FLAGS)
-    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "usage")
+    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop")
+    options.add_flags(parser, "extract", "stream", "no-stream", "usage")
     options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
     options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
 
@@ -39,6 +42,7 @@ def run(arguments: Namespace) -> int:
     model, prompt = _model_and_prompt(arguments)
     if arguments.predict is not None and arguments.predict < 1:
         raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
+    pieces = _pieces(arguments)
     sampling = options.sampling(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
@@ -52,14 +56,43 @@ def run(arguments: Namespace) -> int:
         engine.session(**session_options) as session,
         interruptible() as cancel,
     ):
+        _refuse_endless(prompt, engine, session)
         ids = _prompt_ids(engine, arguments, prompt)
-        answer = _answer(session, ids, arguments, sampling, cancel)
+        answer = _answer(session, ids, arguments, sampling, cancel, pieces)
         report = _report(engine, session, answer)
+    code = _first_fence(answer.text) if arguments.extract else None
     if arguments.json:
-        output.print_json(report)
+        report |= {"code": code} if arguments.extract else {}
+        print_object = output.print_json_line if arguments.stream else output.print_json
+        print_object(report)
+    elif pieces is None:
+        if arguments.extract and code is None:
+            output.print_note("the answer has no block of code; this is the whole of it")
+        _print_whole(answer.text if code is None else code)
     if arguments.usage:
         _print_usage(report)
     return INTERRUPTED if answer.finish_reason == "cancelled" else 0
+
+
+def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
+    """Prints a piece of the answer as it comes; None: the answer is printed whole."""
+    if arguments.stream and arguments.no_stream:
+        raise UsageError("--stream and --no-stream exclude each other; give one")
+    if arguments.json:
+        return (lambda text: output.print_json_line({"text": text})) if arguments.stream else None
+    whole = arguments.no_stream or arguments.extract
+    return None if whole else lambda text: output.print_data(text, end="")
+
+
+def _print_whole(text: str) -> None:
+    output.print_data(text, end="" if text.endswith("\n") else "\n")
+
+
+def _first_fence(text: str) -> str | None:
+    """The first fenced block of code of a markdown text, or None."""
+    from kvq_apps.chat.blocks import code_fences
+
+    return next(iter(code_fences(text)), None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +121,20 @@ def _model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     return model, text
 
 
+def _refuse_endless(prompt: str, engine: "Engine", session: "Session") -> None:
+    """Raises `UsageError` for a prompt whose beginning alone is twice too long.
+
+    Making tokens of megabytes would take many seconds, only to say the same.
+    """
+    limit = session.config.context_tokens
+    head = prompt[: limit * CHARACTERS_PER_TOKEN]
+    if len(head) < len(prompt) and len(engine.tokenizer.encode(head)) > 2 * limit:
+        raise UsageError(
+            f"the prompt has more than {2 * limit} tokens and the context holds {limit}; shorten "
+            f"the prompt or raise {session.what_limits}"
+        )
+
+
 def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> list[int]:
     """Token ids of the prompt, in the chat template when one was asked for."""
     if arguments.system is None and not arguments.chat:
@@ -105,8 +152,9 @@ def _answer(
     arguments: Namespace,
     sampling: Any,
     cancel: Callable[[], bool],
+    pieces: Callable[[str], None] | None,
 ) -> _Answer:
-    """Generates to the end, streaming unless `--json` wants the whole."""
+    """Generates to the end; `pieces` gets the text as it comes."""
     answer = _Answer()
     progress = output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048)
     try:
@@ -124,10 +172,10 @@ def _answer(
     )
     for step in steps:
         answer.text += step.text
-        if step.text and not arguments.json:
-            output.print_data(step.text, end="")
+        if step.text and pieces is not None:
+            pieces(step.text)
         answer.finish_reason = step.finish_reason or answer.finish_reason
-    if not arguments.json and not answer.text.endswith("\n"):
+    if pieces is not None and not arguments.json and not answer.text.endswith("\n"):
         output.print_data("")
     return answer
 

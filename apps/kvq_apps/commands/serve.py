@@ -1,21 +1,41 @@
 """`kvq serve`: answer HTTP requests as OpenAI's and llama-server's clients make them."""
 
+import logging
+import os
+import time
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq import __version__
 from kvq.config import parse_budget
-from kvq.errors import UsageError
+from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import options, output
 
 if TYPE_CHECKING:
+    from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.engine_thread import Served
+    from kvq_apps.serve.instances import Instance
+    from kvq_apps.serve.server import Server
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
     options.add_flags(parser, *options.ENGINE_FLAGS)
+    others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
+    others.add_argument("--status", action="store_true", help="list your servers and end")
+    others.add_argument(
+        "--stop",
+        action="store_true",
+        dest="stop_other",
+        help="end your server, of several the one at --port or --socket: answers may end within "
+        "its --grace, sessions are saved",
+    )
     options.add_flags(parser.add_argument_group("where"), *options.SERVE_FLAGS)
     cache = parser.add_argument_group(
         "cache",
@@ -36,6 +56,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C and returns the exit code."""
+    if arguments.status:
+        return _status(as_json=arguments.json)
+    if arguments.stop_other:
+        return _stop(arguments)
     if arguments.name is not None and options.written(arguments, "model"):
         raise UsageError("give the model once: as [MODEL] or with -m")
     try:
@@ -57,7 +81,7 @@ def run(arguments: Namespace) -> int:
         chunk_tokens="chunk-tokens",
         grace_s="grace",
     )
-    settings |= _disk(arguments)
+    settings |= _disk(arguments) | _socket(arguments)
     config = ServeConfig(
         sampling=options.sampling(arguments),
         origins=tuple(arguments.origin or ()),
@@ -74,10 +98,102 @@ def run(arguments: Namespace) -> int:
         )
 
     def announce(served: "Served", url: str) -> None:
+        logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
         _announce(served, url, config.sessions, as_json=arguments.json)
 
-    Server(lambda: load(model, engine_options, session_options, config), config, announce).run()
+    server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
+    return _serve(server, config, model or "default", debug=arguments.debug)
+
+
+def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
+    """Runs `server`, found by others and with a log of its own."""
+    from kvq_apps.serve.instances import Instance, announced
+    from kvq_apps.serve.log import log_path, logged
+    from kvq_apps.serve.protocol import PROTOCOL
+
+    path = log_path("socket" if config.port is None else str(config.port))
+    instance = Instance(
+        pid=os.getpid(),
+        url=server.url,
+        socket=config.socket_path and str(config.socket_path),
+        model=model,
+        version=__version__,
+        protocol=PROTOCOL,
+        started_at=time.time(),
+        grace_s=config.grace_s,
+        log=str(path),
+    )
+    with closing(server), logged(path, debug=debug), announced(instance):
+        logger.info("kvq %s starts, protocol %d", __version__, PROTOCOL)
+        try:
+            server.run()
+        except KvqError as error:
+            logger.info("ended by an error: %s", error)
+            raise
+        logger.info("ended")
     return 0
+
+
+def _status(*, as_json: bool) -> int:
+    """Says which servers run."""
+    from dataclasses import asdict
+
+    from kvq_apps.serve.instances import running
+
+    rows = [(instance, _health(instance)) for instance in running()]
+    if as_json:
+        output.print_json({"servers": [asdict(one) | {"state": state} for one, state in rows]})
+    elif not rows:
+        output.print_note("no `kvq serve` of yours is running")
+    else:
+        cells = [
+            (one.pid, one.address, one.model, state, _age(time.time() - one.started_at),
+             one.version)
+            for one, state in rows
+        ]  # fmt: skip
+        header = ("process", "address", "model", "state", "up", "kvq")
+        output.print_table(cells, header=header)
+    return 0
+
+
+def _health(instance: "Instance") -> str:
+    """What `instance` says of itself: ready, loading, shutting_down; or that it is silent."""
+    from kvq_apps.serve.reach import get_json
+
+    try:
+        answer = get_json(instance.url, instance.socket, "/health")
+    except (OSError, ValueError):
+        return "silent"
+    return "ready" if "status" in answer else str(answer["error"]["code"])
+
+
+def _age(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def _stop(arguments: Namespace) -> int:
+    """Ends one server and waits for it."""
+    from kvq_apps.serve.instances import chosen, stop
+
+    written = options.written
+    instance = chosen(
+        arguments.port if written(arguments, "port") else None,
+        arguments.socket if written(arguments, "socket") else None,
+    )
+    stop(instance)
+    if arguments.json:
+        output.print_json({"stopped": {"pid": instance.pid, "address": instance.address}})
+    output.print_note(f"stopped {instance.address} (process {instance.pid})")
+    return 0
+
+
+def _socket(arguments: Namespace) -> dict[str, Any]:
+    """`socket_path` and, when nothing asks for an address too, no `port`."""
+    if arguments.socket is None:
+        return {}
+    found: dict[str, Any] = {"socket_path": Path(arguments.socket).absolute()}
+    return found if options.given(arguments, port="port", host="host") else found | {"port": None}
 
 
 def _disk(arguments: Namespace) -> dict[str, int]:
@@ -106,7 +222,7 @@ def _announce(served: "Served", url: str, sessions: int, *, as_json: bool) -> No
             }
         )
     output.print_note(
-        f"serving {served.name} at {url}/v1; {sessions} sessions of "
+        f"serving {served.name} at {url}; {sessions} sessions of "
         f"{format_bytes(served.arena_bytes)} (KV {served.kv}), "
         f"{format_bytes(served.arena_bytes * sessions)} together"
     )

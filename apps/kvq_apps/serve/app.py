@@ -26,6 +26,7 @@ from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
 from kvq_apps.serve.outbox import Failed
+from kvq_apps.serve.protocol import PROTOCOL
 from kvq_apps.serve.requests import Ask, ModelView
 from kvq_apps.serve.shapes import SHAPES, Answered, Shape
 from kvq_apps.serve.streams import (
@@ -192,6 +193,8 @@ class _Routes:
                 "modalities": {"vision": False, "audio": False},
                 "build_info": f"kvq {__version__}",
                 "x_kvq": {
+                    "version": __version__,
+                    "protocol": PROTOCOL,
                     "kv": served.kv,
                     "kv_budget": served.arena_bytes,
                     "sessions": self._config.sessions,

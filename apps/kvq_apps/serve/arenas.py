@@ -72,12 +72,13 @@ class Arenas:
         self.saved = saved
         self.all = [Arena(open_session()) for _ in range(count)]
 
-    def lease(self, ids: Sequence[int], *, reuse: bool, transient: bool = False) -> Arena:
+    def lease(self, ids: Sequence[int], *, reuse: bool, transient: bool = False) -> Arena | None:
         """A free arena for a text, the one that shares most with it; there must be one.
 
         An arena that would lose more than it shares is left alone when another is free, and what
-        an arena holds is saved before something else takes its place. A `transient` text, as an
-        editor sends one with every key, takes the place of another and is never saved.
+        an arena holds is copied, to be saved, before something else takes its place; None while
+        that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
+        sends one with every key, takes the place of another and is never saved.
         """
         wanted = as_ids(ids)
         free = [arena for arena in self.all if not arena.busy]
@@ -85,19 +86,22 @@ class Arenas:
         arena = _closest(spent if transient and spent else free, wanted)
         if not (transient and arena.transient):
             arena = self._for_keeps(arena, free, wanted, reuse=reuse)
+        if arena is None:
+            return None
         arena.transient = transient
         arena.busy = True
         return arena
 
     def _for_keeps(
         self, closest: Arena, free: Sequence[Arena], wanted: Ids, *, reuse: bool
-    ) -> Arena:
-        """An arena for `wanted` that costs no other text more than it must."""
+    ) -> Arena | None:
+        """An arena for `wanted` that costs no other text more than it must; None: not yet."""
         shared = common_prefix(closest.tokens, wanted) if reuse else 0
         row, on_disk = self.saved.best(wanted) if reuse else (None, 0)
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
             arena = self._make_free(free)
-            arena.replaced(row if self.saved.load(arena.session, row) else None)
+            if arena is not None:
+                arena.replaced(row if self.saved.load(arena.session, row) else None)
             return arena
         loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
         return self._make_free(free) if loses_more and not closest.transient else closest
@@ -112,6 +116,8 @@ class Arenas:
 
     def save_idle(self, idle_s: float) -> bool:
         """Saves one session that has been idle for so long; False when there is none."""
+        if not self.saved.writer.has_room:
+            return False
         before = monotonic() - idle_s
         for arena in self.all:
             if not arena.busy and arena.dirty and arena.released_at <= before:
@@ -120,32 +126,41 @@ class Arenas:
         return False
 
     def next_save_s(self, idle_s: float) -> float | None:
-        """Seconds until `save_idle` will find something, or None."""
+        """Seconds until `save_idle` will find something, or None: nothing, or no room yet."""
+        if not self.saved.writer.has_room:
+            return None
         dirty = [arena.released_at for arena in self.all if not arena.busy and arena.dirty]
         return max(0.0, min(dirty) + idle_s - monotonic()) if dirty else None
 
     def save_all(self) -> None:
-        """Saves what is not saved yet, at the end."""
+        """Saves what is not saved yet, at the end; returns when it is on disk."""
+        self.saved.writer.wait()
         while self.save_idle(0.0):
-            pass
+            self.saved.writer.wait()
+        self.saved.writer.close()
 
     def close(self) -> None:
         """Frees every arena."""
         for arena in self.all:
             arena.session.close()
 
-    def _make_free(self, free: Sequence[Arena]) -> Arena:
-        """The free arena unused for longest, its content saved."""
+    def _make_free(self, free: Sequence[Arena]) -> Arena | None:
+        """The free arena unused for longest, its content copied to be saved; None: not yet."""
         oldest = min(
             free, key=lambda arena: (len(arena.tokens) > 0, not arena.transient, arena.released_at)
         )
+        if self._worth_saving(oldest) and not self.saved.writer.has_room:
+            return None
         self._save(oldest)
         oldest.saved = None
         return oldest
 
-    def _save(self, arena: Arena) -> None:
+    def _worth_saving(self, arena: Arena) -> bool:
         worth = len(arena.tokens) >= WORTH_SAVING_TOKENS and not arena.transient
-        if arena.dirty and worth:
+        return arena.dirty and worth and self.saved.fits(arena.session)
+
+    def _save(self, arena: Arena) -> None:
+        if self._worth_saving(arena):
             arena.saved = self.saved.save(arena.session, arena.tokens, arena.saved)
         arena.dirty = False
 

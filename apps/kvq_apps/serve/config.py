@@ -1,6 +1,7 @@
 """What a server is asked to be. Knows no socket and no model."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvq.errors import UsageError
 from kvq_runtime.config import Sampling
@@ -15,6 +16,7 @@ STEP_TARGET_S = 0.05
 class ServeConfig:
     """Where to listen, how much to hold, how long to wait.
 
+    `port` None listens on `socket_path` only, a socket file that its owner alone may open.
     `sessions` arenas are opened at the start and no more later; `queue` requests may wait for
     one. `chunk_tokens` of a prompt go through the model at once, None: as many as take about
     50 ms, measured at the start. `saved_bytes` bounds the sessions kept on disk, 0: none are.
@@ -23,7 +25,8 @@ class ServeConfig:
     """
 
     host: str = LOOPBACK_HOSTS[0]
-    port: int = 8012
+    port: int | None = 8012
+    socket_path: Path | None = None
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ("default",)
@@ -41,7 +44,9 @@ class ServeConfig:
     body_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        _require("port", self.port, 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        if self.port is not None:
+            _require("port", self.port, 0 <= self.port <= 65535, "0 (any free one) to 65535")
+        assert self.port is not None or self.socket_path is not None
         _require("sessions", self.sessions, self.sessions >= 1, "1 or more")
         _require("queue", self.queue, self.queue >= 1, "1 or more")
         _require("sessions-disk", self.saved_bytes, self.saved_bytes >= 0, "0 (off) or more")

@@ -90,6 +90,7 @@ class EngineThread:
         self._ended = False
         self._scheduler: Scheduler[Job] = Scheduler(slots=config.sessions, queue=config.queue)
         self._runs: dict[int, _Run] = {}
+        self._arriving: list[Job] = []
         self._decoding: Decoding | None = None
         self._thread = Thread(target=self._main, name="kvq-engine", daemon=True)
 
@@ -109,8 +110,8 @@ class EngineThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs."""
-        return bool(self._runs)
+        """Whether a job runs, or is about to."""
+        return bool(self._runs or self._arriving)
 
     @property
     def queue(self) -> tuple[int, int]:
@@ -141,7 +142,7 @@ class EngineThread:
             self._wake.notify()
 
     def poke(self) -> None:
-        """Says that a reader took something."""
+        """Says that a reader took something, or that a session is on disk."""
         with self._wake:
             self._wake.notify()
 
@@ -168,6 +169,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self.served = self._load()
+            self.served.arenas.saved.writer.on_room = self.poke
             session = self.served.arenas.all[0].session
             self._decoding = Decoding(
                 tokenizer=self.served.tokenizer,
@@ -193,6 +195,8 @@ class EngineThread:
             for job in self._scheduler.drop(lambda job: job.cancelled):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
+            if served.arenas.saved.writer.has_room:
+                admitted, self._arriving = [*self._arriving, *admitted], []
             job = None if admitted else self._scheduler.next()
             if job is None and not admitted:
                 self._rest(served)
@@ -221,13 +225,22 @@ class EngineThread:
             arena = served.arenas.lease(ask.prompts[0], reuse=ask.reuse, transient=ask.transient)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the server
             self._log_fault(error)
-            with self._wake:
-                self._scheduler.finish(job)
+            self._leave(job)
             job.fail(error)
             return
-        self._runs[id(job)] = _Run(arena=arena, steps=job.steps(arena, self._decoding))
+        job.waits = arena is None
+        if arena is None:
+            self._arriving.append(job)
+        else:
+            self._runs[id(job)] = _Run(arena=arena, steps=job.steps(arena, self._decoding))
 
     def _step(self, job: Job, served: Served) -> None:
+        if job.waits:
+            assert job.cancelled
+            self._arriving.remove(job)
+            self._cancelled(job)
+            self._leave(job)
+            return
         run = self._runs[id(job)]
         if job.cancelled:
             run.steps.close()
@@ -248,8 +261,16 @@ class EngineThread:
 
     def _end(self, job: Job, served: Served, *, failed: bool = False) -> None:
         run = self._runs.pop(id(job))
-        self.counts.add(job.report(), failed=failed)
+        report = job.report()
+        self.counts.add(report, failed=failed)
+        logger.info(
+            "a request ended: %d prompt tokens, %d of them cached, %d new, first after %.0f ms",
+            report.prompt_tokens, report.cached_tokens, report.new_tokens, report.ttft_ms,
+        )  # fmt: skip
         served.arenas.release(run.arena, failed=failed)
+        self._leave(job)
+
+    def _leave(self, job: Job) -> None:
         with self._wake:
             self._scheduler.finish(job)
         if self.draining:

@@ -30,13 +30,15 @@ class Decoding:
 class Job:
     """What one client asked for. Made by its handler, stepped by the engine's thread alone.
 
-    Setting `cancelled`, from anywhere, ends it before its next step.
+    Setting `cancelled`, from anywhere, ends it before its next step. `waits` is the engine's own:
+    it has a slot, but what its arena holds cannot be put aside yet.
     """
 
     def __init__(self, ask: Ask, outbox: Outbox) -> None:
         self.ask = ask
         self.outbox = outbox
         self.cancelled = False
+        self.waits = False
         self.progress = (0, sum(map(len, ask.prompts)))
         self._arrived = monotonic()
         self._queued_s = 0.0
@@ -56,8 +58,8 @@ class Job:
 
     @property
     def ready(self) -> bool:
-        """Whether a step makes sense: its reader keeps up, or it is to end."""
-        return self.cancelled or not self.outbox.full
+        """Whether a step makes sense: it has begun and its reader keeps up, or it is to end."""
+        return self.cancelled or not (self.waits or self.outbox.full)
 
     def steps(self, arena: Arena, decoding: Decoding) -> Generator[None]:
         """Everything the request asked for, one forward pass or less between two yields."""

@@ -2,7 +2,8 @@
 
 A saved session is `NAME.kvq` (the runtime's snapshot, which checks every byte) beside `NAME.ids`
 (its tokens as int64, only a hint where to look). Files of one model and KV setting share a
-folder. Whatever the disk does, the worst is a prompt that is read again.
+folder. A session is copied by the thread that saves it and written by another; until it is on
+disk the copy stands in for the file. Whatever the disk does, the worst is a prompt read again.
 """
 
 import contextlib
@@ -15,11 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError
+from kvq_apps.serve.writer import Parcel, Writer
 from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
@@ -39,13 +42,18 @@ class SavedSession:
 
 
 class SavedSessions:
-    """The saved sessions of one model and KV setting below `root`; `limit_bytes` bounds all."""
+    """The saved sessions of one model and KV setting below `root`; `limit_bytes` bounds all.
+
+    `save` and `load` are the engine's; the writing thread adds what is known when a file is there.
+    """
 
     def __init__(self, root: Path, key: str, limit_bytes: int) -> None:
         self._root = root
         self._folder = root / hashlib.sha256(key.encode()).hexdigest()[:16]
         self._limit_bytes = limit_bytes
+        self._lock = Lock()
         self._rows: list[SavedSession] = []
+        self.writer = Writer(self._write)
         self.saved = 0
         self.restored = 0
         self.failures = 0
@@ -60,42 +68,56 @@ class SavedSessions:
     def best(self, ids: Ids) -> tuple[SavedSession | None, int]:
         """The session that shares the longest beginning with `ids`, and its length."""
         best, length = None, 0
-        for row in self._rows:
+        with self._lock:
+            rows = tuple(self._rows)
+        for row in rows:
             shared = common_prefix(row.tokens, ids)
             if shared > length:
                 best, length = row, shared
         return best, length
 
     def save(self, session: Session, tokens: Ids, replaces: SavedSession | None) -> SavedSession:
-        """Writes `session`, over `replaces` if that is an earlier state of the same text.
+        """Copies `session` to be written, over `replaces` if that is an earlier state of the text.
 
-        What cannot be written is logged and counted; the row returned is then `replaces` or a
-        session that `best` will not find.
+        The writer must have room. The row returned is found by `best` from now on; when writing
+        it fails, that is logged and counted, and what was there before is found again. One that
+        is larger than all that may be kept is not written.
         """
-        wanted = int(len(tokens) * session.stats().bytes_per_token)
         row = SavedSession(path=self._path_for(tokens, replaces), tokens=tokens)
-        if wanted > self._limit_bytes:
+        if not self.fits(session):
             return row
+        with self._lock:
+            before = next((other for other in self._rows if other.path == row.path), None)
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self.saved += 1
+                self._make_room(row.path)
+            else:
+                self._count_failure()
+                self._take_back(row, before)
+
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            session.save(row.path)
-            _write_private(row.path.with_suffix(".ids"), tokens.astype("<i8").tobytes())
-        except (OSError, KvqError) as error:
-            self.failures += 1
+            taken = session.capture()
+        except KvqError as error:
+            self._count_failure()
             logger.warning("a session was not saved and will be computed again: %s", error)
-            self._forget(row.path)
             return row
-        self.saved += 1
-        self._rows = [other for other in self._rows if other.path != row.path] + [row]
-        self._make_room(row.path)
+        self._replace(row)
+        self.writer.put(Parcel(path=row.path, taken=taken, done=done))
         return row
+
+    def fits(self, session: Session) -> bool:
+        """Whether `session` is small enough to be kept."""
+        return len(session.tokens) * session.stats().bytes_per_token <= self._limit_bytes
 
     def load(self, session: Session, row: SavedSession) -> bool:
         """Makes `session` the saved one; False, and the file gone, when it cannot be used."""
         try:
-            session.load(row.path)
+            taken = self.writer.held(row.path)
+            session.load(row.path) if taken is None else session.restore(taken)
         except KvqError as error:
-            self.failures += 1
+            self._count_failure()
             logger.warning("a saved session cannot be used, its text is read again: %s", error)
             self._forget(row.path)
             return False
@@ -103,6 +125,31 @@ class SavedSessions:
         with contextlib.suppress(OSError):
             os.utime(row.path)
         return True
+
+    def _count_failure(self) -> None:
+        with self._lock:
+            self.failures += 1
+
+    def _write(self, parcel: Parcel) -> None:
+        """Both files of a session, on the writing thread."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parcel.taken.write(parcel.path)
+        ids = parcel.taken.state.tokens.astype("<i8").tobytes()
+        _write_private(parcel.path.with_suffix(".ids"), ids)
+
+    def _replace(self, row: SavedSession) -> None:
+        with self._lock:
+            self._rows = [other for other in self._rows if other.path != row.path] + [row]
+
+    def _take_back(self, row: SavedSession, before: SavedSession | None) -> None:
+        """`row` was not written: whole files of an earlier state are still there, or none."""
+        with self._lock:
+            if row not in self._rows:
+                return  # a later state is on its way to the same place
+            self._rows = [other for other in self._rows if other is not row]
+            self._rows += [] if before is None else [before]
+        if before is None:
+            _unlink(row.path)
 
     def _path_for(self, tokens: Ids, replaces: SavedSession | None) -> Path:
         if replaces is not None:
@@ -112,7 +159,8 @@ class SavedSessions:
         return self._folder / f"{secrets.token_hex(8)}.kvq"
 
     def _forget(self, path: Path) -> None:
-        self._rows = [row for row in self._rows if row.path != path]
+        with self._lock:
+            self._rows = [row for row in self._rows if row.path != path]
         _unlink(path)
 
     def _make_room(self, keep: Path) -> None:

@@ -1,4 +1,4 @@
-"""The process: a socket, an event loop, the engine's thread, and a way out.
+"""The process: its sockets, an event loop, the engine's thread, and a way out.
 
 On SIGTERM or Ctrl-C new requests are answered 503, running ones get `grace_s` to end, what is
 left ends with an error event, sessions are saved. A second signal shortens the wait to nothing.
@@ -9,15 +9,16 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from types import FrameType
 
 import uvicorn
 
-from kvq.errors import UsageError
 from kvq_apps.serve.app import make_app
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.engine_thread import EngineThread, Served
+from kvq_apps.serve.listening import listen, listen_on_file, remove_file
+from kvq_apps.serve.protocol import own_headers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Connections get this long to take what was sent to them.
@@ -35,7 +36,8 @@ class Server:
     ) -> None:
         """Raises `UsageError` when the address cannot be listened on."""
         self._config = config
-        self._socket = _listen(config.host, config.port)
+        self._socket = None if config.port is None else listen(config.host, config.port)
+        self._file = self._listen_on_file(config)
         self._on_ready = on_ready
         self._stops = 0
         self.engine = EngineThread(load, config, self._notify)
@@ -43,15 +45,17 @@ class Server:
         self._news = asyncio.Event()
 
     @property
-    def url(self) -> str:
-        """Where it listens."""
+    def url(self) -> str | None:
+        """Where it listens, None: on its socket file only."""
+        if self._socket is None:
+            return None
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
         """Serves until told to stop. Raises what loading the model raised."""
         in_main = threading.current_thread() is threading.main_thread()
-        with _signals(self.stop) if in_main else nullcontext():
+        with closing(self), _signals(self.stop) if in_main else nullcontext():
             asyncio.run(self._run())
         if self.engine.error is not None:
             raise self.engine.error
@@ -60,6 +64,25 @@ class Server:
         """Asks `run` to end, from any thread; asked again, it does not wait for answers."""
         self._stops += 1
         self._notify()
+
+    def close(self) -> None:
+        """Listens no more. `run` does so at its end."""
+        for one in (self._socket, self._file):
+            if one is not None:
+                one.close()
+        if self._config.socket_path is not None and self._file is not None:
+            remove_file(self._config.socket_path)
+            self._file = None
+
+    def _listen_on_file(self, config: ServeConfig) -> socket.socket | None:
+        if config.socket_path is None:
+            return None
+        try:
+            return listen_on_file(config.socket_path)
+        except BaseException:
+            if self._socket is not None:
+                self._socket.close()
+            raise
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -73,11 +96,13 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                headers=own_headers(),
                 timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )
-        url = self.url
-        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        sockets = [one for one in (self._socket, self._file) if one is not None]
+        url = self.url or f"unix:{self._config.socket_path}"
+        serving = asyncio.create_task(server.serve(sockets=sockets))
         self.engine.start()
         try:
             await self._until(lambda: self.engine.ready or self._ending)
@@ -131,16 +156,3 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `UsageError` for an address that is not there or taken."""
-    try:
-        rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = rows[0]
-        return socket.create_server(address, family=family, backlog=256)
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; give another --port "
-            "(0: any free one) or --host"
-        ) from error

@@ -204,7 +204,9 @@ def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend:
     does not read these files.
     """
     if name == "auto":
-        name = _best(files)
+        name, reason = choose(files)
+        if reason is not None:
+            logger.warning("using the slow %s backend: %s", name, reason)
     elif name not in BACKENDS:
         raise UsageError(
             f"backend {name!r} is not known; choose auto, {', '.join(sorted(BACKENDS))}"
@@ -220,14 +222,17 @@ def missing(name: str) -> str | None:
     return _load(name).missing()
 
 
-def _best(files: ModelFiles) -> str:
+def choose(files: ModelFiles) -> tuple[str, str | None]:
+    """The backend `auto` takes for these files, and why it is not the fastest, or None if it is.
+
+    Raises `BackendError` when none can run here.
+    """
     readers = [name for name in PREFERENCE if _load(name).reads(files)]
     name = next((name for name in readers if missing(name) is None), None)
+    reason = missing(readers[0])
     if name is None:
-        raise BackendError(f"{files.path} cannot run here: {missing(readers[0])}")
-    if name != readers[0]:
-        logger.warning("using the slow %s backend: %s", name, missing(readers[0]))
-    return name
+        raise BackendError(f"{files.path} cannot run here: {reason}")
+    return name, reason
 
 
 def _load(name: str) -> Any:

@@ -1,0 +1,160 @@
+"""Which servers of this user run: one small file each, locked as long as its process lives.
+
+The lock, not the process id, tells a live server from a file left by one that was killed: ids are
+used again. Front-ends find a server here. Knows no model and no route.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from kvq.errors import BackendError, UsageError
+from kvq.settings import state_folder
+from kvq_apps import output
+
+if sys.platform != "win32":
+    import fcntl
+
+_POLL_S = 0.02
+# After its grace a server may still have sessions to write.
+_LAST_WRITES_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instance:
+    """A running server: where it listens (`url`, `socket`), since when, and what it speaks.
+
+    `model` is what it was asked to serve. `grace_s` is how long its answers may take to end.
+    What another version did not write is unknown.
+    """
+
+    pid: int
+    url: str | None = None
+    socket: str | None = None
+    model: str = "?"
+    version: str = "?"
+    protocol: int = 0
+    started_at: float = 0.0
+    grace_s: float = 0.0
+    log: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where to reach it."""
+        return self.url or f"unix:{self.socket}"
+
+
+@contextmanager
+def announced(instance: Instance) -> Iterator[None]:
+    """While inside, `running` finds `instance`; where that cannot be, a note says so."""
+    if sys.platform == "win32":
+        yield
+        return
+    path = _folder() / f"{instance.pid}.json"
+    try:
+        stream = _locked_file(path, json.dumps(asdict(instance)))
+    except OSError as error:
+        output.print_note(
+            f"warning: `kvq serve --status` will not find this server: {path.parent}: "
+            f"{error.strerror}; point XDG_STATE_HOME elsewhere"
+        )
+        yield
+        return
+    with stream:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def running() -> list[Instance]:
+    """The servers that run now, the oldest first; forgets those that were killed.
+
+    Raises `UsageError` on a system without file locks.
+    """
+    if sys.platform == "win32":
+        raise UsageError("finding servers needs a system with file locks; use the server's address")
+    found: list[Instance] = []
+    for path in _folder().glob("*.json"):
+        with contextlib.suppress(OSError), path.open() as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found += _read(stream)
+            else:
+                path.unlink()
+    return sorted(found, key=lambda instance: instance.started_at)
+
+
+def chosen(port: int | None, socket: str | None) -> Instance:
+    """The only server that runs, or the one at `port` or `socket`. Raises `UsageError`."""
+    instances = running()
+    wanted = [
+        instance
+        for instance in instances
+        if (port is None or (instance.url or "").endswith(f":{port}"))
+        and (socket is None or instance.socket == os.path.abspath(socket))
+    ]
+    if len(wanted) == 1:
+        return wanted[0]
+    listed = ", ".join(f"{instance.address} (process {instance.pid})" for instance in instances)
+    if not instances:
+        raise UsageError("no `kvq serve` of this user is running")
+    if not wanted:
+        raise UsageError(f"no `kvq serve` listens there; these do: {listed}")
+    raise UsageError(f"{len(wanted)} servers run; name one by --port or --socket: {listed}")
+
+
+def stop(instance: Instance) -> None:
+    """Asks `instance` to end as SIGTERM does, and waits. Raises `BackendError` if it stays."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(instance.pid, signal.SIGTERM)
+    end = time.monotonic() + instance.grace_s + _LAST_WRITES_S
+    while any(other.pid == instance.pid for other in running()):
+        if time.monotonic() > end:
+            raise BackendError(
+                f"process {instance.pid} was told to end and has not; "
+                f"`kill -9 {instance.pid}` ends it, what it has not saved is read again"
+            )
+        time.sleep(_POLL_S)
+
+
+def _folder() -> Path:
+    return state_folder() / "servers"
+
+
+def _locked_file(path: Path, content: str) -> TextIO:
+    """A whole file at `path`, locked until it is closed; nobody sees it unlocked."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    stream = os.fdopen(handle, "w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.write(content)
+        stream.flush()
+        os.replace(name, path)
+    except BaseException:
+        stream.close()
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return stream
+
+
+def _read(stream: TextIO) -> list[Instance]:
+    """What a server's file says; nothing when it says nothing that can be read."""
+    known = {field.name for field in fields(Instance)}
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        values: dict[str, Any] = json.load(stream)
+        return [Instance(**{name: value for name, value in values.items() if name in known})]
+    return []

@@ -1,0 +1,45 @@
+"""Asks a running server over its address or its unix socket. Standard library only."""
+
+import json
+import socket
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 2.0
+
+
+class UnixConnection(HTTPConnection):
+    """HTTP over the unix socket at `path`."""
+
+    def __init__(self, path: str, *, timeout: float = TIMEOUT_S) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Opens the socket. Raises `OSError`."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def get_json(url: str | None, path: str | None, route: str) -> dict[str, Any]:
+    """The object at `route` of the server at `url` or else socket `path`, whatever its status.
+
+    Raises `OSError` when nobody answers, `ValueError` for what is not an object.
+    """
+    if url is not None:
+        parts = urlsplit(url)
+        connection = HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    else:
+        connection = UnixConnection(path or "")
+    with closing(connection):
+        try:
+            connection.request("GET", route)
+            answer: Any = json.loads(connection.getresponse().read())
+        except HTTPException as error:
+            raise ValueError(str(error)) from error
+    if not isinstance(answer, dict):
+        raise ValueError(f"{route} is not an object")
+    return answer

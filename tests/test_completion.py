@@ -1,0 +1,107 @@
+"""What the shells complete: the scripts are run by the shells themselves where they are there."""
+
+import shutil
+import subprocess
+from argparse import _SubParsersAction
+from pathlib import Path
+
+import pytest
+
+from kvq_apps import completion
+from kvq_apps.cli import COMMANDS, SHELLS, build_parser, main
+
+# Types the line and prints what is offered for its last word.
+ASK = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+_kvq
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture
+def script(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Path:
+    shell = request.param
+    with pytest.raises(SystemExit) as end:
+        main(["--completion", shell])
+    assert end.value.code == 0
+    path = tmp_path / f"kvq.{shell}"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def bash(script: Path, *words: str) -> set[str]:
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("bash is not installed")
+    finished = subprocess.run(
+        [shell, "--norc", "-c", ASK, "bash", str(script), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert finished.stderr == ""
+    return set(finished.stdout.split())
+
+
+def flags_of(name: str) -> set[str]:
+    commands = next(
+        one for one in build_parser(name)._actions if isinstance(one, _SubParsersAction)
+    )
+    return set(commands.choices[name]._option_string_actions)
+
+
+@pytest.mark.parametrize("script", ["bash"], indirect=True)
+def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
+    assert bash(script, "kvq", "") == set(COMMANDS)
+    assert bash(script, "kvq", "e") == {"export", "eval"}
+    assert bash(script, "kvq", "--") == {"--help", "--version", "--completion"}
+    assert bash(script, "kvq", "--completion", "") == set(SHELLS)
+    assert bash(script, "kvq", "run", "--kv") == {"--kv", "--kv-budget", "--kv-policy"}
+    assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}
+    assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
+    # Nothing of ours: the shell then offers files.
+    assert bash(script, "kvq", "run", "-m", "") == set()
+    assert bash(script, "kvq", "inspect", "") == set()
+    hidden = {"--engine"}
+    for name in COMMANDS:
+        assert bash(script, "kvq", name, "-") == flags_of(name) - hidden
+
+
+@pytest.mark.parametrize("script", ["bash"], indirect=True)
+def test_bash_registers_the_function(script: Path) -> None:
+    shell = shutil.which("bash") or pytest.skip("bash is not installed")
+    finished = subprocess.run(
+        [shell, "--norc", "-c", 'source "$1"; complete -p kvq', "bash", str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert finished.stdout == "complete -o default -F _kvq kvq\n"
+
+
+@pytest.mark.parametrize("script", ["zsh", "fish"], indirect=True)
+def test_zsh_and_fish_read_the_script(script: Path) -> None:
+    shell = shutil.which(script.suffix[1:])
+    if shell is None:
+        pytest.skip(f"{script.suffix[1:]} is not installed")
+    finished = subprocess.run(
+        [shell, "-n", str(script)], capture_output=True, text=True, check=False
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", ["zsh", "fish"], indirect=True)
+def test_every_flag_is_in_every_script(script: Path) -> None:
+    text = script.read_text()
+    for name in COMMANDS:
+        for flag in flags_of(name) - {"--engine"}:
+            bare = flag.lstrip("-")
+            kinds = (f"'{flag}[", f"-l {bare} ", f"-s {bare} ", f"-o {bare} ")
+            assert any(kind in text for kind in kinds), flag
+
+
+def test_the_shells_of_the_flag_are_those_with_a_script() -> None:
+    assert set(SHELLS) == set(completion.SHELLS)

@@ -1,0 +1,293 @@
+"""`kvq inspect`: every kind of file, what is wrong with it, and the memory it will take."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq_apps.cli import main
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime import device, snapshot
+from kvq_runtime.bundle import checksum
+from kvq_runtime.engine import Engine
+from tiny import make_llama_checkpoint
+
+Inspect = Callable[..., dict[str, Any]]
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_checkpoint(tmp_path_factory.mktemp("inspect") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path) -> Path:
+    options = ExportOptions(quality=False, calibrate=False)
+    return export_model(checkpoint, checkpoint.parent / "bundle", options).path
+
+
+@pytest.fixture(scope="module")
+def saved(bundle: Path) -> Path:
+    path = bundle.parent / "session.kvq"
+    with Engine.open(bundle, threads=1) as engine, engine.session(context_tokens=256) as session:
+        session.prefill(range(1, 151))
+        session.save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvq"
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
+    def run(*words: object) -> dict[str, Any]:
+        assert main(["inspect", *map(str, words), "--json"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def table(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*words: object) -> str:
+        assert main(["inspect", *map(str, words)]) == 0, capsys.readouterr().err
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    def run(*words: object) -> str:
+        assert main(["inspect", *map(str, words)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
+
+
+# What a model takes
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--ctx-size", "300"], {"context_tokens": 300}),
+        (["--ctx-size", "512", "--kv", "8:4"], {"context_tokens": 512, "k_bits": 8, "v_bits": 4}),
+        (["--kv", "2:2"], {"context_tokens": 512, "k_bits": 2, "v_bits": 2}),
+        (["--kv", "fp", "--ctx-size", "200"], {"context_tokens": 200, "k_bits": 16, "v_bits": 16}),
+    ],
+)
+def test_the_estimate_is_what_a_session_then_uses(
+    words: list[str], options: dict[str, int], bundle: Path, inspect: Inspect
+) -> None:
+    found = inspect(bundle, "--estimate", "--threads", "1", *words)["estimate"]
+    tokens = options["context_tokens"]
+    assert found["context"] == tokens
+    with (
+        Engine.open(bundle, threads=1) as engine,
+        engine.session(kv_budget=found["kv_bytes"], **options) as session,
+    ):
+        session.prefill([1 + index % 200 for index in range(tokens)])
+        used = session.stats()
+        plan = session.config.plan
+    assert used.kv_budget == found["kv_bytes"]
+    assert 0.9 * found["kv_bytes"] < used.kv_bytes_peak <= found["kv_bytes"]
+    # It held the whole context, and no page lost bits for it.
+    assert used.evicted_share == 0
+    assert used.mean_k_bits >= plan.k_bits
+    assert used.mean_v_bits >= plan.v_bits
+    assert found["weight_bytes"] <= (bundle / "model.onnx.data").stat().st_size
+    assert found["total_bytes"] == found["weight_bytes"] + found["kv_bytes"]
+
+
+def test_a_thousand_tokens_more_take_what_the_estimate_says(bundle: Path, inspect: Inspect) -> None:
+    def estimate(*words: object) -> dict[str, Any]:
+        return inspect(bundle, "--estimate", "--threads", "1", *words)["estimate"]
+
+    for kv in ("fp", "8:8", "4:2"):
+        short, long = (estimate("--kv", kv, "--ctx-size", size) for size in (2048, 4096))
+        more = (long["kv_bytes"] - short["kv_bytes"]) / 2
+        # The page table costs a little beside the pages.
+        assert 1 <= more / short["kv_bytes_per_1024_tokens"] < 1.25
+        at = short["kv_bytes_per_1024_tokens_at"]
+        assert at[kv] == short["kv_bytes_per_1024_tokens"]
+    assert at["fp"] == 2 * 2 * 64 * 2 * 2 * 1024
+    assert list(at.values()) == sorted(at.values(), reverse=True)
+
+
+def test_a_budget_is_taken_as_it_is(bundle: Path, inspect: Inspect, refused: Refused) -> None:
+    found = inspect(bundle, "--estimate", "--kv-budget", "1MiB")["estimate"]
+    assert found["kv_bytes"] == 1 << 20
+    assert "--kv-budget 'lots' is not possible" in refused(
+        bundle, "--estimate", "--kv-budget", "lots"
+    )
+    assert "--kbits 3 is not possible" in refused(bundle, "--estimate", "--kbits", "3")
+
+
+def test_what_does_not_fit_says_what_takes_less(
+    bundle: Path,
+    inspect: Inspect,
+    table: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    total = inspect(bundle, "--estimate")["estimate"]["total_bytes"]
+    probed = device.probe()
+    for free, fits, words in (
+        (total, True, "fits yes, "),
+        (total - 1, False, "are free; a smaller --ctx-size or --kv-budget, or fewer bits (--kv)"),
+        (0, None, "fits unknown: this system does not say how much memory is free"),
+    ):
+        found = replace(probed, memory_free_bytes=free)
+        monkeypatch.setattr(device, "probe", lambda found=found: found)
+        assert inspect(bundle, "--estimate")["estimate"]["fits"] is fits
+        assert words in table(bundle, "--estimate")
+
+
+# Kinds of files
+
+
+def test_a_bundle_at_its_name_or_path(
+    bundle: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bundle.parent)
+    assert inspect("bundle") == inspect("-m", "bundle")
+    assert inspect(bundle)["path"] == str(bundle)
+
+
+def test_a_checkpoint(checkpoint: Path, inspect: Inspect, table: Callable[..., str]) -> None:
+    report = inspect(checkpoint)
+    assert (report["format"], report["model_type"]) == ("checkpoint", "llama")
+    assert report["bytes"] == (checkpoint / "model.safetensors").stat().st_size
+    assert report["fp16_bytes_per_token"] == 2 * 2 * 64 * 2 * 2
+    assert f"kvq export {checkpoint} -o NAME" in table(checkpoint)
+
+
+def test_a_gguf_file(
+    inspect: Inspect, table: Callable[..., str], refused: Refused, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf", reason="the gguf package is not installed")
+    from tiny_gguf import CONTEXT, KV_HEADS, write_gguf
+
+    file = write_gguf(tmp_path / "tiny.gguf")
+    found = inspect(file, "--estimate", "--kv", "8:8")["estimate"]
+    row_bytes = 2 * KV_HEADS * 64 // 32 * 34 * 2
+    assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
+    assert found["kv_bytes"] == row_bytes * CONTEXT
+    assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
+    assert "2:2 is not possible: llama.cpp's caches" in refused(file, "--estimate", "--kv", "2:2")
+    assert "fits yes, " in table(file, "--estimate")
+
+
+def test_a_saved_session(
+    saved: Path, inspect: Inspect, table: Callable[..., str], refused: Refused
+) -> None:
+    report = inspect(saved)
+    assert (report["format"], report["tokens"]) == ("kvq-session", 150)
+    assert report["plan"].items() >= {"k_bits": 4, "v_bits": 2, "sink_tokens": 4}.items()
+    shown = table(saved)
+    assert "tokens 150, of a context of 256" in shown
+    assert "KV plan 4:2" in shown
+    assert "--estimate is of a model" in refused(saved, "--estimate")
+
+
+def _with_header(content: bytes, **changes: object) -> bytes:
+    """A saved session with another header, its digest made right again."""
+    prefix = snapshot._PREFIX
+    length = prefix.unpack_from(content)[1]
+    header = json.loads(content[prefix.size : prefix.size + length]) | changes
+    encoded = json.dumps(header).encode()
+    rest = content[prefix.size + length : -32]
+    body = prefix.pack(snapshot.MAGIC, len(encoded)) + encoded + rest
+    return body + hashlib.sha256(body).digest()
+
+
+def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Path) -> None:
+    content = saved.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path = tmp_path / "session.kvq"
+    for damaged, words in {
+        content[:-1]: "is truncated or was altered after it was saved; save the session again",
+        content[:20]: "is truncated or was altered after it was saved; save the session again",
+        flipped: "is truncated or was altered after it was saved; save the session again",
+        _with_header(content, version=9): "is a kvq-session file of version 9; this kvq reads",
+        _with_header(content, identity={}): "lacks what it must say of its session",
+        content[:4]: "is a file, and neither a GGUF file nor a saved session",
+        b"": "is a file, and neither a GGUF file nor a saved session",
+    }.items():
+        path.write_bytes(damaged)
+        line = refused(path)
+        assert f"{path} {words}" in line
+    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=9)))
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_damaged_and_newer_bundles(bundle: Path, refused: Refused, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    data, manifest = folder / "model.onnx.data", folder / "kvq.json"
+    whole, text = data.read_bytes(), manifest.read_text()
+
+    data.write_bytes(whole[:-1])
+    assert "model.onnx.data is truncated" in refused(folder)
+    assert "copy it again or export the model again" in refused(folder, "--estimate")
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "model.onnx.data was altered after the export; copy it again" in refused(folder)
+    data.unlink()
+    assert "model.onnx.data is missing; copy the whole folder" in refused(folder)
+    data.write_bytes(whole)
+    manifest.write_text(text[:100])
+    assert "kvq.json is damaged" in refused(folder)
+    manifest.write_text(text.replace('"k_bits": 4', '"k_bits": 8', 1))
+    assert "kvq.json was altered after the export; export the model again" in refused(folder)
+    newer = json.loads(text) | {"version": 99}
+    manifest.write_text(json.dumps(newer | {"checksum": checksum(newer)}))
+    assert "version 99, newer than the 2 this kvq reads; upgrade kvq-runtime" in refused(folder)
+
+
+# The list
+
+
+def test_without_a_path_the_bundles_made_so_far_are_listed(
+    bundle: Path,
+    cache: Path,
+    inspect: Inspect,
+    table: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What runs when no model is named is not what was asked for.
+    monkeypatch.setenv("KVQ_MODEL", str(bundle))
+    assert main(["inspect"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"no bundle is in {cache / 'bundles'} yet: `kvq run" in shown.err
+
+    made = Path(shutil.copytree(bundle, cache / "bundles" / "good-1"))
+    broken = Path(shutil.copytree(bundle, cache / "bundles" / "torn-2"))
+    (broken / "model.onnx").unlink()
+    (cache / "bundles" / ".good-1.0a.partial").mkdir()
+    good, torn = inspect()["bundles"]
+    assert (good["name"], good["kv"], good["path"]) == ("bundle", "4:2", str(made))
+    assert good["context_length"] == 512
+    assert "model.onnx is missing" in torn["error"]
+    shown = table()
+    assert f"4:2, 224 bytes a token 512 {made}" in shown
+    assert f"torn-2 - - - unusable: {broken}/model.onnx is missing" in shown

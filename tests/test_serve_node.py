@@ -1,0 +1,82 @@
+"""OpenAI's own client for Node against a real server (SRV-1).
+
+Runs where `node` is and a folder named by KVQ_NODE_MODULES or NODE_PATH holds the npm package
+`openai`: `npm install openai` in an empty folder makes one, called `node_modules`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.engine_thread import Served
+from kvq_apps.serve.loading import serve_engine
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime.engine import Engine
+from serving import running, wait_until
+from tiny import make_llama_checkpoint
+
+
+@pytest.fixture
+def modules() -> str:
+    """The folder of Node packages."""
+    if shutil.which("node") is None:
+        pytest.skip("there is no node on the PATH")
+    named = [os.environ.get("KVQ_NODE_MODULES"), *os.environ.get("NODE_PATH", "").split(os.pathsep)]
+    for folder in filter(None, named):
+        if Path(folder, "openai", "package.json").is_file():
+            return os.path.abspath(folder)
+    pytest.skip("neither KVQ_NODE_MODULES nor NODE_PATH holds the npm package openai")
+
+
+def test_the_official_node_client(
+    modules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = make_llama_checkpoint(tmp_path / "tiny", max_position_embeddings=4096)
+    bundle = export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path
+
+    def load(config: ServeConfig) -> Served:
+        return serve_engine(Engine.open(str(bundle), threads=1), {"context_tokens": 512}, config)
+
+    script = Path(__file__).with_name("openai_client.mjs")
+    with running(load, saved_bytes=0, api_key="right") as server:
+        finished = subprocess.run(
+            ["node", str(script), modules, f"{server.address}/v1"],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        wait_until(lambda: server.engine.queue == (0, 0))
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+
+    whole, streamed = found["whole"], found["streamed"]
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert found["model"] == whole["model"] == "bundle"
+    assert len(set(texts)) == 3
+    assert whole["usage"]["completion_tokens"] == 18
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 18
+    assert streamed["texts"] == texts
+    assert streamed["roles"] == ["assistant"] * 3
+    assert streamed["reasons"] == [choice["finish_reason"] for choice in whole["choices"]]
+    assert [usage["completion_tokens"] for usage in streamed["usages"]] == [18]
+    assert streamed["ids"] == 1
+
+    rows = found["ranked"]["logprobs"]["content"]
+    assert [len(row["top_logprobs"]) for row in rows] == [2] * 6
+    assert all(row["logprob"] == row["top_logprobs"][0]["logprob"] < 0 for row in rows)
+    text = b"".join(bytes(row["bytes"]) for row in rows).decode(errors="replace")
+    assert text == found["ranked"]["message"]["content"]
+    (choice,) = found["completed"]["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 5
+    assert all(len(top) >= 3 for top in choice["logprobs"]["top_logprobs"])
+
+    assert found["errors"] == {
+        "NotFoundError": "not_found_error",
+        "BadRequestError": "invalid_request_error",
+        "AuthenticationError": "authentication_error",
+    }

@@ -1,0 +1,175 @@
+"""Sessions reach the disk on a thread of their own: order and counts on a disk held back."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvq.errors import SnapshotError
+from kvq_apps.serve.saved import SavedSessions, as_ids
+from kvq_runtime import snapshot
+from serving import PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
+
+COMPLETIONS = "/v1/completions"
+
+
+class SlowDisk:
+    """A disk on which a session is written only when it may; `begun` and `ended` are counts."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._permits = threading.Semaphore(0)
+        self.begun = self.ended = 0
+        self.fault: Exception | None = None
+
+    def let(self, count: int = 1) -> None:
+        self._permits.release(count)
+
+    def __call__(self, *arguments: object) -> None:
+        self.begun += 1
+        assert self._permits.acquire(timeout=PATIENCE_S)
+        if self.fault is not None:
+            raise self.fault
+        self._write(*arguments)
+        self.ended += 1
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk(snapshot.write)
+    monkeypatch.setattr(snapshot, "write", disk)
+    yield disk
+    disk.let(1000)
+
+
+def prompt(number: int, tokens: int = 1) -> dict[str, object]:
+    return {"prompt": [70 + number] * 100, "max_tokens": tokens}
+
+
+def cached(reply: Reply) -> int:
+    return reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_tokens_go_on_while_a_session_is_written(tmp_path: Path, disk: SlowDisk) -> None:
+    rule = Rule(folder=tmp_path)
+    with running(rule.load, sessions=1, idle_save_s=3600) as server:
+        first = ask(server, COMPLETIONS, prompt(0, 3))
+        second = ask(server, COMPLETIONS, prompt(1, 3))
+        assert (cached(second), second.status) == (0, 200)
+        wait_until(lambda: disk.begun == 1)
+        # what is on its way to the disk need not come back from there
+        again = ask(server, COMPLETIONS, prompt(0, 3))
+        assert cached(again) == 99
+        assert again.json["choices"] == first.json["choices"]
+        assert (disk.begun, disk.ended) == (1, 0)
+        disk.let(1000)
+    # the second text, and the first with what came of it
+    assert disk.ended == 3
+    files = list(tmp_path.rglob("*.kvq"))
+    assert len(files) == len(list(tmp_path.rglob("*.ids"))) == 2
+    with running(rule.load, sessions=1) as server:
+        assert cached(ask(server, COMPLETIONS, prompt(1))) == 99
+
+
+def test_a_full_writer_holds_up_only_who_needs_it(tmp_path: Path, disk: SlowDisk) -> None:
+    rule = Rule(folder=tmp_path)
+    backend = rule.backend
+    with ExitStack() as stack:
+        server = stack.enter_context(running(rule.load, sessions=3, idle_save_s=3600))
+        stack.callback(disk.let, 1000)
+        stack.callback(backend.open)
+        for number in range(5):  # three held, one being written, one waiting for it
+            assert ask(server, COMPLETIONS, prompt(number)).status == 200
+        wait_until(lambda: disk.begun == 1)
+        assert not server.engine.served.arenas.saved.writer.has_room
+        backend.shut = True
+        # goes on with a text that an arena holds
+        talk = stack.enter_context(send(server, COMPLETIONS, prompt(4, 30)))
+        wait_until(lambda: backend.arrivals == len(backend.passes) + 1)
+        waiting = stack.enter_context(send(server, COMPLETIONS, prompt(5)))
+        leaving = stack.enter_context(send(server, COMPLETIONS, prompt(6)))
+        wait_until(lambda: sum(server.engine.queue) == 3)
+        backend.let(10)
+        wait_until(lambda: len(server.engine._arriving) == 2)
+        leaving.close()
+        wait_until(lambda: any(job.cancelled for job in server.engine._arriving))
+        backend.open()
+        assert len(Reply(read_all(talk)).json["choices"][0]["text"]) >= 30
+        wait_until(lambda: server.engine.queue == (0, 1))
+        assert disk.ended == 0
+        assert len(server.engine._arriving) == 1
+        assert not any(ids == [75] * 16 for ids in backend.passes)
+        disk.let(1)
+        assert Reply(read_all(waiting)).status == 200
+        assert server.engine.counts.cancelled == 1
+
+
+def test_leaving_waits_for_the_disk(tmp_path: Path, disk: SlowDisk) -> None:
+    rule = Rule(folder=tmp_path)
+    with running(rule.load, sessions=3, idle_save_s=3600) as server:
+        for number in range(3):
+            ask(server, COMPLETIONS, prompt(number))
+        server.stop()
+        wait_until(lambda: disk.begun == 1)
+        assert not server.engine.ended
+        threading.Timer(0.05, disk.let, (3,)).start()
+    assert disk.ended == 3
+    assert len(list(tmp_path.rglob("*.kvq"))) == 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvq-writer"]
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    tmp_path: Path, disk: SlowDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Rule(folder=tmp_path).session()
+    saved = SavedSessions(tmp_path, "key", 1 << 20)
+    disk.let(1000)
+    session.prefill([70] * 100)
+    row = saved.save(session, as_ids(session.tokens), None)
+    saved.writer.wait()
+    content = row.path.read_bytes()
+    disk.fault = SnapshotError("the session cannot be saved: No space left on device")
+    session.prefill([71] * 50)
+    for _ in range(3):
+        # an earlier state of the same text stays, whole
+        assert saved.save(session, as_ids(session.tokens), row).path == row.path
+        assert saved.best(as_ids(session.tokens))[1] in (100, 150)
+        saved.writer.wait()
+        assert saved.best(as_ids(session.tokens)) == (row, 100)
+    assert row.path.read_bytes() == content
+    assert caplog.text.count("No space left") == 1
+    assert (saved.saved, saved.failures) == (1, 3)
+    session.rollback(len(session.tokens))
+    assert saved.load(session, row)
+    assert session.tokens == (70,) * 100
+    # a new text leaves no trace, and the writer goes on after any fault
+    disk.fault = ZeroDivisionError("not foreseen")
+    session.rollback(100)
+    session.prefill([80] * 100)
+    saved.save(session, as_ids(session.tokens), None)
+    saved.writer.wait()
+    assert saved.best(as_ids(session.tokens)) == (None, 0)
+    disk.fault = None
+    saved.save(session, as_ids(session.tokens), None)
+    saved.writer.close()
+    assert len(list(tmp_path.rglob("*.kvq"))) == len(saved) == 2
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
+    rule = Rule()
+    session, other = rule.session(), rule.session()
+    session.prefill([70] * 40)
+    taken = session.capture()
+    session.rollback(30)
+    session.prefill([71] * 5)
+    other.restore(taken)
+    assert other.tokens == (70,) * 40
+    taken.write(tmp_path / "one.kvq")
+    session.load(tmp_path / "one.kvq")
+    assert session.tokens == other.tokens
+    narrow = Rule(context_tokens=64).session()
+    with pytest.raises(SnapshotError, match="another context_tokens"):
+        narrow.restore(taken)
