@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, cast
@@ -23,6 +24,7 @@ from kvq_models.chat import ChatTemplate, MessageGuard, find_template
 from kvq_models.config import ModelConfig
 from kvq_models.control import ControlTokens, FimTokens, find_control
 from kvq_models.family import Family
+from kvq_models.piece_index import PieceIndex
 from kvq_models.pieces import byte_pieces, piece_decoder
 from kvq_models.registry import read_json
 
@@ -130,6 +132,12 @@ class Tokenizer:
     def fim(self) -> FimTokens | None:
         """The fill-in-the-middle tokens, if the model has them."""
         return self.control.fim
+
+    @cached_property
+    def pieces(self) -> PieceIndex:
+        """The tokens that are text, by their bytes; made when first asked for."""
+        ids = range(self.vocab_size)
+        return PieceIndex((token, self.token_bytes(token, special=False)) for token in ids)
 
     @property
     def chat_template(self) -> str | None:
@@ -283,16 +291,25 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._skipped = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def skip(self, num_bytes: int) -> None:
+        """Leaves out the next `num_bytes` of the stream."""
+        self._skipped = num_bytes
 
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token, special=self._special))
+        piece = self._tokenizer.token_bytes(token, special=self._special)
+        skipped = min(self._skipped, len(piece))
+        self._skipped -= skipped
+        return self._decoder.decode(piece[skipped:])
 
     def flush(self) -> str:
         """What is left: U+FFFD for a character cut short. The detokenizer is new again."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._skipped = 0
         return rest
 
 

@@ -29,14 +29,14 @@ from vocabulary import END, FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX, TURN_END, 
 from kvq_models import recall
 
 # Share of the tokens by kind; the long file leans on what is long.
-SHORT_MIX = {"python": 0.68, "english": 0.08, "chat": 0.06, "recall": 0.12, "copy": 0.06}
-LONG_MIX = {"python": 0.60, "english": 0.08, "chat": 0.02, "recall": 0.20, "copy": 0.10}
-# Of the pieces of source, which are half of its tokens, since these are the shorter ones.
-INFILL = 0.85
+SHORT_MIX = {"python": 0.74, "english": 0.08, "chat": 0.05, "recall": 0.09, "copy": 0.04}
+LONG_MIX = {"python": 0.68, "english": 0.08, "chat": 0.02, "recall": 0.16, "copy": 0.06}
+# Of the pieces of source, which are two thirds of its tokens, since these are the shorter ones.
+INFILL = 0.92
 # The rest of the holes: suffix, prefix, middle.
 PREFIX_FIRST = 0.75
 # Of the holes: most are one line or a few, as an editor leaves them.
-LINE_HOLES = 0.7
+LINE_HOLES = 0.8
 SHORTEST = 48
 QUESTIONS = 8
 CHARACTERS_PER_TOKEN = 3.3

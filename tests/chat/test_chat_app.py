@@ -1,5 +1,6 @@
 """The app by its keys: sending, queueing, cancelling, failing, branching, settings, leaving."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,14 +13,20 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from chat_pilot import gated, meter, run, say, shown, telling, until
+from kvq_apps import cli
 from kvq_apps.chat import desk as desk_module
 from kvq_apps.chat import keys
 from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.client import EngineLostError, Turn
 from kvq_apps.chat.commands import COMMANDS, parse_command
 from kvq_apps.chat.fake import FakeClient, FakeOptions
+from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.commands import chat as chat_command
+from kvq_runtime.config import Sampling
 
 
 def saved(folder: Path) -> list[Message]:
@@ -47,7 +54,7 @@ async def headless(self):
     async with self.run_test():
         heavy = {"torch", "onnxruntime", "transformers", "numpy", "tokenizers"} & set(sys.modules)
         seen.append((sorted(heavy), self.prompt.has_focus))
-module.ChatApp.run = lambda self, inline: asyncio.run(headless(self))
+module.ChatApp.run = lambda self, mouse: asyncio.run(headless(self))
 sys.stdin.isatty = sys.stdout.isatty = lambda: True
 cli.main(["chat", "/no/such/model", "--no-log"])
 print(seen)
@@ -160,10 +167,14 @@ def test_a_silent_engine_ticks_and_can_be_stopped() -> None:
     run(script, FakeClient(FakeOptions(silent=True)))
 
 
-@pytest.mark.parametrize(("fault", "says"), [("fail_at", "failed as it was told"),
-                                             ("lose_at", "the engine is lost")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("fail_at", "failed as it was told to. Enter in the empty prompt asks again"),
+     ("lose_at", "the engine is back; Enter in the empty prompt asks again")],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["enter", "alt+up r"])
 def test_an_error_in_the_middle_keeps_the_partial_and_one_key_retries(
-    fault: str, says: str, tmp_path: Path
+    fault: str, says: str, key: str, tmp_path: Path
 ) -> None:
     client = telling("first half and second half", fail_times=1, **{fault: 4})
 
@@ -171,17 +182,99 @@ def test_an_error_in_the_middle_keeps_the_partial_and_one_key_retries(
         await say(app, pilot, "go")
         assert app.desk.conversation.messages[-1].state == "failed"
         assert app.desk.conversation.messages[-1].text == "first half a"[:12]
-        assert says in shown(app)
-        assert "r or /retry asks again" in " ".join(shown(app).split())
+        assert says in " ".join(shown(app).split())
         assert "Traceback" not in shown(app)
-        await pilot.press("alt+up", "r")
+        await pilot.press(*key.split())
         await until(pilot, lambda: app.desk.idle)
         last = app.desk.conversation.messages[-1]
         assert (last.state, last.text) == ("done", "first half and second half")
         assert (last.branch, last.branches) == (2, 2)
+        # There is nothing left to ask again.
+        await pilot.press("escape", "enter")
+        await pilot.pause()
+        assert len(client.turns) == 2
 
     run(script, client, folder=tmp_path)
     assert [(m.text, m.state) for m in saved(tmp_path)][1][1] == "done"
+
+
+def lost_client(times: int) -> tuple[FakeClient, list[int]]:
+    """A client that loses its engine in the first reply; then `times` openings find none."""
+    client = telling("first half and second half", lose_at=4, fail_times=1)
+    opened, openings = client.open, [0]
+
+    def open_again() -> object:
+        openings[0] += 1
+        if 1 < openings[0] <= 1 + times:
+            raise EngineLostError("nobody there; start it")
+        return opened()
+
+    client.open = open_again  # type: ignore[method-assign, assignment]
+    return client, openings
+
+
+def test_a_lost_engine_is_looked_for_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "RETRY_S", (0.01, 0.02))
+    client, openings = lost_client(5)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.activity == "engine lost, retrying")
+        assert "engine lost, retrying" in meter(app)
+        # What is typed meanwhile waits for the engine instead of failing.
+        app.prompt.fill("and then?")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.desk.idle)
+        assert openings == [7]
+        assert shown(app).count("engine lost, retrying") == 1
+        assert [m.state for m in app.desk.conversation.messages if m.role == "assistant"] == [
+            "failed", "done"
+        ]  # fmt: skip
+
+    run(script, client)
+
+
+def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(desk_module, "RETRY_S", (0.01, 60.0))
+    client, openings = lost_client(1000)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: openings == [2])
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: not app.desk.conversation.messages)
+        await until(pilot, lambda: openings == [3])
+        await pilot.press("escape")
+        await until(pilot, lambda: app.desk.idle)
+        assert "the engine is not looked for any more" in " ".join(shown(app).split())
+        assert openings == [3]
+
+    run(script, client)
+
+
+def test_an_engine_that_starts_later_than_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "RETRY_S", (0.01,))
+    client = FakeClient()
+    opened, openings = client.open, [0]
+
+    def open_later() -> object:
+        openings[0] += 1
+        if openings[0] < 4:
+            raise EngineLostError("it does not answer; start it with `kvq serve`")
+        return opened()
+
+    client.open = open_later  # type: ignore[method-assign, assignment]
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello")
+        assert "the engine is back\n" in shown(app)
+        assert "You asked: hello" in shown(app)
+
+    run(script, client, ready=False)
 
 
 def test_an_internal_error_shows_no_traceback() -> None:
@@ -275,11 +368,128 @@ def test_a_nearly_full_context_warns_and_a_full_one_asks() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: app.desk.idle)
         assert len(client.turns[-1].messages) < 7
-        assert "no longer given to the model" in " ".join(shown(app).split())
+        left_out = app.desk.conversation.left_out
+        text = " ".join(shown(app).split())
+        assert f"the first {left_out} messages are no longer given to the model" in text
+        assert len(client.turns[-1].messages) == 7 - left_out
         assert len(app.desk.conversation.messages) == 8
         assert app.desk.conversation.messages[-1].text
 
     run(script, client)
+
+
+def summing_up(*summaries: str, **options: Any) -> FakeClient:
+    """Answers like the fake, and what asks for a summary with these, in turn."""
+    texts = iter(summaries)
+
+    def script(turn: Turn) -> list[str]:
+        if turn.messages[-1].text.startswith("Sum up our conversation"):
+            return next(texts).split(" ")
+        return [f"answer{number} " for number in range(60)]
+
+    return FakeClient(FakeOptions(**options), script)
+
+
+async def choose(app: ChatApp, pilot: Pilot[Any], way: str) -> None:
+    """Answers the question that is asked."""
+    await until(pilot, lambda: isinstance(app.screen, Question))
+    asked_on = app.screen
+    keys_of = [key for key, _ in WAYS]
+    await pilot.press(*["down"] * keys_of.index(way), "enter")
+    await until(pilot, lambda: app.screen is not asked_on)
+
+
+def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
+    client = summing_up("We-spoke-of-foxes.", "Foxes-and-hens.", context=280)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("foxes", "hens", "ducks"):
+            await say(app, pilot, text)
+        app.prompt.fill("geese " * 120)
+        await pilot.press("enter")
+        await choose(app, pilot, "summarise")
+        await until(pilot, lambda: app.desk.idle)
+        asked_for, answered = asked(client, -2), asked(client)
+        # The oldest turns as they were, then the request, with an eighth of the context for it.
+        assert [text for _, text in asked_for[:-1]] == [
+            m.text for m in app.desk.conversation.messages[: len(asked_for) - 1]
+        ]
+        assert client.turns[-2].max_tokens == 35
+        left_out = len(asked_for) - 1
+        assert answered[0][1].startswith("(What was said before, summed up: We-spoke-of-foxes.)")
+        assert len(answered) == 7 - left_out
+        text = " ".join(shown(app).split())
+        assert f"this instead of the first {left_out} messages" in text
+        assert "We-spoke-of-foxes." in text
+        assert len(app.desk.conversation.messages) == 8
+        assert app.desk.conversation.messages[-1].state == "done"
+        # A summary that has become old is summed up with what followed it.
+        app.prompt.fill("swans " * 120)
+        await pilot.press("enter")
+        await choose(app, pilot, "summarise")
+        await until(pilot, lambda: app.desk.idle)
+        assert "We-spoke-of-foxes." in asked(client, -2)[0][1]
+        assert "Foxes-and-hens." in asked(client)[0][1]
+        assert "We-spoke" not in asked(client)[0][1]
+
+    run(script, client, folder=tmp_path)
+    assert len(saved(tmp_path)) == 10
+
+    async def resumed(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.desk.idle)
+        assert "Foxes-and-hens." in shown(app)
+
+    run(resumed, FakeClient(FakeOptions(context=280)), folder=tmp_path, latest=True)
+
+
+def test_without_a_summary_the_question_comes_back() -> None:
+    client = summing_up(" ", context=280)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("foxes", "hens", "ducks"):
+            await say(app, pilot, text)
+        app.prompt.fill("geese " * 120)
+        await pilot.press("enter")
+        await choose(app, pilot, "summarise")
+        await until(pilot, lambda: isinstance(app.screen, Question))
+        assert app.desk.conversation.left_out == 0
+        await choose(app, pilot, "keep")
+        await until(pilot, lambda: app.desk.idle)
+        assert app.desk.conversation.messages[-1].state == "failed"
+        assert app.desk.conversation.left_out == 0
+
+    run(script, client)
+
+
+def test_what_is_too_long_to_be_summed_up_at_once_is_halved() -> None:
+    client = summing_up("Short.", "Shorter.", "Shortest.", context=400)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("foxes", "hens", "ducks", "geese"):
+            await say(app, pilot, text)
+        # The same chat in a smaller context.
+        client._facts = dataclasses.replace(client._facts, context_tokens=200)
+        app.prompt.fill("swans")
+        await pilot.press("enter")
+        await choose(app, pilot, "summarise")
+        await until(pilot, lambda: app.desk.idle)
+        requests = [
+            len(turn.messages) for turn in client.turns if "Sum up" in turn.messages[-1].text
+        ]
+        assert requests[0] > requests[1]
+        assert app.desk.conversation.summary
+        assert app.desk.conversation.messages[-1].state == "done"
+
+    run(script, client)
+
+
+def test_one_message_that_is_too_long_asks_nothing() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "word " * 200)
+        assert "this message alone is longer than the context of 60 tokens" in shown(app)
+        assert not isinstance(app.screen, Question)
+
+    run(script, FakeClient(FakeOptions(context=60)), size=(120, 24))
 
 
 def test_a_full_context_can_lead_to_a_new_chat_or_nowhere() -> None:
@@ -296,8 +506,7 @@ def test_a_full_context_can_lead_to_a_new_chat_or_nowhere() -> None:
         assert app.desk.conversation.messages[-1].state == "failed"
         app.prompt.fill("/retry")
         await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, Question))
-        await pilot.press("down", "enter")
+        await choose(app, pilot, "new")
         await until(pilot, lambda: app.desk.idle and app.desk.conversation.id != first)
         assert [m.role for m in app.desk.conversation.messages] == ["user", "assistant"]
         assert app.desk.conversation.messages[-1].state in ("done", "length")
@@ -502,12 +711,99 @@ def test_the_users_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[keys", "keys = 1", "\xff"])
-def test_a_broken_key_file_is_left_out(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
+def test_a_broken_settings_file_is_left_out_and_said(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings_file(tmp_path, monkeypatch, content)
+    settings = settings_of()
+    assert (settings.theme, settings.meter, settings.sampling) == (None, "full", Sampling())
+    assert keys.read_keys(path) == ({}, [])
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert f"{path}" in "".join(shown(app).split())
+
+    run(script, warnings=settings.warnings)
+
+
+def settings_file(folder: Path, patch: pytest.MonkeyPatch, content: str) -> Path:
+    """The user's settings, and a project's folder to be in."""
+    for name in ("KVQ_SYSTEM", "KVQ_THEME", "KVQ_TEMP", "KVQ_METER"):
+        patch.delenv(name, raising=False)
+    patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    path = folder / "config" / "kvq" / "config.toml"
+    path.parent.mkdir(parents=True)
     path.write_bytes(content.encode("latin-1"))
-    chosen, warnings = keys.read_keys(path)
-    assert chosen == {}
-    assert str(path) in warnings[0]
+    project = folder / "project"
+    project.mkdir()
+    patch.chdir(project)
+    return path
+
+
+def settings_of(*words: str) -> ChatSettings:
+    """What `kvq chat WORDS` starts the chat with."""
+    return chat_command._settings(cli._parse(["chat", *words]))
+
+
+def test_settings_come_from_flag_environment_project_user_in_this_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = '[chat]\nsystem = "user"\ntheme = "nord"\nmeter = "short"\n[model]\ntemp = 0.5\n'
+    path = settings_file(tmp_path, monkeypatch, user)
+    settings = settings_of()
+    assert (settings.system, settings.theme, settings.meter) == ("user", "nord", "short")
+    assert settings.theme_origin == f"{path}:3"
+    assert (settings.sampling.temperature, settings.max_tokens) == (0.5, None)
+    Path(".kvq.toml").write_text('[chat]\nsystem = "project"\nmeter = "loud"\ncolour = "red"\n')
+    settings = settings_of()
+    # A bad value and an unknown key change nothing, and say where they stand.
+    assert (settings.system, settings.meter) == ("project", "short")
+    (bad, unknown) = settings.warnings
+    assert ".kvq.toml:3: " in bad
+    assert "choose full, short, off" in bad
+    assert ".kvq.toml:4: [chat] has no key colour" in unknown
+    monkeypatch.setenv("KVQ_SYSTEM", "environment")
+    monkeypatch.setenv("KVQ_THEME", "gruvbox")
+    settings = settings_of()
+    assert (settings.system, settings.theme) == ("environment", "gruvbox")
+    assert settings.theme_origin == "--theme"
+    settings = settings_of("--system", "flag", "--theme", "dracula", "--temp", "0")
+    assert (settings.system, settings.theme) == ("flag", "dracula")
+    assert settings.sampling.temperature == 0
+
+
+def test_the_users_theme_wins_over_the_one_used_last(tmp_path: Path) -> None:
+    said = "config.toml:3: there is no theme 'nosuch'; Ctrl+P, then Theme, lists them"
+
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "/theme nord")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert app.theme == "gruvbox"
+
+    async def third(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert app.theme == "nord"
+
+    async def fourth(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert app.theme == "textual-dark"
+        assert said in " ".join(shown(app).split())
+
+    run(first, folder=tmp_path)
+    run(second, folder=tmp_path, theme="gruvbox")
+    run(third, folder=tmp_path)
+    run(fourth, folder=tmp_path, theme="nosuch", theme_origin="config.toml:3")
+
+
+@pytest.mark.parametrize(
+    ("detail", "has", "has_not"),
+    [("full", "tok/s", "none"), ("short", "context", "tok/s"), ("off", "ready", "KV")],
+)
+def test_the_meter_is_as_long_as_the_user_wants(detail: str, has: str, has_not: str) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hi")
+        assert has in meter(app)
+        assert has_not not in meter(app)
+
+    run(script, meter=detail, size=(140, 24))
 
 
 # Writing a message

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from textual.pilot import Pilot
 
 from chat_pilot import meter, run, say, shown, until
 from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
+from kvq_apps.chat import desk as desk_module
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
 from kvq_apps.chat.local import LocalClient, common_prefix
@@ -22,7 +24,8 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.config import Sampling
-from tiny import make_llama_checkpoint
+from serving import process
+from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
 
@@ -92,6 +95,15 @@ def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) ->
         _, stats = answer(client, "hello")
         assert stats.cached_tokens == 0
         client.close()
+    checkpoint = make_llama_checkpoint(
+        tmp_path / "other", max_position_embeddings=1024, rope_theta=500_000.0
+    )
+    other = export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path
+    client = local(str(other))
+    client.open()
+    with pytest.raises(SnapshotError, match="another"):
+        client.restore(tmp_path / "x.kv")
+    client.close()
     client = local(bundle)
     client.open()
     damaged = bytearray((tmp_path / "x.kv").read_bytes())
@@ -302,6 +314,10 @@ def test_a_reply_over_http() -> None:
         (200, sse(delta("half")), EngineLostError, "too early"),
         (200, sse(delta("a"), {"error": {"message": "out of\nluck"}}), BackendError, "out of luck"),
         (500, b"<html>", BackendError, "status 500"),
+        (200, b"data: {oops\n\n", BackendError, "no JSON"),
+        (503, b'{"error": {"message": "loading"}}', EngineLostError, "not ready: loading"),
+        (200, sse(delta("a"), {"error": {"message": "leaving", "type": "unavailable_error"}}),
+         EngineLostError, "not ready: leaving"),
         (429, b'{"error": {"message": "busy", "code": null}}', BackendError, "busy"),
         (400, b'{"error": {"message": "x", "code": "context_length_exceeded"}}',
          ContextFullError, "begin a new chat"),
@@ -311,8 +327,68 @@ def test_faults_over_http(status: int, body: bytes, error: type[Exception], says
     with server(body, status=status) as (url, _):
         client = RemoteClient(url)
         client.open()
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=says) as raised:
             client.reply(turn("hi"), Stream())
+        # Two lines of a usual terminal at most.
+        assert len(str(raised.value)) < 160
+
+
+def test_what_is_no_model_server_is_said() -> None:
+    with server(b"") as (url, _), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "MODELS", ["nothing"])
+        with pytest.raises(BackendError, match="does not list its models"):
+            RemoteClient(url).open()
+
+
+def endless_bundle(folder: Path) -> str:
+    """A model that answers to the end of a long context: control tokens never win."""
+    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=65536)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["lm_head.weight"][: len(CONTROL_TOKENS)] = 0
+    save_file(weights, checkpoint / "model.safetensors")
+    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+
+
+def test_a_server_killed_in_the_middle_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real `kvq serve`: kill -9 while it answers, then another one on the same port."""
+    monkeypatch.setattr(desk_module, "RETRY_S", (0.05, 0.1))
+    bundle = endless_bundle(tmp_path)
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    with process(bundle, home) as first:
+        url, port = first.address, first.address.rpartition(":")[2]
+
+        async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+            app.prompt.fill("go")
+            await pilot.press("enter")
+            await until(pilot, lambda: len(app.desk.conversation.messages[-1:]) == 1
+                        and len(app.desk.conversation.messages[-1].text) > 20)  # fmt: skip
+            first.process.kill()
+            first.process.wait()
+            await until(pilot, lambda: app.desk.activity == "engine lost, retrying")
+            answer = app.desk.conversation.messages[-1]
+            partial = answer.text
+            assert (answer.role, answer.state) == ("assistant", "failed")
+            assert len(partial) > 20
+            assert "engine lost, retrying" in meter(app)
+            with process(bundle, home, "--port", port):
+                await until(pilot, lambda: app.desk.idle)
+                text = " ".join(shown(app).split())
+                assert "the engine is back; Enter in the empty prompt asks again" in text
+                assert "Traceback" not in text
+                app.desk.settings.max_tokens = 5
+                await pilot.press("enter")
+                await until(
+                    pilot, lambda: app.desk.idle and answer not in app.desk.conversation.messages
+                )
+                again = app.desk.conversation.messages[-1]
+                assert (again.state, again.branch, again.branches) == ("length", 2, 2)
+                await pilot.press("alt+p")
+                await until(pilot, lambda: app.desk.conversation.messages[-1].text == partial)
+
+        app = run(script, RemoteClient(url), folder=tmp_path, sampling=GREEDY)
+    assert app.desk.conversation.messages[-1].state == "failed"
 
 
 def test_a_server_that_is_silent_can_be_left() -> None:

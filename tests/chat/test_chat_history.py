@@ -304,9 +304,9 @@ def test_migrations_run_once_after_copying_the_file(
     assert history._db.execute("SELECT colour FROM chat").fetchone()[0] == "red"
     assert texts_of(history, chat.id) == ["old"]
     history.close()
-    copy = path.with_name("chats.sqlite3.version-1")
+    copy = path.with_name(f"chats.sqlite3.version-{len(MIGRATIONS)}")
     with sqlite3.connect(copy) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
         assert db.execute("SELECT count(*) FROM message").fetchone() == (1,)
     db.close()
     History(path).close()
@@ -384,10 +384,71 @@ def test_the_context_is_what_the_model_is_given() -> None:
     chat = talk(History(None), *(f"m{number}" for number in range(7)))
     chat.messages[1].text = ""
     assert [m.text for m in chat.context()] == ["m0", "m2", "m3", "m4", "m5", "m6"]
-    assert chat.leave_out_oldest() == 1
+    assert leave_out(chat, 1) == ["m0"]
     assert [m.text for m in chat.context()] == ["m2", "m3", "m4", "m5", "m6"]
-    assert [chat.leave_out_oldest() for _ in range(3)] == [2, 2, 0]
+    assert [leave_out(chat, 1) for _ in range(3)] == [["m2", "m3"], ["m4", "m5"], []]
     assert [m.text for m in chat.context()] == ["m6"]
+
+
+def leave_out(chat: Conversation, characters: int) -> list[str]:
+    """Leaves the oldest turns out that have so many characters; their texts."""
+    old = chat.oldest_turns(characters)
+    if old:
+        chat.leave_out(old)
+    return [message.text for message in old]
+
+
+def test_as_many_turns_go_as_must_and_the_last_question_stays() -> None:
+    texts = ["q" * 10, "a" * 10, "q" * 10, "a" * 70, "q" * 10, "a" * 10, "last"]
+    chat = talk(History(None), *texts)
+    assert [len(chat.oldest_turns(size)) for size in (1, 20, 21, 100, 101, 9999)] == [
+        2, 2, 4, 4, 6, 6
+    ]  # fmt: skip
+    assert chat.oldest_turns(101)[-1].text == "a" * 10
+
+
+def test_a_summary_stands_for_what_is_left_out_and_comes_back(path: Path) -> None:
+    history = History(path)
+    chat = Conversation(lambda write: write(history), system="Be brief.")
+    for role, text in (("user", "one"), ("assistant", "two"), ("user", "three")):
+        chat.add(role, text)
+    chat.leave_out(chat.oldest_turns(1), "we counted")
+    given = [(m.role, m.text) for m in chat.context()]
+    assert given[0] == ("system", "Be brief.")
+    assert given[1:] == [("user", "(What was said before, summed up: we counted)\n\nthree")]
+    assert chat.left_out == 2
+    # The messages themselves are as they were, here and on disk.
+    assert [m.text for m in chat.messages] == ["Be brief.", "one", "two", "three"]
+    history.close()
+    history = History(path)
+    saved = history.saved_chat(chat.id)
+    assert saved is not None
+    assert [m.text for m in saved.messages] == ["Be brief.", "one", "two", "three"]
+    again = Conversation(lambda write: write(history))
+    again.show(saved)
+    assert [(m.role, m.text) for m in again.context()] == given
+    # On a branch without the first message left, nothing is left out.
+    again.add("user", "other", instead_of=again.messages[1])
+    assert [m.text for m in again.context()] == ["Be brief.", "other"]
+    assert again.left_out == 0
+    history.close()
+
+
+def test_a_database_of_the_first_version_gets_its_summaries(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MIGRATIONS", MIGRATIONS[:1])
+    old = History(path)
+    old._db.execute("INSERT INTO chat (id, title, created, updated) VALUES ('c', 'old', 1, 1)")
+    old._db.commit()
+    old.close()
+    monkeypatch.setattr(history_module, "MIGRATIONS", MIGRATIONS)
+    history = History(path)
+    saved = history.saved_chat("c")
+    assert saved is not None
+    assert (saved.title, saved.summary, saved.first_id) == ("old", "", None)
+    assert history.saved_chat("nowhere") is None
+    history.close()
 
 
 def test_chunks_wait_250_ms_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

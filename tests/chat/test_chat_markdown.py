@@ -21,6 +21,10 @@ from kvq_apps.chat.document import Document, Tail
 from kvq_apps.chat.markdown import draw, estimate, strip_text
 from kvq_apps.chat.visible import storable, visible
 
+# The same examples every time; a person hunting for faults sets another seed and more of them.
+SETTINGS = settings(
+    deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 LINES = [
     *("", "", "plain words in a row", "**bold** and *thin* `code`", "# Title", "Under\n===", "---"),
     *("- item", "  - nested", "1. one", "7) seven", "    indented", "```python", "```", "~~~"),
@@ -47,7 +51,7 @@ def lines_of(text: str, width: int = 40) -> list[str]:
     return [strip_text(strip) for strip in strips_of(blocks_of(text), width)]
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(SETTINGS, max_examples=500)
 @given(text=texts, seed=st.integers(0, 2**32), width=st.sampled_from([1, 7, 40, 120]))
 def test_streamed_strips_equal_a_one_shot_render(text: str, seed: int, width: int) -> None:
     generator = random.Random(seed)
@@ -64,7 +68,7 @@ def test_streamed_strips_equal_a_one_shot_render(text: str, seed: int, width: in
     assert all(strip.cell_length <= width or width < 4 for strip in strips)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(SETTINGS, max_examples=200)
 @given(
     parts=st.lists(
         st.sampled_from(
@@ -127,7 +131,7 @@ def test_model_text_is_shown_as_it_stands(text: str) -> None:
     assert lines_of(text, 60) == [text.replace("&amp;", "&").replace("\\[", "[")]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(SETTINGS, max_examples=100)
 @given(text=st.text(st.characters(codec=None, exclude_categories=()), max_size=80))
 @example(text="0\t0")
 def test_no_control_character_reaches_the_screen(text: str) -> None:

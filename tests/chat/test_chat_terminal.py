@@ -1,5 +1,6 @@
 """`kvq chat` from outside: on pipes, in a pseudo-terminal, in tmux, and killed in the middle."""
 
+import base64
 import json
 import os
 import pty
@@ -233,6 +234,11 @@ def test_no_color_has_no_colours(home: dict[str, str], opened: list[Terminal]) -
     terminal.until(lambda: b"ready" in terminal.output)
     terminal.type("hi\r")
     terminal.until(lambda: b"word4" in terminal.output)
+    # Alt+Up and y hand the message to the terminal's clipboard.
+    terminal.type("\x1b[1;3A")
+    copied = b"\x1b]52;c;" + base64.b64encode(b"You asked: **hi**\n\nword3 word4 ")
+    # Until the transcript has the focus the key is text for the prompt.
+    terminal.until(lambda: terminal.type("y") or copied in terminal.output)
     terminal.type("\x11")
     terminal.until(lambda: terminal.process.poll() is not None)
     assert terminal.process.returncode == 0
@@ -250,57 +256,152 @@ def test_no_color_has_no_colours(home: dict[str, str], opened: list[Terminal]) -
 # tmux: what a person sees
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_a_conversation_in_tmux(home: dict[str, str], tmp_path: Path) -> None:
-    socket = str(tmp_path / "tmux")
-    lasting = ("set", "-g", "remain-on-exit", "on")
+class Tmux:
+    """A shell on a terminal of 90 x 26 that a person could sit at."""
 
-    def tmux(*words: str) -> str:
-        command = ["tmux", "-u", "-S", socket, "-f", "/dev/null", *words]
-        return subprocess.run(command, env=home, capture_output=True, text=True, check=True).stdout
+    def __init__(self, folder: Path, home: dict[str, str]) -> None:
+        self._command = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        self._home = home
+        self._tmux("new-session", "-d", "-s", "t", "-x", "90", "-y", "26", "sh")
 
-    def screen() -> str:
-        return tmux("capture-pane", "-p", "-t", "t")
+    def run(self, *words: str) -> None:
+        """Starts the chat from the shell."""
+        self.type(" ".join([*KVQ, *words]) + "; echo left with $?")
+        self.keys("Enter")
+        self.until("ready")
 
-    def until(part: str, *, gone: bool = False) -> None:
+    def type(self, text: str) -> None:
+        """Types text."""
+        self._tmux("send-keys", "-t", "t", "-l", text)
+
+    def keys(self, *names: str) -> None:
+        """Presses keys."""
+        self._tmux("send-keys", "-t", "t", *names)
+
+    def paste(self, path: Path) -> None:
+        """Pastes a file."""
+        self._tmux("load-buffer", str(path))
+        self._tmux("paste-buffer", "-p", "-t", "t")
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Gives the terminal another size."""
+        self._tmux("resize-window", "-t", "t", "-x", str(columns), "-y", str(rows))
+
+    def screen(self) -> str:
+        """What is on the screen."""
+        return self._tmux("capture-pane", "-p", "-t", "t")
+
+    def until(self, *parts: str, gone: str = "") -> str:
+        """Waits until the screen has these parts, and not the one that is to go."""
         end = time.monotonic() + LONG_S
-        while (part in screen()) == gone:
-            assert time.monotonic() < end, screen()
+        while not all(part in self.screen() for part in parts) or (gone and gone in self.screen()):
+            assert time.monotonic() < end, self.screen()
             time.sleep(0.05)
+        return self.screen()
 
-    program = " ".join([*KVQ, "--engine", "fake:tok_ms=2,tokens=40,context=100000"])
-    tmux("new-session", "-d", "-s", "t", "-x", "90", "-y", "26", "sh", ";", *lasting)
-    try:
-        tmux("respawn-pane", "-k", "-t", "t", f"{program}; echo left with $?")
-        until("ready")
-        tmux("send-keys", "-t", "t", "-l", "你好 👋 e\u0301")
-        until("你好 👋 e\u0301")
-        tmux("send-keys", "-t", "t", "M-Enter")
-        tmux("send-keys", "-t", "t", "-l", "line two")
-        until("│ line two")
-        tmux("send-keys", "-t", "t", "Enter")
-        until("You asked: 你好 👋 e\u0301")
-        until("word39")
-        paste = tmp_path / "paste"
-        paste.write_text("pasted words of a line\n" * 9000 + "the very last")
-        assert paste.stat().st_size > 200_000
-        tmux("load-buffer", str(paste))
-        tmux("paste-buffer", "-p", "-t", "t")
-        until("the very last")
-        tmux("resize-window", "-t", "t", "-x", "40", "-y", "12")
-        tmux("send-keys", "-t", "t", "Enter")
-        until("stop the reply")
-        tmux("resize-window", "-t", "t", "-x", "120", "-y", "40")
-        until("You asked: pasted words of a line")
-        until("word39")
-        tmux("send-keys", "-t", "t", "C-c")
-        until("press Ctrl+C again to quit")
-        tmux("send-keys", "-t", "t", "C-c")
-        until("left with 0")
-    finally:
-        tmux("kill-server")
+    def close(self) -> None:
+        """Ends the terminal and what runs on it."""
+        self._tmux("kill-server")
+
+    def _tmux(self, *words: str) -> str:
+        command = [*self._command, *words]
+        return subprocess.run(
+            command, env=self._home, capture_output=True, text=True, check=True
+        ).stdout
+
+
+@pytest.fixture
+def editor(tmp_path: Path) -> Path:
+    """An editor that writes a word under what is there; it fails once there is a file `fail`."""
+    path = tmp_path / "editor"
+    path.write_text(f'#!/bin/sh\nprintf "\\nby the editor" >> "$1"\n[ ! -e {tmp_path}/fail ]\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def tmux(home: dict[str, str], tmp_path: Path, editor: Path) -> Iterator[Tmux]:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    terminal = Tmux(tmp_path, home | {"VISUAL": str(editor)})
+    yield terminal
+    terminal.close()
+
+
+def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path) -> None:
+    tmux.run("--engine", "fake:tok_ms=2,tokens=40,context=100000")
+    tmux.type("你好 👋 e\u0301")
+    tmux.until("你好 👋 e\u0301")
+    tmux.keys("M-Enter")
+    tmux.type("line two")
+    tmux.until("│ line two")
+    tmux.keys("Enter")
+    tmux.until("You asked: 你好 👋 e\u0301", "word39")
+    paste = tmp_path / "paste"
+    paste.write_text("pasted words of a line\n" * 9000 + "the very last")
+    assert paste.stat().st_size > 200_000
+    tmux.paste(paste)
+    tmux.until("the very last")
+    tmux.resize(40, 12)
+    tmux.keys("Enter")
+    tmux.until("stop the reply")
+    tmux.resize(120, 40)
+    tmux.until("You asked: pasted words of a line", "word39")
+    tmux.keys("C-c")
+    tmux.until("press Ctrl+C again to quit")
+    tmux.keys("C-c")
+    tmux.until("left with 0")
     history = History(history_of(home))
     messages = history.branch(history.chats()[0].id)
     assert messages[0].text == "你好 👋 e\u0301\nline two"
     assert messages[2].text == paste.read_text()
     history.close()
+
+
+@pytest.mark.parametrize("mode", [(), ("--inline",)], ids=["screen", "inline"])
+def test_the_background_and_the_editor_in_tmux(
+    mode: tuple[str, ...], tmux: Tmux, tmp_path: Path
+) -> None:
+    tmux.run(*mode, "--engine", "fake:tokens=20")
+    tmux.type("draft")
+    tmux.until("│ draft")
+    tmux.keys("C-z")
+    tmux.until("Stopped", gone="│ draft")
+    tmux.type("fg; echo left with $?")
+    tmux.keys("Enter")
+    tmux.until("│ draft", "ready")
+    tmux.keys("C-g")
+    tmux.until("│ draft", "│ by the editor", "ready")
+    (tmp_path / "fail").touch()
+    tmux.keys("C-g")
+    # What the editor wrote before it failed is not taken, the draft is kept.
+    screen = tmux.until("set EDITOR", "│ draft", "│ by the editor")
+    assert screen.count("by the editor") == 1
+    tmux.keys("Enter")
+    tmux.until("You asked: draft", "word19")
+    tmux.keys("C-q")
+    tmux.until("left with 0")
+
+
+def test_below_the_command_line_in_tmux(tmux: Tmux) -> None:
+    tmux.type("echo what stood here before")
+    tmux.keys("Enter")
+    tmux.run("--inline", "--engine", "fake:tokens=90")
+    screen = tmux.until("what stood here before", "ready", "Write a message")
+    assert screen.index("here before") < screen.index("Write a message")
+    tmux.type("hello")
+    tmux.keys("Enter")
+    tmux.until("You asked: hello", "word89", "│ Write a message", "ready")
+    # In half the room the prompt and the meter are still there.
+    tmux.resize(60, 14)
+    screen = tmux.until("word89", "│ Write a message", "ready")
+    assert screen.index("word89") < screen.index("Write a message") < screen.index("ready")
+    tmux.keys("F1")
+    tmux.until("ctrl+j, shift+enter")
+    tmux.keys("Escape")
+    tmux.until("│ Write a message", gone="ctrl+j")
+    tmux.keys("C-q")
+    # What was said stays in the terminal, the screen around it does not.
+    screen = tmux.until("left with 0", gone="Write a message")
+    assert "word89" in screen
+    assert "ready" not in screen

@@ -39,6 +39,14 @@ def test_the_screen_shows_what_was_streamed() -> None:
     run(script, telling(text))
 
 
+def test_the_name_over_a_reply_stays_when_it_is_whole() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hi")
+        assert screen_lines(app)[:5] == ["▌ you", "▌ hi", "", "  kvq", "  short"]
+
+    run(script, telling("short"))
+
+
 def test_hundred_thousand_tokens_open_without_drawing_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

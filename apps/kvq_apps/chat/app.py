@@ -1,18 +1,22 @@
 """The chat on screen: shows what the desk does, and hands it what the user types and presses."""
 
 import logging
+import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import ClassVar
 
 from textual import on
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
 from textual.binding import BindingType
+from textual.driver import Driver
+from textual.events import Resize
 from textual.screen import Screen
 from textual.theme import Theme
 from textual.widgets import Footer, Static
@@ -35,6 +39,7 @@ from kvq_apps.chat.visible import visible
 
 QUIT_WITHIN_S = 1.0
 QUEUE_LINES = 4
+INLINE_LINES = 16
 
 
 class Transcript(TranscriptView):
@@ -56,7 +61,10 @@ class NoteHandler(logging.Handler):
 
 
 class ChatApp(App[None]):
-    """`kvq chat`. `client_for` makes another client when the user changes the model."""
+    """`kvq chat`. `client_for` makes another client when the user changes the model.
+
+    `said` is, once it has ended, what was said since it began, as it was drawn.
+    """
 
     TITLE = "kvq chat"
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=True)]
@@ -64,19 +72,25 @@ class ChatApp(App[None]):
     Transcript { height: 1fr; }
     #queue { height: auto; max-height: 4; color: $text-muted; padding: 0 2; display: none; }
     #meter { height: 1; padding: 0 2; color: $text-muted; }
-    Transcript:inline { height: 16; }
     """
 
     def __init__(
-        self, client: ChatClient, settings: ChatSettings, *, client_for: ClientFor | None = None
+        self,
+        client: ChatClient,
+        settings: ChatSettings,
+        *,
+        client_for: ClientFor | None = None,
+        driver_class: type[Driver] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=driver_class)
+        self.said: list[str] = []
         self.transcript = Transcript(id="transcript")
         self.prompt = Prompt(id="prompt")
         self.desk = Desk(self, client, settings)
         self.slash = SlashCommands(self, self.desk, client_for)
         self._editing: Message | None = None
         self._interrupted_s = -QUIT_WITHIN_S
+        self._started_s = time()
         self._leaving = False
 
     # The screen
@@ -92,10 +106,15 @@ class ChatApp(App[None]):
     def on_mount(self) -> None:
         """Starts loading once the first frame is on screen."""
         self.prompt.focus()
-        self._apply_keys()
+        self._apply_settings()
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.set_interval(0.5, self.draw_meter)
         self.call_after_refresh(lambda: self.run_worker(self.desk.work(), exit_on_error=True))
+
+    def on_resize(self, event: Resize) -> None:
+        """Below the command line half of the terminal stays the terminal's."""
+        if self.is_inline:
+            self.transcript.styles.height = max(1, min(INLINE_LINES, event.size.height // 2))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette: Textual's own commands, then every key and slash command."""
@@ -107,8 +126,17 @@ class ChatApp(App[None]):
             fill = partial(self.prompt.fill, f"/{command.name} ")
             yield SystemCommand(f"/{command.name} {command.takes}".strip(), command.says, fill)
 
-    def _apply_keys(self) -> None:
-        path = self.desk.settings.keys_path
+    def _apply_settings(self) -> None:
+        """Takes the user's theme and keys; says what cannot be used of them."""
+        settings = self.desk.settings
+        for warning in settings.warnings:
+            self.say(warning, error=True)
+        if settings.theme in self.available_themes:
+            self.theme = settings.theme
+        elif settings.theme is not None:
+            where = f"{settings.theme_origin}: there is no theme {settings.theme!r}"
+            self.say(f"{where}; Ctrl+P, then Theme, lists them", error=True)
+        path = settings.keys_path
         chosen, warnings = keys.read_keys(path) if path is not None else ({}, [])
         self.set_keymap(chosen)
         for name in keys.PROMPT_KEYS:
@@ -124,7 +152,8 @@ class ChatApp(App[None]):
             activity = f"{activity} {monotonic() - desk.stream.started_s:.0f} s"
         if self.transcript.unseen:
             activity = f"{activity}  new below: End"
-        line = meter_line(desk.facts, desk.stats, activity, max(1, self.size.width - 4))
+        width, detail = max(1, self.size.width - 4), desk.settings.meter
+        line = meter_line(desk.facts, desk.stats, activity, width, detail)
         self.query_one("#meter", Static).update(visible(line))
 
     def _draw_queue(self) -> None:
@@ -179,8 +208,8 @@ class ChatApp(App[None]):
         return await self.push_screen_wait(Question(question, answers))
 
     def set_theme(self, name: str) -> None:
-        """Takes the theme used last, if it is there."""
-        if name in self.available_themes:
+        """Takes the theme used last, if it is there and the user's settings name no other."""
+        if name in self.available_themes and self.desk.settings.theme is None:
             self.theme = name
 
     # Messages from the prompt
@@ -201,6 +230,11 @@ class ChatApp(App[None]):
             self.desk.do(partial(self.desk.answer_edited, editing, text))
         else:
             self.desk.enqueue(text)
+
+    @on(Prompt.Again)
+    def _again(self) -> None:
+        if self.desk.unanswered and self._editing is None:
+            self.action_retry()
 
     @on(Prompt.Recalled)
     def _recalled(self) -> None:
@@ -251,6 +285,7 @@ class ChatApp(App[None]):
 
     async def _leave(self) -> None:
         await self.desk.leave()
+        self.said = self.transcript.lines_since(self._started_s)
         self.exit()
 
     def action_new_chat(self) -> None:
@@ -283,6 +318,14 @@ class ChatApp(App[None]):
         """Shows keys and commands."""
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(f"{keys.help_text()}\n\n{commands.help_text()}"))
+
+    def action_suspend_process(self) -> None:
+        """Goes to the background; where only the process itself can stop, it does."""
+        if not self.is_inline:
+            super().action_suspend_process()
+            return
+        with self.suspend():
+            os.kill(os.getpid(), signal.SIGTSTP)
 
     def action_redraw(self) -> None:
         """Draws everything again."""
@@ -367,14 +410,19 @@ class ChatApp(App[None]):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "message.md"
             path.write_text(self.prompt.text, encoding="utf-8")
+            text = ""
             try:
+                words = [*shlex.split(command), str(path)]
                 with self.suspend():
-                    subprocess.run([*shlex.split(command), str(path)], check=True)  # noqa: S603
+                    # An error that left this block would leave the screen suspended.
+                    trouble = _run_in_terminal(words)
                 text = path.read_text(encoding="utf-8")
-            except (OSError, ValueError, SuspendNotSupported, subprocess.SubprocessError) as error:
-                self.notify(f"{command}: {error}; set EDITOR to one that works", markup=False)
-                return
-        self.prompt.fill(text.removesuffix("\n"))
+            except (OSError, ValueError, SuspendNotSupported) as error:
+                trouble = str(error)
+        if trouble:
+            self.notify(f"{command}: {trouble}; set EDITOR to one that works", markup=False)
+        else:
+            self.prompt.fill(text.removesuffix("\n"))
 
     # Themes
 
@@ -385,5 +433,20 @@ class ChatApp(App[None]):
         self.theme = name
 
     def _remember_theme(self, theme: Theme) -> None:
-        if self.desk.has_history:
+        if self.desk.has_history and theme.name != self.desk.settings.theme:
             self.desk.write(lambda history: history.set("theme", theme.name))
+
+
+def _run_in_terminal(words: Sequence[str]) -> str:
+    """Runs a program that has the terminal meanwhile; what went wrong, or nothing.
+
+    Its Ctrl+C is not ours.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = subprocess.run(words, check=False).returncode  # noqa: S603
+    except OSError as error:
+        return str(error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return f"it ended with status {status}" if status else ""

@@ -17,11 +17,12 @@ from kvq_runtime.config import Sampling
 
 
 class ContextFullError(KvqError):
-    """The conversation does not fit the context; `needed` and `limit` are tokens."""
+    """The conversation does not fit the context; `needed` and `limit` are tokens, 0: not told."""
 
     def __init__(self, needed: int, limit: int) -> None:
+        sizes = f"needs {needed} tokens and the context holds {limit}"
         super().__init__(
-            f"the conversation needs {needed} tokens and the context holds {limit}; "
+            f"the conversation {sizes if needed else 'is longer than the context'}; "
             "leave out its oldest messages or begin a new chat"
         )
         self.needed = needed

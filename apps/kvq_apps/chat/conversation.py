@@ -5,13 +5,16 @@ Writing goes through `write`, in order, on another thread; nothing here waits fo
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from time import monotonic, time
 
-from kvq_apps.chat.history import History, new_id
+from kvq_apps.chat.history import History, SavedChat, new_id
 from kvq_apps.chat.messages import Message, ReplyStats
 
 CHUNK_INTERVAL_S = 0.25
 TITLE_CHARACTERS = 60
+# A template may know no system message, so the summary goes before the first question it leaves.
+SUMMARY_HEAD = "(What was said before, summed up: {})\n\n"
 
 Write = Callable[[Callable[[History], None]], object]
 
@@ -25,17 +28,16 @@ class Conversation:
         self.title = ""
         self.messages: list[Message] = []
         self.first_id: str | None = None
+        self.summary = ""
         self._system = system
         self._stored = False
         self._unsaved = ""
         self._saved_s = 0.0
 
-    def show(
-        self, chat_id: str, title: str, messages: Sequence[Message], first_id: str | None
-    ) -> None:
+    def show(self, saved: SavedChat) -> None:
         """Becomes a chat of the history."""
-        self.id, self.title, self.messages = chat_id, title, list(messages)
-        self.first_id = first_id
+        self.id, self.title, self.messages = saved.id, saved.title, list(saved.messages)
+        self.first_id, self.summary = saved.first_id, saved.summary
         self._stored = True
         self._unsaved = ""
 
@@ -95,23 +97,45 @@ class Conversation:
         self._write(lambda history: history.finish(key, state, values))
 
     def context(self) -> list[Message]:
-        """What the model is given: the system message, then all from the first not left out."""
+        """What the model is given: the system message, then all from the first not left out.
+
+        A summary of what is left out stands before that first one.
+        """
         rows = [row for row in self.messages if row.text and row.state != "streaming"]
         system = [row for row in rows[:1] if row.role == "system"]
         rest = rows[len(system) :]
-        firsts = [index for index, row in enumerate(rest) if row.id == self.first_id]
-        return system + (rest[firsts[0] :] if firsts else rest)
+        first = self._first_of(rest)
+        if first and self.summary:
+            text = SUMMARY_HEAD.format(self.summary) + rest[first].text
+            rest[first] = replace(rest[first], text=text)
+        return system + rest[first:]
 
-    def leave_out_oldest(self) -> int:
-        """Leaves the oldest question and its answer out of the context; how many messages go."""
+    @property
+    def left_out(self) -> int:
+        """How many messages of this branch the model is not given."""
+        return self._first_of([row for row in self.messages if row.role != "system"])
+
+    def _first_of(self, rows: Sequence[Message]) -> int:
+        ids = [row.id for row in rows]
+        return ids.index(self.first_id) if self.first_id in ids else 0
+
+    def oldest_turns(self, characters: int) -> list[Message]:
+        """As few of the context's oldest questions and answers as have so many characters.
+
+        At least one question with its answer, but never the last question.
+        """
         rows = [row for row in self.context() if row.role != "system"]
-        questions = [index for index, row in enumerate(rows) if row.role == "user"]
-        if len(questions) < 2:
-            return 0
-        self.first_id = rows[questions[1]].id
+        ends = [index for index, row in enumerate(rows) if row.role == "user" and index]
+        sizes = list(accumulate(len(row.text) for row in rows))
+        enough = [end for end in ends if sizes[end - 1] >= characters]
+        return rows[: enough[0] if enough else ends[-1] if ends else 0]
+
+    def leave_out(self, old: Sequence[Message], summary: str = "") -> None:
+        """Gives the model `summary`, or nothing, for the context's oldest messages."""
+        rows = [row for row in self.context() if row.role != "system"]
+        self.first_id, self.summary = rows[len(old)].id, summary
         chat_id, first_id = self.id, self.first_id
-        self._write(lambda history: history.begin_at(chat_id, first_id))
-        return questions[1]
+        self._write(lambda history: history.begin_at(chat_id, first_id, summary))
 
     def last(self, role: str) -> Message | None:
         """The last message of a role."""

@@ -9,22 +9,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
+from time import monotonic
 from typing import Protocol, TypeVar
 
 from kvq.errors import KvqError, SnapshotError, UsageError
 from kvq_apps import output
-from kvq_apps.chat import interchange
+from kvq_apps.chat import fitting, interchange
 from kvq_apps.chat.client import (
     ChatClient,
     ContextFullError,
     EngineLostError,
     Facts,
+    News,
     Stream,
     Turn,
 )
 from kvq_apps.chat.conversation import Conversation
-from kvq_apps.chat.history import History, SnapshotRow
+from kvq_apps.chat.history import History, SavedChat, SnapshotRow
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.meter import WARN_SHARE, context_share
 from kvq_apps.chat.settings import ChatSettings
@@ -34,12 +37,10 @@ from kvq_apps.chat.worker import Worker
 FRAME_S = 0.033
 LEAVE_WITHIN_S = 3.0
 SNAPSHOT_BYTES = 2 << 30
+# How long a lost engine is left alone before each try to find it again; then the last, for ever.
+RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+AGAIN = "Enter in the empty prompt asks again"
 _STATES = {"cancelled": "stopped", "stop": "done"}
-_LEAVE_OUT = (
-    ("trim", "Leave the oldest messages out (they stay in the chat)"),
-    ("new", "Begin a new chat with this message"),
-    ("keep", "Do nothing"),
-)
 T = TypeVar("T")
 Job = Callable[[], Awaitable[None]]
 
@@ -105,12 +106,20 @@ class Desk:
         self._busy = False
         self._kv_unsaved = False
         self._warned_full = False
+        self._lost = False
         self._leaving = False
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being done or waits to be."""
-        return self.facts is not None and not (self._busy or self._jobs or self.queue)
+        waits = self._busy or self._jobs or self.queue or self._lost
+        return self.facts is not None and not waits
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last answer failed, so that asking again is what comes next."""
+        last = self.conversation.messages[-1:]
+        return bool(last) and last[0].state in ("failed", "interrupted")
 
     @property
     def has_history(self) -> bool:
@@ -124,11 +133,20 @@ class Desk:
         await self._open_history()
         await self._open_engine()
         while True:
-            while self._jobs or (self.queue and self.facts is not None):
-                job = self._jobs.pop(0) if self._jobs else partial(self._answer, self.queue.pop(0))
+            while (job := self._next_job()) is not None:
                 await self._run(job)
             self._wake.clear()
             await self._wake.wait()
+
+    def _next_job(self) -> Job | None:
+        """What was asked for first; a lost engine is looked for before messages are answered."""
+        if self._jobs:
+            return self._jobs.pop(0)
+        if self._lost:
+            return self._reconnect
+        if self.queue and self.facts is not None:
+            return partial(self._answer, self.queue.pop(0))
+        return None
 
     async def _run(self, job: Job) -> None:
         self._busy = True
@@ -237,34 +255,66 @@ class Desk:
 
     async def _show_chat(self, chat_id: str) -> None:
         """Puts a chat of the history on screen."""
-        if not await self.read(lambda history: history.exists(chat_id)):
+        saved = await self.read(lambda history: history.saved_chat(chat_id))
+        if saved is None:
             self._view.say(f"there is no chat {chat_id}; Ctrl+R lists them", error=True)
             return
-        title, messages, first = await self.read(
-            lambda history: (
-                history.title(chat_id),
-                history.branch(chat_id),
-                history.first_in_context(chat_id),
-            )
-        )
-        self.conversation.show(chat_id, title, messages, first)
-        self._view.show(messages)
+        self.conversation.show(saved)
+        self._view.show(saved.messages)
         self.stats = ReplyStats()
+        self._tell_left_out()
 
     # The engine
 
     async def _open_engine(self) -> None:
         self._doing("loading the model")
-        try:
-            self.facts = await self._on_engine(self.client.open)
-        except KvqError as error:
-            self._view.say(f"{error}; /model NAME tries another", error=True)
-        except Exception as error:  # noqa: BLE001 - shown instead of a traceback on the screen
-            text = f"the model cannot be loaded: {error}; /model NAME tries another"
-            self._view.say(text, error=True)
+        opening = self._engine.call(self.client.open)
+        with suppress(Exception):
+            await wrap_future(opening)
+        self._opened(opening)
         if self.facts is not None and self.conversation.messages:
             await self._restore_kv()
         self._doing("ready" if self.facts else "no model")
+
+    def _opened(self, opening: "Future[Facts]") -> None:
+        """Takes what opening the client came to; says what is wrong."""
+        error = opening.exception()
+        self.facts = opening.result() if error is None else None
+        if isinstance(error, EngineLostError):
+            self._lose(error)
+        elif isinstance(error, KvqError):
+            self._view.say(f"{error}; /model NAME tries another", error=True)
+        elif error is not None:
+            text = f"the model cannot be loaded: {error}; /model NAME tries another"
+            self._view.say(text, error=True)
+
+    def _lose(self, error: EngineLostError) -> None:
+        self._lost = True
+        self._view.say(f"engine lost, retrying: {error}", error=True)
+
+    async def _reconnect(self) -> None:
+        """Looks for the lost engine, ever less often, until it is there, Esc, or another job."""
+        self.stream = stream = Stream()
+        self._doing("engine lost, retrying")
+        for wait_s in chain(RETRY_S, repeat(RETRY_S[-1])):
+            end = monotonic() + wait_s
+            while monotonic() < end and not stream.cancelled():
+                await sleep(FRAME_S)
+            if stream.cancelled():
+                break
+            opening = self._engine.call(self.client.open)
+            while not opening.done() and not stream.cancelled():
+                await sleep(FRAME_S)
+            if opening.done() and not isinstance(opening.exception(), EngineLostError):
+                self._lost = False
+                self._opened(opening)
+                if self.facts is not None:
+                    self._view.say("the engine is back" + f"; {AGAIN}" * self.unanswered)
+                return
+        # What was asked for meanwhile comes first, then the engine is looked for again.
+        if not self._jobs:
+            self._lost = False
+            self._view.say("the engine is not looked for any more; /retry asks it again")
 
     async def _restore_kv(self) -> None:
         """Takes the chat's saved KV, or says why the next reply encodes the chat again."""
@@ -324,13 +374,14 @@ class Desk:
         try:
             state = await self._ask()
         except EngineLostError as error:
-            self._view.say(f"the engine is lost: {error}. r or /retry asks again", error=True)
+            self._lose(error)
         except ContextFullError as error:
-            self._view.say(f"{error} (/new)", error=True)
+            alone = not self.conversation.oldest_turns(1)
+            self._view.say(fitting.too_long(error) if alone else str(error), error=True)
         except KvqError as error:
-            self._view.say(f"{error}. r or /retry asks again", error=True)
+            self._view.say(f"{error}. {AGAIN}", error=True)
         except Exception as error:  # noqa: BLE001 - shown instead of a traceback on the screen
-            text = f"internal error: {type(error).__name__}: {error}. r or /retry asks again"
+            text = f"internal error: {type(error).__name__}: {error}. {AGAIN}"
             self._view.say(text, error=True)
         finally:
             self.conversation.finish(state, self.stats)
@@ -339,66 +390,128 @@ class Desk:
 
     async def _ask(self) -> str:
         """Asks the client until the conversation fits; returns the state the reply ends in."""
-        agreed, left_out = False, 0
-        settings = self.settings
+        way: str | None = None
+        left_out = self.conversation.left_out
         while True:
-            self.stream = stream = Stream()
-            turn = Turn(
-                messages=self.conversation.context(),
-                sampling=settings.sampling,
-                max_tokens=settings.max_tokens,
-                seed=settings.seed,
-            )
-            self.stats = ReplyStats()
-            self._doing("encoding")
-            self._kv_unsaved = True
-            reply = self._engine.call(self.client.reply, turn, stream)
             try:
-                reason = await self._follow(stream, reply)
+                reason = await self._stream(self._turn(), self._drain)
             except ContextFullError as error:
-                agreed = agreed or await self._agree_to_leave_out(error)
-                count = self.conversation.leave_out_oldest() if agreed else 0
-                if not count:
+                way = way or await self._ask_what_goes(error)
+                if way not in ("trim", "summarise"):
                     raise
-                left_out += count
+                if not await self._make_room(way, error):
+                    way = None
                 continue
-            if left_out:
-                self._view.say(f"{left_out} messages are no longer given to the model")
+            if self.conversation.left_out != left_out:
+                self._tell_left_out()
             return _STATES.get(reason, reason)
 
-    async def _follow(self, stream: Stream, future: "Future[T]") -> T:
-        """Shows what arrives in `stream` until `future` is there."""
+    def _turn(self) -> Turn:
+        settings = self.settings
+        return Turn(
+            messages=self.conversation.context(),
+            sampling=settings.sampling,
+            max_tokens=settings.max_tokens,
+            seed=settings.seed,
+        )
+
+    async def _stream(self, turn: Turn, show: Callable[[News], None]) -> str:
+        """Has the client answer `turn`, to be stopped by `cancel`; returns why it ended."""
+        self.stream = stream = Stream()
+        self.stats = ReplyStats()
+        self._doing("encoding")
+        self._kv_unsaved = True
+        return await self._follow(stream, self._engine.call(self.client.reply, turn, stream), show)
+
+    async def _follow(self, stream: Stream, future: "Future[T]", show: Callable[[News], None]) -> T:
+        """Gives `show` what arrives in `stream` until `future` is there."""
         while not future.done():
             await sleep(FRAME_S)
-            self._drain(stream)
-        self._drain(stream)
+            show(stream.take())
+        show(stream.take())
         return future.result()
 
-    def _drain(self, stream: Stream) -> None:
-        news = stream.take()
-        if news.stats is not None:
-            self.stats = news.stats
-        if news.prefilled is not None:
-            done, total = news.prefilled
-            self.activity = f"encoding {done}/{total}" if done < total else "answering"
+    def _drain(self, news: News) -> None:
+        self._measure(news)
         text = storable(news.text)
         if text:
             self.activity = "answering"
         self._view.feed(text)
         self.conversation.feed(text)
+
+    def _measure(self, news: News) -> None:
+        """Takes the numbers of `news`."""
+        if news.stats is not None:
+            self.stats = news.stats
+        if news.prefilled is not None:
+            done, total = news.prefilled
+            self.activity = f"encoding {done}/{total}" if done < total else "answering"
         if news.stats is not None or news.prefilled is not None:
             self._view.changed()
 
-    async def _agree_to_leave_out(self, error: ContextFullError) -> bool:
-        """Asks what to do about a full context; True: leave out the oldest messages."""
+    # A full context
+
+    async def _ask_what_goes(self, error: ContextFullError) -> str | None:
+        """What the user wants done about a full context."""
+        if not self.conversation.oldest_turns(1):
+            return None
         self.stream = None
-        answer = await self._view.ask(str(error), _LEAVE_OUT)
+        self._doing("the context is full")
+        answer = await self._view.ask(str(error), fitting.WAYS)
         if answer == "new":
             question = self.conversation.last("user")
             self._jobs.append(self.new_chat)
             if question is not None:
                 self.queue.insert(0, question.text)
-        return answer == "trim"
+        return answer
+
+    async def _make_room(self, way: str, error: ContextFullError) -> bool:
+        """Leaves the oldest messages out or sums them up; whether there is anything less now."""
+        conversation = self.conversation
+        summarised = way == "summarise"
+        excess = fitting.excess_characters(conversation.context(), error, summarised=summarised)
+        old = conversation.oldest_turns(excess)
+        if old and summarised:
+            return await self._summarise(old, error.limit)
+        if old:
+            conversation.leave_out(old)
+        return bool(old)
+
+    async def _summarise(self, old: list[Message], limit: int) -> bool:
+        """Has the model replace its oldest messages by a summary; half as many if it must."""
+        conversation = self.conversation
+        system = [row for row in conversation.context()[:1] if row.role == "system"]
+        parts: list[str] = []
+
+        def show(news: News) -> None:
+            self._measure(news)
+            parts.append(news.text)
+            self.activity = "summing up"
+
+        try:
+            reason = await self._stream(
+                fitting.summary_turn(system, old, limit, self.settings), show
+            )
+        except ContextFullError:
+            fewer = conversation.oldest_turns(sum(len(row.text) for row in old) // 2)
+            return len(fewer) < len(old) and await self._summarise(fewer, limit)
+        summary = storable("".join(parts)).strip()
+        if reason == "cancelled" or not summary:
+            return False
+        conversation.leave_out(old, summary)
+        return True
+
+    def _tell_left_out(self) -> None:
+        """Says what the model is not given of the conversation, if anything."""
+        conversation = self.conversation
+        count = conversation.left_out
+        if count and conversation.summary:
+            self._view.say(
+                f"the model is given this instead of the first {count} messages, which stay in "
+                f"the chat: {conversation.summary}"
+            )
+        elif count:
+            self._view.say(f"the first {count} messages are no longer given to the model")
 
     def _tell_context(self, state: str) -> None:
         if self.facts is None:
@@ -425,6 +538,8 @@ class Desk:
         """Answers again, beside `selected` or the last answer."""
         if self.facts is None:
             await self._open_engine()
+        if self.facts is None:
+            return
         last = self.conversation.messages[-1] if self.conversation.messages else None
         answer = selected
         if answer is None and last is not None and last.role == "assistant":
@@ -445,16 +560,16 @@ class Desk:
         """Shows the branch `step` siblings after `message`."""
         chat_id = self.conversation.id
 
-        def switch(history: History) -> list[Message]:
+        def switch(history: History) -> SavedChat:
             siblings = history.siblings(chat_id, message.id)
             index = (siblings.index(message.id) + step) % len(siblings)
             history.choose(chat_id, siblings[index])
-            return history.branch(chat_id)
+            saved = history.saved_chat(chat_id)
+            assert saved is not None
+            return saved
 
-        messages = await self.read(switch)
-        conversation = self.conversation
-        conversation.show(chat_id, conversation.title, messages, conversation.first_id)
-        self._view.show(messages)
+        self.conversation.show(await self.read(switch))
+        self._view.show(self.conversation.messages)
 
     async def new_chat(self) -> None:
         """Leaves this chat, its KV saved, and begins another."""
@@ -482,20 +597,11 @@ class Desk:
         self.stream = stream = Stream()
         self._doing("encoding")
         change = self._engine.call(self.client.change_kv, k_bits, v_bits, budget, stream)
-        self.facts = await self._follow_quietly(stream, change)
+        self.facts = await self._follow(stream, change, self._measure)
         self._kv_unsaved = True
         widths = output.kv_text(self.facts.k_bits, self.facts.v_bits)
         size = output.format_bytes(self.facts.kv_budget)
         self._view.say(f"KV {widths} of {size}; the conversation was encoded again")
-
-    async def _follow_quietly(self, stream: Stream, future: "Future[T]") -> T:
-        """Shows how far `future` is; there is no message to write to."""
-        while not future.done():
-            await sleep(FRAME_S)
-            prefilled = stream.take().prefilled
-            if prefilled is not None:
-                self._doing("encoding {}/{}".format(*prefilled))
-        return future.result()
 
     async def change_model(self, client: ChatClient) -> None:
         """Opens the new model first: if that fails the old one is still there."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 from kvq.config import parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
@@ -103,7 +103,6 @@ class FakeClient:
             return "cancelled"
         while self.options.silent and not stream.cancelled():
             sleep(0.002)
-        started = monotonic()
         for count, piece in enumerate(self._script(turn), 1):
             if stream.cancelled():
                 return "cancelled"
@@ -111,7 +110,7 @@ class FakeClient:
             sleep(self.options.tok_ms / 1e3)
             stream.write(piece)
             self._tokens += _tokens_of(piece)
-            stream.measured(self._measured(stats, count, started))
+            stream.measured(self._measured(stats, count))
             if len(self._tokens) >= self._facts.context_tokens:
                 return "length"
             if turn.max_tokens is not None and count >= turn.max_tokens:
@@ -178,13 +177,13 @@ class FakeClient:
                 raise EngineLostError("the engine is gone")
             raise ModelError("the fake model failed as it was told to")
 
-    def _measured(self, stats: ReplyStats, count: int, started: float) -> ReplyStats:
-        seconds = monotonic() - started
+    def _measured(self, stats: ReplyStats, count: int) -> ReplyStats:
+        """What was asked for, not what a clock says: the same numbers every time."""
         return replace(
             stats,
             new_tokens=count,
             ttft_ms=self.options.prefill_ms + self.options.tok_ms,
-            decode_tok_s=count / seconds if seconds > 0 else 0.0,
+            decode_tok_s=1e3 / self.options.tok_ms if self.options.tok_ms else 0.0,
             context_tokens=len(self._tokens),
             kv_bytes=len(self._tokens) * BYTES_PER_TOKEN,
         )

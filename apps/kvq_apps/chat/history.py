@@ -7,7 +7,7 @@ written is kept in memory from then on, told through `on_trouble`, and nothing i
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from json import dumps, loads
@@ -35,6 +35,7 @@ MIGRATIONS = (
     CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL);
     CREATE VIRTUAL TABLE message_text USING fts5(text, message_id UNINDEXED);
     """,
+    "ALTER TABLE chat ADD COLUMN summary TEXT NOT NULL DEFAULT ''",
 )
 BUSY_TIMEOUT_S = 10.0
 LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing was deleted"
@@ -49,6 +50,17 @@ class ChatSummary:
     updated_s: float
     messages: int
     excerpt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedChat:
+    """A chat's chosen branch; the model is given it from `first_id` on, `summary` for the rest."""
+
+    id: str
+    title: str
+    messages: Sequence[Message]
+    first_id: str | None
+    summary: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,10 +162,11 @@ class History:
             leaf = row["id"]
         self._write("UPDATE chat SET leaf_id = :leaf WHERE id = :id", {"id": chat_id, "leaf": leaf})
 
-    def begin_at(self, chat_id: str, message_id: str | None) -> None:
-        """Messages before this one are no longer given to the model."""
+    def begin_at(self, chat_id: str, message_id: str | None, summary: str = "") -> None:
+        """The model is given `summary`, or nothing, for the messages before this one."""
         self._write(
-            "UPDATE chat SET first_id = :first WHERE id = :id", {"id": chat_id, "first": message_id}
+            "UPDATE chat SET first_id = :first, summary = :summary WHERE id = :id",
+            {"id": chat_id, "first": message_id, "summary": summary},
         )
 
     def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow | None) -> None:
@@ -241,15 +254,12 @@ class History:
         )  # fmt: skip
         return [row["id"] for row in rows]
 
-    def first_in_context(self, chat_id: str) -> str | None:
-        """The first message the model is given, when it is not the chat's first."""
-        row = self._one("SELECT first_id FROM chat WHERE id = ?", chat_id)
-        return None if row is None else row["first_id"]
-
-    def title(self, chat_id: str) -> str:
-        """The chat's title, perhaps empty."""
-        row = self._one("SELECT title FROM chat WHERE id = ?", chat_id)
-        return "" if row is None else row["title"]
+    def saved_chat(self, chat_id: str) -> SavedChat | None:
+        """The chat with its chosen branch, or None if there is no such chat."""
+        row = self._one("SELECT title, first_id, summary FROM chat WHERE id = ?", chat_id)
+        if row is None:
+            return None
+        return SavedChat(id=chat_id, messages=self.branch(chat_id), **dict(row))
 
     def snapshot(self, chat_id: str) -> SnapshotRow | None:
         """Where the chat's KV was saved last."""
@@ -449,8 +459,3 @@ def _alive(process: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def chat_ids(summaries: Iterable[ChatSummary]) -> list[str]:
-    """Ids of the chats, each once, in order."""
-    return list(dict.fromkeys(summary.id for summary in summaries))

@@ -9,10 +9,14 @@ WARN_SHARE = 0.9
 _SEPARATOR = "  "
 
 
-def meter_line(facts: Facts | None, stats: ReplyStats, activity: str, width: int) -> str:
-    """As much as `width` cells hold, the most telling first."""
+def meter_line(
+    facts: Facts | None, stats: ReplyStats, activity: str, width: int, detail: str = "full"
+) -> str:
+    """As much as `width` cells hold, the most telling first; `detail` is full, short or off."""
     parts = [activity]
-    if facts is not None:
+    if facts is not None and detail == "short":
+        parts += [kv_part(facts, stats), evicted_part(stats), context_part(facts, stats)]
+    elif facts is not None and detail == "full":
         parts += [
             kv_part(facts, stats),
             evicted_part(stats),

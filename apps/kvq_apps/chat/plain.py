@@ -109,15 +109,10 @@ class PlainChat:
             chat_id = latest[0].id if latest else None
         if chat_id is None:
             return
-        history = self._history
-        if not history.exists(chat_id):
+        saved = self._history.saved_chat(chat_id)
+        if saved is None:
             raise UsageError(f"there is no chat {chat_id}; `kvq chat --list` shows them")
-        self.conversation.show(
-            chat_id,
-            history.title(chat_id),
-            history.branch(chat_id),
-            history.first_in_context(chat_id),
-        )
+        self.conversation.show(saved)
 
     def _write(self, write: Callable[[History], None]) -> None:
         write(self._history)

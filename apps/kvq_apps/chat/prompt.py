@@ -29,6 +29,9 @@ class Prompt(TextArea):
             super().__init__()
             self.text = text
 
+    class Again(Event):
+        """The user sent nothing: Enter in an empty box."""
+
     class Recalled(Event):
         """The user asks for the queued message back: Up in an empty box."""
 
@@ -43,6 +46,8 @@ class Prompt(TextArea):
         if text.strip():
             self.text = ""
             self.post_message(self.Sent(text))
+        else:
+            self.post_message(self.Again())
 
     def fill(self, text: str) -> None:
         """Replaces what is written; the cursor goes to the end."""

@@ -1,5 +1,6 @@
 """What a chat is started with and what `/set` changes. Knows no screen and no engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ class ChatSettings:
     """How replies are sampled, and where things are kept.
 
     `history_path` None keeps the chats in memory; `snapshots` is the folder of saved KV caches.
-    `chat_id` is the chat to go on with, `latest` says the one used last.
+    `chat_id` is the chat to go on with, `latest` says the one used last. `theme` comes from
+    `theme_origin`, as a warning names it; None: the one used last. `warnings` are about settings.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -22,6 +24,10 @@ class ChatSettings:
     history_path: Path | None = None
     snapshots: Path | None = None
     keys_path: Path | None = None
+    theme: str | None = None
+    theme_origin: str = "--theme"
+    meter: str = "full"
+    warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False
 

@@ -156,7 +156,7 @@ class TranscriptView(ScrollView, can_focus=True):
         for row in self._rows:
             if row.message is message and row.block is None:
                 row.strips = None
-        self.refresh()
+        self._see()
 
     @property
     def lines(self) -> list[str]:
@@ -164,6 +164,14 @@ class TranscriptView(ScrollView, can_focus=True):
         self._measure(range(len(self._rows)))
         strips = [strip for row in self._rows for strip in row.strips or ()] + self._tail
         return [strip_text(strip) for strip in strips]
+
+    def lines_since(self, created_s: float) -> list[str]:
+        """The lines of the messages that are not older, as they are drawn."""
+        if not self._width:
+            return []
+        self._measure(range(len(self._rows)))
+        rows = [row for row in self._rows if row.message.created_s >= created_s]
+        return [strip_text(strip) for row in rows for strip in row.strips or ()]
 
     @property
     def drawn_rows(self) -> int:

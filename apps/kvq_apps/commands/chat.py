@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
 from kvq.errors import UsageError
-from kvq_apps import options, output, text_input
+from kvq_apps import configuration, options, output, text_input
 
 if TYPE_CHECKING:
     from kvq_apps.chat.client import ChatClient
@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq chat`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
     options.add_flags(parser, *options.ENGINE_FLAGS, "server", "api-key")
-    options.add_flags(parser, "ctx-size", "system", "inline")
+    options.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter")
     options.add_flags(parser, "predict", predict=PREDICT_HELP)
     options.add_flags(parser.add_argument_group("chats"), *options.CHAT_FLAGS)
     options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
@@ -55,9 +55,22 @@ def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namesp
     from kvq_apps.chat.keys import teach_old_terminals
 
     teach_old_terminals()
-    app = ChatApp(client, settings, client_for=lambda name: _client(arguments, name))
+    driver = None
+    if arguments.inline:
+        from kvq_apps.chat.inline import InlineDriver
+
+        driver = InlineDriver
+    app = ChatApp(
+        client,
+        settings,
+        client_for=lambda name: _client(arguments, name),
+        driver_class=driver,
+    )
     logging.basicConfig(handlers=[NoteHandler(app)], force=True)
-    app.run(inline=arguments.inline)
+    # Below the command line the mouse stays the terminal's, for its own selecting and scrolling.
+    app.run(mouse=not arguments.inline)
+    if arguments.inline and app.said:
+        output.print_data("\n".join(app.said))
     return app.return_code or 0
 
 
@@ -74,6 +87,9 @@ def _settings(arguments: Namespace) -> "ChatSettings":
     from kvq_apps.chat.settings import ChatSettings
 
     system = arguments.system
+    files = configuration.load()
+    themes = [file.values["theme"].origin for file in files if "theme" in file.values]
+    elsewhere = options.written(arguments, "theme") or environment_settings.environment("theme")
     return ChatSettings(
         sampling=options.sampling(arguments),
         max_tokens=_max_tokens(arguments.predict),
@@ -81,7 +97,11 @@ def _settings(arguments: Namespace) -> "ChatSettings":
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
-        keys_path=environment_settings.config_folder() / "config.toml",
+        keys_path=configuration.user_path(),
+        theme=arguments.theme,
+        theme_origin=themes[0] if themes and not elsewhere else "--theme",
+        **options.given(arguments, meter="meter"),
+        warnings=[warning for file in files for warning in file.warnings],
         chat_id=arguments.cid,
         latest=getattr(arguments, "continue"),
     )

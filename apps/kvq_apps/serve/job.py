@@ -14,6 +14,7 @@ from kvq_apps.serve.outbox import Delta, Done, Failed, Finished, Outbox, Report,
 from kvq_apps.serve.ranked import ranked_steps
 from kvq_apps.serve.requests import Ask
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.healing import heal
 from kvq_runtime.metrics import Stopwatch
 from kvq_runtime.session import Session, Step
 
@@ -66,7 +67,8 @@ class Job:
         self._stats_of = arena.session
         self._queued_s = monotonic() - self._arrived
         index = 0
-        for ids in self.ask.prompts:
+        for whole in self.ask.prompts:
+            ids, begin_with = heal(decoding.tokenizer, whole) if self.ask.heal else (whole, b"")
             yield from self._read(arena, ids, decoding.chunk_tokens)
             if self.ask.max_tokens == 0:
                 self._finish(index, "length")
@@ -74,7 +76,8 @@ class Job:
                 continue
             for choice in range(self.ask.choices):
                 arena.session.rollback(len(arena.session.tokens) - len(ids))
-                yield from self._write(arena.session, index, self.ask.seed + choice, decoding)
+                steps = self._generate(arena.session, self.ask.seed + choice, decoding, begin_with)
+                yield from self._write(steps, index, decoding)
                 index += 1
         self.outbox.put(Done(report=self.report()))
 
@@ -131,13 +134,15 @@ class Job:
             yield
             watch.lap()
 
-    def _write(self, session: Session, index: int, seed: int, decoding: Decoding) -> Iterator[None]:
+    def _write(
+        self, steps: Iterator[tuple[Step, TokenLog | None]], index: int, decoding: Decoding
+    ) -> Iterator[None]:
         """One choice, token by token."""
         started = monotonic()
         indent = IndentLimit(self.ask.indent)
         watch = Stopwatch()
         first = True
-        for step, log in self._generate(session, seed, decoding):
+        for step, log in steps:
             seconds = watch.lap()
             if first and self._new == 0:
                 self._ttft_s = monotonic() - self._arrived
@@ -165,7 +170,7 @@ class Job:
             watch.lap()
 
     def _generate(
-        self, session: Session, seed: int, decoding: Decoding
+        self, session: Session, seed: int, decoding: Decoding, begin_with: bytes
     ) -> Iterator[tuple[Step, TokenLog | None]]:
         ask = self.ask
         if ask.top_logprobs:
@@ -181,6 +186,7 @@ class Job:
             stop_strings=ask.stop,
             stop_ids=ask.stop_ids,
             logprobs=ask.logprobs,
+            begin_with=begin_with,
         ):
             log = None
             if step.logprob is not None:

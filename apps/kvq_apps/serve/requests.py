@@ -46,7 +46,8 @@ class Ask:
     `max_tokens` None: until the context is full; 0: only read the prompt. `stop_ids` None: the
     model's own. `indent`: end before a line with fewer leading spaces; `time_limit_ms`: end at
     the first line break after this long. `top_logprobs` alternatives come with every token.
-    `transient`: an editor's request, whose session is not worth keeping on disk.
+    `transient`: an editor's request, whose session is not worth keeping on disk. `heal`: the
+    prompts are texts, whose last tokens may be generated again.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -64,6 +65,7 @@ class Ask:
     time_limit_ms: int = 0
     truncated: bool = False
     transient: bool = False
+    heal: bool = False
 
     @property
     def num_answers(self) -> int:
@@ -145,6 +147,7 @@ def completion_ask(fields: Fields, model: ModelView) -> Ask:
             max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
             stop_ids=stop_ids,
             transient=stop_ids is not None,
+            heal=not suffix and fields.get("logprobs") is None and _heals(fields),
             logprobs=fields.get("logprobs") is not None,
             top_logprobs=count,
         ),
@@ -159,7 +162,7 @@ def native_ask(fields: Fields, model: ModelView) -> Ask:
     prompts = _prompts(fields, model)
     if len(prompts) != 1:
         fields.refuse("prompt", "one prompt")
-    ask = replace(_native_ask(fields, model), prompts=(tuple(prompts[0]),))
+    ask = replace(_native_ask(fields, model), prompts=(tuple(prompts[0]),), heal=_heals(fields))
     return _checked(ask, model, "prompt")
 
 
@@ -333,6 +336,13 @@ def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
             for text in prompt
         ]
     fields.refuse("prompt", "a string, a list of strings, or a list of token ids")
+
+
+def _heals(fields: Fields) -> bool:
+    """Whether the ends of `prompt` may be healed: it is text, and `x_kvq.heal` does not forbid."""
+    prompt = fields.get("prompt")
+    text = isinstance(prompt, str) or _is_list_of(prompt, str)
+    return fields.object("x_kvq").flag("heal", True) and text
 
 
 def _ids(fields: Fields, ids: Any, model: ModelView) -> list[int]:
