@@ -690,6 +690,7 @@ def test_the_header_names_the_tokens_that_steer(tmp_path: Path) -> None:
     library.add_special_tokens(list(names))
     library.save(str(source / "tokenizer.json"))
     settings = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
+    settings["fim_order"] = "suffix-first"
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     bundle = export(source, "q8_0")
     ids = {name: library.token_to_id(name) for name in names}
@@ -708,6 +709,7 @@ def test_the_header_names_the_tokens_that_steer(tmp_path: Path) -> None:
     for key, name in expected.items():
         assert field(bundle, f"tokenizer.ggml.{key}_token_id") == ids[name], key
     assert field(bundle, "tokenizer.ggml.add_bos_token") is True
+    assert field(bundle, "kvq.fim.suffix_first") is True
     assert field(bundle, "tokenizer.chat_template") == tiny.CHATML
     assert field(bundle, "kvq.kv.k_bits") == 4
     assert field(bundle, "general.file_type") == gguf.LlamaFileType.MOSTLY_Q8_0

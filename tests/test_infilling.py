@@ -6,6 +6,7 @@ import lzma
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_the_prompt_is_prefix_suffix_middle(tokenizer: Tokenizer) -> None:
     prefix, suffix = "def f(x):\n", "    return y\n"
     assert infill_prompt(tokenizer, prefix, suffix, 100) == [
         PREFIX, *tokenizer.encode(prefix), SUFFIX, *tokenizer.encode(suffix), MIDDLE
+    ]  # fmt: skip
+
+
+def test_a_model_may_be_asked_suffix_first() -> None:
+    """The prefix then stands last, and what is cut of it is still its beginning."""
+    control = ControlTokens(start=(1,), fim=replace(FIM, suffix_first=True))
+    tokenizer = Tokenizer.from_json(byte_level_tokenizer().to_str(), control)
+    prefix, suffix = "def f(x):\n", "    return y\n"
+    assert infill_prompt(tokenizer, prefix, suffix, 100) == [
+        1, PREFIX, SUFFIX, *tokenizer.encode(suffix), MIDDLE, *tokenizer.encode(prefix)
+    ]  # fmt: skip
+    assert infill_prompt(tokenizer, LETTERS, "", 9) == [
+        1, PREFIX, SUFFIX, MIDDLE, *tokenizer.encode(LETTERS[-5:])
     ]  # fmt: skip
 
 

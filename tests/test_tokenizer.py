@@ -213,6 +213,21 @@ def test_control_tokens_are_found(byte_level: Tokenizer, byte_fallback: Tokenize
     )
 
 
+def test_a_checkpoint_says_that_its_suffix_comes_first(tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for order, first in (("suffix-first", True), ("prefix-first", False)):
+        told = settings | {"fim_order": order}
+        (folder / "tokenizer_config.json").write_text(json.dumps(told))
+        control = open_tokenizer(folder).control
+        assert control.fim is not None
+        assert control.fim.suffix_first == first
+        assert control.fim.ids() == (3, 4, 5)
+        # A flag is no token: 0 and 1 are there for other reasons.
+        assert control.ids() == {0, 2, 3, 4, 5}
+        assert ControlTokens.from_json(json.loads(json.dumps(control.to_json()))) == control
+
+
 def test_control_tokens_survive_json(byte_level: Tokenizer) -> None:
     data = json.loads(json.dumps(byte_level.control.to_json()))
     assert ControlTokens.from_json(data) == byte_level.control

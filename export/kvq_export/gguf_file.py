@@ -204,6 +204,8 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_precompiled_charsmap(vocabulary.charsmap)
     for key, token in vocabulary.ids.items():
         writer.add_uint32(f"tokenizer.ggml.{_ID_KEYS.get(key, key)}_token_id", token)
+    if vocabulary.suffix_first:
+        writer.add_bool("kvq.fim.suffix_first", True)
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)
 

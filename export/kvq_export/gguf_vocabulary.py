@@ -37,7 +37,8 @@ Kind = Literal["gpt2", "llama", "t5"]
 class Vocabulary:
     """What the keys `tokenizer.*` hold; the lists have an entry for each id of the model.
 
-    `ids` maps a key's name (`bos`, `eos`, `fim_pre`, ...) to an id.
+    `ids` maps a key's name (`bos`, `eos`, `fim_pre`, ...) to an id; `suffix_first` is kvq's
+    own key.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Vocabulary:
     merge_spaces: bool = False
     charsmap: bytes = b""
     ids: Mapping[str, int] = field(default_factory=dict[str, int])
+    suffix_first: bool = False
     chat_template: str | None = None
 
 
@@ -91,6 +93,7 @@ def read_vocabulary(
             ),
             charsmap=_charsmap(definition),
             ids=_ids(definition, settings, tokenizer, family),
+            suffix_first=tokenizer.fim is not None and tokenizer.fim.suffix_first,
             chat_template=tokenizer.chat_template,
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:

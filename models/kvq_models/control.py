@@ -7,7 +7,7 @@ encoding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import tokenizers
@@ -16,10 +16,16 @@ from kvq.errors import ModelError
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, FimNames
 
+# A row of tokenizer_config.json, and what it says of a model that is asked suffix first.
+FIM_ORDER, SUFFIX_FIRST = "fim_order", "suffix-first"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FimTokens:
-    """Ids of one fill-in-the-middle convention; the last three are not in every tokenizer."""
+    """Ids of one fill-in-the-middle convention; the last three are not in every tokenizer.
+
+    `suffix_first`: the model is asked with the suffix before the prefix, as its checkpoint says.
+    """
 
     prefix: int
     suffix: int
@@ -27,6 +33,12 @@ class FimTokens:
     pad: int | None = None
     repo: int | None = None
     file: int | None = None
+    suffix_first: bool = False
+
+    def ids(self) -> tuple[int, ...]:
+        """Every id there is."""
+        named = (self.prefix, self.suffix, self.middle, self.pad, self.repo, self.file)
+        return tuple(token for token in named if token is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +52,7 @@ class ControlTokens:
 
     def ids(self) -> frozenset[int]:
         """Every id recorded here."""
-        fim = () if self.fim is None else astuple(self.fim)
+        fim = () if self.fim is None else self.fim.ids()
         found = (self.bos, *self.eos, *self.start, *fim)
         return frozenset(token for token in found if token is not None)
 
@@ -79,7 +91,7 @@ def find_control(
         bos=bos,
         eos=tuple(dict.fromkeys(eos)),
         start=_start_tokens(library, settings, bos),
-        fim=_find_fim(library, family.fim_tokens),
+        fim=_find_fim(library, family.fim_tokens, settings.get(FIM_ORDER) == SUFFIX_FIRST),
     )
 
 
@@ -104,7 +116,9 @@ def _start_tokens(
     return (bos, *without) if wanted else tuple(without)
 
 
-def _find_fim(library: tokenizers.Tokenizer, conventions: Iterable[FimNames]) -> FimTokens | None:
+def _find_fim(
+    library: tokenizers.Tokenizer, conventions: Iterable[FimNames], suffix_first: bool
+) -> FimTokens | None:
     for names in conventions:
         ids = {
             role: library.token_to_id(name)
@@ -112,5 +126,5 @@ def _find_fim(library: tokenizers.Tokenizer, conventions: Iterable[FimNames]) ->
             if name is not None
         }
         if None not in (ids["prefix"], ids["suffix"], ids["middle"]):
-            return FimTokens(**ids)  # type: ignore[arg-type]
+            return FimTokens(**ids, suffix_first=suffix_first)  # type: ignore[arg-type]
     return None

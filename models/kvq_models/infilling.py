@@ -21,8 +21,9 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: int) -> list[int]:
-    """Ids of `prefix` and `suffix` in the order prefix, suffix, middle: at most `max_tokens`.
+    """Ids of `prefix` and `suffix` in the model's order, the middle to follow; `max_tokens` at most.
 
+    Prefix, suffix, middle; or suffix, middle, prefix, which the middle then simply goes on from.
     What is too long loses the beginning of the prefix and the end of the suffix: the text near
     the gap stays. Source: Bavarian et al., arXiv 2207.14255. Raises `ModelError` for a model
     without fill-in-the-middle tokens, or when `max_tokens` leaves no room for text.
@@ -39,4 +40,6 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: in
     before, after = tokenizer.encode(prefix[-near:]), tokenizer.encode(suffix[:near])
     after = after[: max(int(room * SUFFIX_SHARE), room - len(before))]
     before = before[max(0, len(before) - (room - len(after))) :]
+    if fim.suffix_first:
+        return [*start, fim.prefix, fim.suffix, *after, fim.middle, *before]
     return [*start, fim.prefix, *before, fim.suffix, *after, fim.middle]

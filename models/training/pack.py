@@ -32,9 +32,10 @@ from kvq_models import recall
 SHORT_MIX = {"python": 0.74, "english": 0.08, "chat": 0.05, "recall": 0.09, "copy": 0.04}
 LONG_MIX = {"python": 0.68, "english": 0.08, "chat": 0.02, "recall": 0.16, "copy": 0.06}
 # Of the pieces of source, which are two thirds of its tokens, since these are the shorter ones.
-INFILL = 0.92
-# The rest of the holes: suffix, prefix, middle.
-PREFIX_FIRST = 0.75
+INFILL = 0.88
+# The rest of the holes: suffix, prefix, middle, which is how this family is asked (a small model
+# goes on with a prefix long before it has learnt to find where one ended).
+PREFIX_FIRST = 0.3
 # Of the holes: most are one line or a few, as an editor leaves them.
 LINE_HOLES = 0.8
 SHORTEST = 48

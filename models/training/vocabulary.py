@@ -18,6 +18,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
+
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -93,6 +95,7 @@ def main() -> None:
         "pad_token": END,
         "model_max_length": 8192,
         "clean_up_tokenization_spaces": False,
+        FIM_ORDER: SUFFIX_FIRST,
     }
     (arguments.out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (arguments.out / "chat_template.jinja").write_text(CHAT_TEMPLATE)

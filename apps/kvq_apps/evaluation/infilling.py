@@ -125,9 +125,7 @@ def infilling(
 
     `passes` runs a sample's test on a line; samples without a test are left out of its rate.
     """
-    fim = infill_tokens(tokenizer)
-    ends = {fim.prefix, fim.suffix, fim.middle, fim.pad, fim.repo, fim.file, *tokenizer.eos_ids}
-    stop_ids = [token for token in ends if token is not None]
+    stop_ids = {*infill_tokens(tokenizer).ids(), *tokenizer.eos_ids}
     lines: list[str] = []
     nats: list[float] = []
     held = HeldBytes()

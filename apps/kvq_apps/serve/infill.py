@@ -49,9 +49,7 @@ def fitted_prompt(
 
 def stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """What ends an infilled text: the model's ends, and any infilling token."""
-    fim = infill_tokens(tokenizer)
-    marks = (fim.prefix, fim.suffix, fim.middle, fim.pad, fim.repo, fim.file)
-    return frozenset((*tokenizer.eos_ids, *(mark for mark in marks if mark is not None)))
+    return frozenset((*tokenizer.eos_ids, *infill_tokens(tokenizer).ids()))
 
 
 def _headed(tokenizer: Tokenizer, name: str, text: str) -> list[int]:

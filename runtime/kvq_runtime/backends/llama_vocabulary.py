@@ -147,10 +147,11 @@ def _control_tokens(
         "repo": named("fim_rep", functions.llama_vocab_fim_rep(handle)),
         "file": named("fim_sep", functions.llama_vocab_fim_sep(handle)),
     }
+    suffix_first = file.contents.metadata.get("kvq.fim.suffix_first") is True
     complete = None not in (fim["prefix"], fim["suffix"], fim["middle"])
     return ControlTokens(
         bos=bos,
         eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
         start=(bos,) if starts and bos is not None else (),
-        fim=FimTokens(**fim) if complete else None,  # type: ignore[arg-type]
+        fim=FimTokens(**fim, suffix_first=suffix_first) if complete else None,  # type: ignore[arg-type]
     )
