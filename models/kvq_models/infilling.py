@@ -21,7 +21,7 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: int) -> list[int]:
-    """Ids of `prefix` and `suffix` in the model's order, the middle to follow; `max_tokens` at most.
+    """At most `max_tokens` ids of `prefix` and `suffix` in the model's order, the middle to follow.
 
     Prefix, suffix, middle; or suffix, middle, prefix, which the middle then simply goes on from.
     What is too long loses the beginning of the prefix and the end of the suffix: the text near
