@@ -29,6 +29,7 @@ from kvq_apps.serve.engine_thread import Served
 from kvq_apps.serve.saved import SavedSessions
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.session import Session, SessionModel
@@ -108,11 +109,15 @@ class Rule:
         detokenizer: Callable[[], Any] | None = None,
         folder: Path | None = None,
         infills: bool = False,
+        heals: bool = False,
     ) -> None:
         fim = FimTokens(prefix=3, suffix=4, middle=5) if infills else None
         self.tokenizer = Tokenizer.from_json(
             byte_level_tokenizer().to_str(), ControlTokens(eos=(0,), fim=fim), CHATML
         )
+        if not heals:
+            # Without an index no token is longer than another: prompts stay whole.
+            self.tokenizer.pieces = PieceIndex()
         self.backend = RuleBackend([self.tokenizer.encode(letter)[0] for letter in LETTERS])
         self.context_tokens = context_tokens
         self.detokenizer = detokenizer or (lambda: IncrementalDetokenizer(self.tokenizer))
@@ -128,6 +133,7 @@ class Rule:
                 vocab_size=400,
                 stop_ids=frozenset({0}),
                 fingerprint="rule",
+                pieces=lambda: self.tokenizer.pieces,
             ),
             config=SessionConfig(
                 plan=KvPlan(),

@@ -1391,7 +1391,8 @@ def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
     with process(bundle, home, "--kv", "fp", "--port", port) as server:
         assert server.address.rpartition(":")[2] == port
         again = ask(server, COMPLETIONS, body)
-        assert cached(again) == first.json["usage"]["prompt_tokens"] - 1
+        # The last token is healed, the one before it gone through again for its logits.
+        assert cached(again) == first.json["usage"]["prompt_tokens"] - 2
         assert again.json["choices"] == first.json["choices"]
         # saved while idle: even a kill costs nothing
         later = {**body, "prompt": "Another text entirely. " * 8}

@@ -163,6 +163,9 @@ FLAGS: dict[str, Flag] = {
         help="system message; uses the model's chat template",
     ),
     "chat": Flag(switch=True, help="put the prompt into the model's chat template"),
+    "no-heal": Flag(
+        switch=True, help="keep the prompt's last token even if it is the start of a longer one"
+    ),
     "usage": Flag(switch=True, synonyms=("-u",), help="print speed and bytes on stderr at the end"),
     "extract": Flag(
         switch=True, synonyms=("-x",), help="print only the first block of code of the answer"

@@ -51,9 +51,10 @@ def _word_mark_bytes(piece: str) -> bytes:
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    if any(character not in _CHARACTER_TO_BYTE for character in piece):
+    try:
+        return piece.translate(_CHARACTER_TO_BYTE).encode("latin-1")
+    except UnicodeEncodeError:
         return piece.encode("utf-8")
-    return bytes(_CHARACTER_TO_BYTE[character] for character in piece)
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -65,7 +66,10 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 _BYTE_TO_CHARACTER: Mapping[int, str] = _byte_alphabet()
-_CHARACTER_TO_BYTE: Mapping[str, int] = {text: byte for byte, text in _BYTE_TO_CHARACTER.items()}
+# Characters of Latin-1 that the alphabet leaves out must not pass for bytes.
+_CHARACTER_TO_BYTE: Mapping[int, int] = dict.fromkeys(range(0x100), 0x100) | {
+    ord(character): byte for byte, character in _BYTE_TO_CHARACTER.items()
+}
 
 
 def byte_pieces(byte: int) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvq.config import Budget, parse_budget
 from kvq.errors import BackendError, UsageError
+from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime import backends, device
 from kvq_runtime.backends import ModelFacts, ModelFiles
@@ -123,6 +124,7 @@ class Engine:
             stop_ids=model.stop_ids,
             fingerprint=model.fingerprint,
             rope_long=limit is not None and config.context_tokens > limit,
+            pieces=PieceIndex if tokenizer is None else lambda: tokenizer.pieces,
         )
 
 

@@ -64,6 +64,11 @@ class Meter:
         self._decode_s += seconds
         self._decode_bytes += self._weight_bytes + kv_bytes
 
+    def reread(self, seconds: float) -> None:
+        """A token was chosen that spells the end of the prompt."""
+        self._prompt_tokens += 1
+        self._prompt_s += seconds
+
     def sampled(self, seconds: float) -> None:
         """A token was chosen."""
         self._new_tokens += 1

@@ -23,13 +23,17 @@ _BLOCK = 64
 
 
 def sample(
-    logits: Floats, sampling: Sampling, history: Sequence[int], generator: np.random.Generator
+    logits: Floats,
+    sampling: Sampling,
+    history: Sequence[int],
+    generator: np.random.Generator,
+    allowed: Ids | None = None,
 ) -> int:
-    """Token drawn from `distribution(logits, sampling, history)`.
+    """Token drawn from `distribution(logits, sampling, history, allowed)`.
 
     Greedy sampling leaves `generator` untouched; everything else draws one uniform number.
     """
-    ids, probabilities = candidates(logits, sampling, history)
+    ids, probabilities = candidates(logits, sampling, history, allowed)
     if len(ids) == 1:
         return int(ids[0])
     cumulative = np.cumsum(probabilities)
@@ -37,23 +41,40 @@ def sample(
     return int(ids[min(int(place), len(ids) - 1)])
 
 
-def distribution(logits: Floats, sampling: Sampling, history: Sequence[int]) -> NDArray[np.float64]:
+def distribution(
+    logits: Floats, sampling: Sampling, history: Sequence[int], allowed: Ids | None = None
+) -> NDArray[np.float64]:
     """Probabilities float64 [V] the next token is drawn from; zero where a filter removed it."""
-    ids, probabilities = candidates(logits, sampling, history)
+    ids, probabilities = candidates(logits, sampling, history, allowed)
     dense = np.zeros(len(logits), np.float64)
     dense[ids] = probabilities
     return dense
 
 
 def candidates(
-    logits: Floats, sampling: Sampling, history: Sequence[int]
+    logits: Floats, sampling: Sampling, history: Sequence[int], allowed: Ids | None = None
 ) -> tuple[Ids, NDArray[np.float64]]:
     """Token ids that survive every filter, and their probabilities.
 
-    `logits` is [V] and stays unchanged; equal logits keep the order of their ids. Raises
-    `BackendError` for NaN logits and `UsageError` when a bias leaves no token.
+    `logits` is [V] and stays unchanged; equal logits keep the order of their ids. `allowed`, ids
+    in order, leaves out all others before the filters; None: none. Raises `BackendError` for NaN
+    logits and `UsageError` when a bias leaves no token.
     """
     logits = _penalized(_biased(logits, sampling), sampling, history)
+    if allowed is not None:
+        places, probabilities = _filtered(logits[allowed], sampling)
+        return allowed[places], probabilities
+    return _filtered(logits, sampling)
+
+
+def log_probability(logits: Floats, token: int) -> float:
+    """Natural log of the model's own probability of `token`, before any filter."""
+    largest = logits.max()
+    total = np.exp(logits - largest).sum(dtype=np.float64)
+    return float(logits[token] - largest) - float(np.log(total))
+
+
+def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float64]]:
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
         _refuse(float(logits[best]))
@@ -63,13 +84,6 @@ def candidates(
     ids = ids[_nucleus(logits[ids], sampling.top_p)]
     ids = ids[_likely(logits[ids], sampling.min_p)]
     return ids, _softmax(logits[ids] / np.float64(sampling.temperature))
-
-
-def log_probability(logits: Floats, token: int) -> float:
-    """Natural log of the model's own probability of `token`, before any filter."""
-    largest = logits.max()
-    total = np.exp(logits - largest).sum(dtype=np.float64)
-    return float(logits[token] - largest) - float(np.log(total))
 
 
 def _biased(logits: Floats, sampling: Sampling) -> Floats:
@@ -150,4 +164,4 @@ def _refuse(largest: float) -> None:
             "the model gave logits that are not finite; its weights or its cache are damaged: "
             "check the bundle with `kvq inspect` and export it again"
         )
-    raise UsageError("the logit bias forbids every token of the model; leave at least one")
+    raise UsageError("the logit bias forbids every token that may come next; leave at least one")

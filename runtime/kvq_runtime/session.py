@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError, UsageError
+from kvq_models.piece_index import PieceIndex
 from kvq_runtime import snapshot
 from kvq_runtime.backends import Backend, SequenceCache, plain_input
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
+from kvq_runtime.healing import Beginning
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
 from kvq_runtime.sampling import log_probability, sample
 from kvq_runtime.stop_strings import StopStrings
@@ -51,6 +53,10 @@ class Step:
 class Detokenizer(Protocol):
     """Turns token ids, one by one, into whole characters."""
 
+    def skip(self, num_bytes: int) -> None:
+        """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
+        ...
+
     def push(self, token: int) -> str:
         """Text that `token` completed."""
         ...
@@ -62,6 +68,9 @@ class Detokenizer(Protocol):
 
 class NoText:
     """The detokenizer of a model without a tokenizer."""
+
+    def skip(self, num_bytes: int) -> None:
+        """There is nothing to leave out."""
 
     def push(self, token: int) -> str:
         """Always empty."""
@@ -76,8 +85,8 @@ class NoText:
 class SessionModel:
     """What a session needs to know about its model, and nothing more.
 
-    `detokenizer` makes a fresh one for each generation; `fingerprint` identifies the weights;
-    `rope_long` is decided by the session's context limit.
+    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
+    `fingerprint` identifies the weights; `rope_long` is decided by the session's context limit.
     """
 
     detokenizer: Callable[[], Detokenizer]
@@ -85,6 +94,7 @@ class SessionModel:
     stop_ids: frozenset[int]
     fingerprint: str
     rope_long: bool = False
+    pieces: Callable[[], PieceIndex] = PieceIndex
 
 
 class Session:
@@ -154,28 +164,42 @@ class Session:
         stop_strings: Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         logprobs: bool = False,
+        begin_with: bytes = b"",
         cancel: Cancel = never,
     ) -> Iterator[Step]:
         """Yields up to `max_tokens` new tokens (None: until the context is full).
 
         Ends after a token of `stop_ids` (default: the model's end tokens), before any of
         `stop_strings`, or when `cancel` says yes; the last step says why. A generation cancelled
-        before its first token yields nothing.
+        before its first token yields nothing and leaves the session as it was.
+
+        `begin_with` is the end of a prompt that was not prefilled (see `healing.heal`): the first
+        tokens are chosen among those that spell it. The ones that lie within it count as the
+        prompt's and are not yielded, and of the first that reaches beyond it only the rest is
+        text. Raises `UsageError` for bytes that no tokens spell.
         """
         limit = self._room(max_tokens)
         sampling = Sampling() if sampling is None else sampling
         ends = self._model.stop_ids if stop_ids is None else frozenset(stop_ids)
-        text = _Text(self._model.detokenizer(), stop_strings)
+        beginning = Beginning(self._model.pieces, begin_with)
+        text = _Text(self._model.detokenizer(), stop_strings, skipped_bytes=len(begin_with))
         if not self._forward_pending(cancel=cancel):
             return
-        for count in range(1, limit + 1):
-            token = self._step(sampling)
-            logprob = log_probability(self._logits, token) if logprobs else None
+        given, count = len(self._tokens), 0
+        while True:
+            token, is_new = self._step(sampling, beginning)
             shown = text.push(token)
+            if not is_new and not self._is_full:
+                if cancel():
+                    self._keep(given)
+                    return
+                continue
+            count += 1
+            logprob = log_probability(self._logits, token) if logprobs else None
             reason = None
             if token in ends or text.stopped:
                 reason = "stop"
-            elif count == limit:
+            elif count == limit or self._is_full:
                 reason = "length"
             elif cancel():
                 reason = "cancelled"
@@ -264,14 +288,22 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self, sampling: Sampling) -> int:
-        """The next token: forward -> sample -> commit."""
+    @property
+    def _is_full(self) -> bool:
+        return len(self._tokens) >= self.config.context_tokens
+
+    def _step(self, sampling: Sampling, beginning: Beginning) -> tuple[int, bool]:
+        """The next token, forward -> sample -> commit, and whether it is not the prompt's."""
         self._forward_pending()
         watch = Stopwatch()
-        token = sample(self._logits, sampling, self._tokens, self._generator)
-        self._meter.sampled(watch.lap())
+        token = sample(self._logits, sampling, self._tokens, self._generator, beginning.allowed)
         self._tokens.append(token)
-        return token
+        if beginning.take(token):
+            self._prompt_end = len(self._tokens)
+            self._meter.reread(watch.lap())
+            return token, False
+        self._meter.sampled(watch.lap())
+        return token, True
 
     def _forward_pending(self, progress: Progress = unseen, cancel: Cancel = never) -> bool:
         """Brings the cache up to the tokens, so that `_logits` are those of the last one."""
@@ -368,8 +400,12 @@ class Session:
 class _Text:
     """The text of one generation: whole characters, ended by a stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Iterable[str]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop_strings: Iterable[str], *, skipped_bytes: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
+        if skipped_bytes:
+            detokenizer.skip(skipped_bytes)
         self._stops = StopStrings(stop_strings)
 
     @property

@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     options.add_flags(parser, *options.ENGINE_FLAGS)
-    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop")
+    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
     options.add_flags(parser, "extract", "stream", "no-stream", "usage")
     options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
     options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
@@ -57,9 +57,10 @@ def run(arguments: Namespace) -> int:
         interruptible() as cancel,
     ):
         _refuse_endless(prompt, engine, session)
-        ids = _prompt_ids(engine, arguments, prompt)
-        answer = _answer(session, ids, arguments, sampling, cancel, pieces)
+        ids, begin_with = _prompt_ids(engine, arguments, prompt)
+        answer = _answer(session, ids, begin_with, arguments, sampling, cancel, pieces)
         report = _report(engine, session, answer)
+        report["prompt_tokens"] = len(ids) + bool(begin_with)
     code = _first_fence(answer.text) if arguments.extract else None
     if arguments.json:
         report |= {"code": code} if arguments.extract else {}
@@ -135,20 +136,27 @@ def _refuse_endless(prompt: str, engine: "Engine", session: "Session") -> None:
         )
 
 
-def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> list[int]:
-    """Token ids of the prompt, in the chat template when one was asked for."""
+def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> tuple[list[int], bytes]:
+    """Token ids of the prompt, in the chat template when one was asked for.
+
+    A plain prompt is healed: what was cut off its end is the bytes that the answer begins with.
+    """
+    from kvq_runtime.healing import heal
+
     if arguments.system is None and not arguments.chat:
-        return engine.tokenizer.encode(prompt, start=True)
+        ids = engine.tokenizer.encode(prompt, start=True)
+        return (ids, b"") if arguments.no_heal else heal(engine.tokenizer, ids)
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         system = text_input.check_argument(arguments.system)
         messages.insert(0, {"role": "system", "content": system})
-    return engine.tokenizer.chat(messages, add_generation_prompt=True)
+    return engine.tokenizer.chat(messages, add_generation_prompt=True), b""
 
 
 def _answer(
     session: "Session",
     ids: list[int],
+    begin_with: bytes,
     arguments: Namespace,
     sampling: Any,
     cancel: Callable[[], bool],
@@ -168,6 +176,7 @@ def _answer(
         arguments.predict if arguments.predict is not None else DEFAULT_PREDICT,
         sampling=sampling,
         stop_strings=arguments.stop or (),
+        begin_with=begin_with,
         cancel=cancel,
     )
     for step in steps:

@@ -63,7 +63,10 @@ class Job:
         return self.cancelled or not (self.waits or self.outbox.full)
 
     def steps(self, arena: Arena, decoding: Decoding) -> Generator[None]:
-        """Everything the request asked for, one forward pass or less between two yields."""
+        """Everything the request asked for, one forward pass or less between two yields.
+
+        Only what spells the end of a healed prompt comes in one go, mostly no token or one.
+        """
         self._stats_of = arena.session
         self._queued_s = monotonic() - self._arrived
         index = 0
@@ -180,6 +183,7 @@ class Job:
             yield from ranked_steps(session, decoding.tokenizer, ask, seed, limit, ends)
             return
         session.reseed(seed)
+        held = len(session.tokens)
         for step in session.generate(
             ask.max_tokens,
             sampling=ask.sampling,
@@ -188,6 +192,9 @@ class Job:
             logprobs=ask.logprobs,
             begin_with=begin_with,
         ):
+            if self._new == 0:
+                # Tokens that only spell the prompt's end went through the model as well.
+                self._encoded += len(session.tokens) - held - 1
             log = None
             if step.logprob is not None:
                 log = TokenLog(token=step.token, logprob=step.logprob)

@@ -16,6 +16,7 @@ from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.scheduler import PRIORITIES
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.healing import heal
 
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
@@ -147,7 +148,7 @@ def completion_ask(fields: Fields, model: ModelView) -> Ask:
             max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
             stop_ids=stop_ids,
             transient=stop_ids is not None,
-            heal=not suffix and fields.get("logprobs") is None and _heals(fields),
+            heal=not suffix and fields.get("logprobs") is None and _heals(fields, model, prompts),
             logprobs=fields.get("logprobs") is not None,
             top_logprobs=count,
         ),
@@ -162,7 +163,11 @@ def native_ask(fields: Fields, model: ModelView) -> Ask:
     prompts = _prompts(fields, model)
     if len(prompts) != 1:
         fields.refuse("prompt", "one prompt")
-    ask = replace(_native_ask(fields, model), prompts=(tuple(prompts[0]),), heal=_heals(fields))
+    ask = replace(
+        _native_ask(fields, model),
+        prompts=(tuple(prompts[0]),),
+        heal=_heals(fields, model, prompts),
+    )
     return _checked(ask, model, "prompt")
 
 
@@ -338,11 +343,15 @@ def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
     fields.refuse("prompt", "a string, a list of strings, or a list of token ids")
 
 
-def _heals(fields: Fields) -> bool:
-    """Whether the ends of `prompt` may be healed: it is text, and `x_kvq.heal` does not forbid."""
+def _heals(fields: Fields, model: ModelView, prompts: list[list[int]]) -> bool:
+    """Whether any end of `prompt`, given as text, can be healed, and `x_kvq.heal` lets it be.
+
+    The first to ask waits for the tokenizer's index, here rather than on the engine's thread.
+    """
     prompt = fields.get("prompt")
     text = isinstance(prompt, str) or _is_list_of(prompt, str)
-    return fields.object("x_kvq").flag("heal", True) and text
+    wanted = fields.object("x_kvq").flag("heal", True)
+    return wanted and text and any(heal(model.tokenizer, ids)[1] for ids in prompts)
 
 
 def _ids(fields: Fields, ids: Any, model: ModelView) -> list[int]:
