@@ -37,7 +37,7 @@ from list_cache import ListCache
 from tiny import CHATML, byte_level_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> None:
