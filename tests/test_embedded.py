@@ -73,7 +73,7 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     nats = -logits[np.arange(len(ids) - 1), ids[1:]].sum()
     size = len(tokenizer.decode(ids[1:].tolist()).encode())
     # Of a file it never saw; untrained it would be more than 3.
-    assert nats / log(2) / size < {"default": 1.75, "nano": 2.3}[name]
+    assert nats / log(2) / size < {"default": 1.4, "nano": 2.0}[name]
 
 
 def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path: Path) -> None:
