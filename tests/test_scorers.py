@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvq.cache import Cache
+from kvq.cache import Cache, tight_plan
 from kvq.config import CacheShape, KvPlan
 from kvq.formats import arena_for, page_bytes
 from kvq.policies import Evidence, policy_named
@@ -277,7 +277,7 @@ def test_a_page_all_queries_look_for_outlives_the_others(
     plan = KvPlan(k_bits=8, v_bits=8)
     probes = "attention" in policy_named(policy).needs
     budget = arena_for(
-        shape, plan, context_tokens=1280, chunk_tokens=64, threads=1, probes=probes
+        shape, tight_plan(plan), context_tokens=1280, chunk_tokens=64, threads=1, probes=probes
     ).bytes_for_columns(6)
     cache = Cache(shape, plan, budget, 1280, chunk_tokens=64, policy=policy, native=native)
     rng = np.random.default_rng(0)

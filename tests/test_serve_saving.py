@@ -96,8 +96,10 @@ def test_a_full_writer_holds_up_only_who_needs_it(tmp_path: Path, disk: SlowDisk
         leaving.close()
         # Told to leave, or gone already if the engine still had a pass to make.
         wait_until(
-            lambda: len(server.engine._arriving) == 1
-            or any(job.cancelled for job in server.engine._arriving)
+            lambda: (
+                len(server.engine._arriving) == 1
+                or any(job.cancelled for job in server.engine._arriving)
+            )
         )
         backend.open()
         assert len(Reply(read_all(talk)).json["choices"][0]["text"]) >= 30

@@ -71,7 +71,14 @@ class KvqEngine:
     def _check_pressure(self, setting: Setting, config: SessionConfig, depth: int) -> None:
         """Raises `UsageError` where a page can close without anything giving way."""
         shape = self._bundle.config.cache_shape
-        needed = budget_for_tokens(shape, config.plan, depth, threads=self._threads)
+        needed = budget_for_tokens(
+            shape,
+            config.plan,
+            depth,
+            context_tokens=config.context_tokens,
+            threads=self._threads,
+            policy=config.policy,
+        )
         if config.budget_bytes >= needed:
             raise UsageError(
                 f"--kv-budget {setting.budget} is {format_bytes(config.budget_bytes)}, and "
