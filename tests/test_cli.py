@@ -709,3 +709,19 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "stdout", stream)
         output.print_data("a\x1b[31m\tb")
         assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "package"), [("serve", "uvicorn"), ("bench --suite chat", "textual")]
+)
+def test_a_missing_extra_is_named(words: str, package: str) -> None:
+    """In an installation without it, which `None` among the modules stands for."""
+    program = (
+        "import sys; sys.modules[sys.argv[1]] = None; from kvq_apps.cli import main; "
+        "sys.exit(main(sys.argv[2:]))"
+    )
+    command = [sys.executable, "-c", program, package, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    wanted = f"this needs {package}; install it with `pip install kvq-runtime[apps]`"
+    assert done.stderr == f"error: {wanted}\n"

@@ -6,6 +6,8 @@ Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 re
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO, TextIOWrapper
 from typing import Any, NoReturn
@@ -24,6 +26,14 @@ COMMANDS = {
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
     "inspect": ("kvq_apps.commands.inspect", "show what a bundle holds"),
     "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
+}
+
+# Packages that come with an extra; a command that lacks one says which.
+EXTRAS = {
+    "apps": ("httpx", "starlette", "textual", "uvicorn"),
+    "export": ("huggingface_hub",),
+    "gguf": ("gguf", "llama_cpp"),
+    "plot": ("matplotlib",),
 }
 
 SHELLS = ("bash", "zsh", "fish")
@@ -57,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         _set_up_logging(debug=arguments.debug)
         if getattr(arguments, "offline", False):
             stay_offline()
-        return arguments.run(arguments)
+        with _extras_named():
+            return arguments.run(arguments)
     except KvqError as error:
         _debug_traceback(argv)
         return _report(error, argv, error.exit_code)
@@ -71,6 +82,21 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
         _debug_traceback(argv)
         return _report(error, argv, 1)
+
+
+@contextmanager
+def _extras_named() -> Iterator[None]:
+    """Turns the absence of an optional package into what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        raise UsageError(
+            f"this needs {package}; install it with `pip install kvq-runtime[{extra}]`"
+        ) from error
 
 
 def build_parser(chosen: str | None = None) -> ArgumentParser:

@@ -109,12 +109,7 @@ def _run_serve(arguments: Namespace) -> int:
     for flag in ("peer", "plot", "shape", "kv-policy"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite serve knows no --{flag}; leave it out")
-    try:
-        from kvq_apps.bench import machine, serving
-    except ImportError as error:
-        raise UsageError(
-            f"--suite serve needs {error.name}; install it with `pip install kvq-runtime[apps]`"
-        ) from error
+    from kvq_apps.bench import machine, serving
 
     files = _files(arguments)
     job = serving.ServeJob(
@@ -139,12 +134,7 @@ def _run_serve(arguments: Namespace) -> int:
 
 def _run_chat(arguments: Namespace) -> int:
     """The suite `chat`."""
-    try:
-        from kvq_apps.bench import chat_app, machine
-    except ImportError as error:
-        raise UsageError(
-            f"--suite chat needs {error.name}; install it with `pip install kvq-runtime[apps]`"
-        ) from error
+    from kvq_apps.bench import chat_app, machine
 
     job = chat_app.ChatJob(
         **options.given(arguments, repeat="repeat"),

@@ -62,14 +62,9 @@ def run(arguments: Namespace) -> int:
         return _stop(arguments)
     if arguments.name is not None and options.written(arguments, "model"):
         raise UsageError("give the model once: as [MODEL] or with -m")
-    try:
-        from kvq_apps.serve.server import Server
-    except ImportError as error:
-        raise UsageError(
-            f"`kvq serve` needs {error.name}; install it with `pip install kvq-runtime[apps]`"
-        ) from error
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.loading import load
+    from kvq_apps.serve.server import Server
 
     settings: dict[str, Any] = options.given(
         arguments,
