@@ -21,9 +21,10 @@ Layers differ in what an error costs in the end: calibration at export measures 
 error (`Evidence.sensitivity`). Uncalibrated, an error counts relative to the layer's mean output,
 and `EDGE` times as much in the first and last layer.
 
-Pages about to enter are pages like others: nobody has looked at them, so each is priced as the newest
-of its stream are, and enters at the widths that price affords. Room for a page at 8:8 would be taken
-from pages that need it more (0.0068 nats with it and 0.0051 without, at a quarter of the bytes).
+Pages about to enter are pages like others: nobody has looked at them, so each is priced as the
+newest of its stream are, and enters at the widths that price affords. Room for a page at 8:8 would
+be taken from pages that need it more (0.0068 nats with it, 0.0051 without, at a quarter of the
+bytes).
 
 Sensitivities after QAQ (arXiv 2403.04643); convex-hull allocation as in rate-distortion theory
 (Shoham and Gersho, 1988); the prior, the calibration in nats and the price of what enters are ours.
