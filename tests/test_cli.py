@@ -513,9 +513,11 @@ def test_export_prints_a_table_and_progress_apart(
 def test_an_interrupted_export_leaves_no_half_bundle(
     number: signal.Signals, checkpoint: Path, home: dict[str, str], tmp_path: Path
 ) -> None:
-    # It stops itself where half of the weights are written.
+    # It stops itself where half of the weights are written. A process whose parent ignores Ctrl-C
+    # would ignore it too.
     program = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvq_apps import output\n"
         "from kvq_apps.cli import main\n"
         "def stop(self, done, total, label=''):\n"

@@ -501,7 +501,8 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
             return server.engine.queue == (0, 0) and saved.writer.has_room
 
         mixed(server, 100)
-        wait_until(quiet)
+        # The thread that writes sessions begins with the first of them.
+        wait_until(lambda: saved.saved and quiet())
         files, threads, before = held()
         mixed(server, 1000)
         wait_until(quiet)
