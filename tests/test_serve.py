@@ -506,7 +506,9 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
         files, threads, before = held()
         mixed(server, 1000)
         wait_until(quiet)
-        wait_until(lambda: held()[0] <= files and held()[1] <= threads)
+        # Each kind came a hundred times, so what any of them leaves would be a hundred; a few
+        # descriptors and threads come and go by themselves.
+        wait_until(lambda: held()[0] < files + 10 and held()[1] < threads + 10)
         assert held()[2] - before < max(4 << 20, before // 50)
         assert server.engine._runs == {}
         assert server.engine._arriving == []
