@@ -7,8 +7,9 @@
 
 namespace kvq {
 
-// A snapshot: this header, the widths pages enter at, the columns, widths and history of every entry, the tail's rows in use, the
-// probes, then every page's bytes. It names no place in the arena, so what is held alone decides its bytes.
+// A snapshot: this header, the widths pages enter at, the columns, widths and history of every entry,
+// the tail's rows in use, the probes, then every page's bytes. It names no place in the arena, so what
+// is held alone decides its bytes.
 namespace {
 struct Header {
     kvq_config config;

@@ -46,9 +46,9 @@ class KvPlan:
     """Widths a page is closed at, and how many tokens stay in floating point.
 
     `k_bits` and `v_bits` are each 8, 4 or 2, or both 16: nothing is quantised then and every
-    token stays in the floating-point tail. The first `sink_tokens` always do, so do
-    those that do not fill a page yet, and in a cache that has bytes for its whole context the
-    `tail_tokens` before these.
+    token stays in the floating-point tail. The first `sink_tokens` always do, and the newest
+    that do not fill a page yet; in a cache with bytes for its whole context also the `tail_tokens`
+    before these.
     """
 
     k_bits: int = 4
