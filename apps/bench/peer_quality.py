@@ -1,6 +1,6 @@
 """How far each engine's quantised KV cache moves its own predictions, and what the cache costs.
 
-    python tests/bench/peer_quality.py CHECKPOINT TEXT --context 2048 --json FILE
+    python apps/bench/peer_quality.py CHECKPOINT TEXT --context 2048 --json FILE
 
 Every engine runs the checkpoint with weights that its caches share and is compared with itself
 holding an unquantised cache, on the same windows of the same text, so that only the cache differs:

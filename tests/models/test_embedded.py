@@ -19,7 +19,7 @@ from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 
 MODELS = Path(kvq_models.__path__[0])
-SOURCE = (Path(__file__).parent / "pairs.py").read_text(encoding="utf-8")
+SOURCE = (Path(__file__).parents[1] / "support" / "pairs.py").read_text(encoding="utf-8")
 embedded = pytest.mark.parametrize("name", ["default", "nano"])
 
 

@@ -1,7 +1,7 @@
 """How the screen looks: the app's own SVG picture, read back as text and styles, against files.
 
 A cell's colours are named after the theme's variables, so that a Textual that moves a shade breaks
-nothing here. `python tests/chat/test_chat_snapshots.py` draws the files anew; read their diff.
+nothing here. `python tests/apps/chat/test_chat_snapshots.py` draws the files anew; read their diff.
 """
 
 import re
