@@ -17,9 +17,8 @@ from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import ReplyStats
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
-from kvq_apps.interrupt import interruptible
+from kvq_apps.interrupt import INTERRUPTED, interruptible
 
-INTERRUPTED = 130
 POLL_S = 0.02
 Show = Callable[[str], None]
 

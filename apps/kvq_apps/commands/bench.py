@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import UsageError
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import Job
@@ -20,32 +20,32 @@ DEFAULT_PRESSED_CONTEXTS = (4096,)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
-    options.add_flags(
+    flags.add_flags(
         parser, "model", "offline", "context",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
     )  # fmt: skip
-    options.add_flags(parser, "shape")
+    flags.add_flags(parser, "shape")
     parser.add_argument(
         "--threads",
         metavar="N,..",
-        type=options.wholes,
+        type=flags.wholes,
         help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
     )
-    options.add_flags(parser, "peer", "plot", plot="draw decode over context")
+    flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
     cache = parser.add_argument_group("cache")
-    options.add_flags(
-        cache, *options.KV_WIDTHS, "kv",
+    flags.add_flags(
+        cache, *flags.KV_WIDTHS, "kv",
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         cache, "kv-policy", "kv-budget",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
     )  # fmt: skip
-    options.add_flags(parser, "suite")
+    flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    options.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
+    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
 
 
 def run(arguments: Namespace) -> int:
@@ -214,7 +214,7 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
         raise UsageError(
             "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
         )
-    policies = tuple(dict.fromkeys(options.policies(arguments.kv_policy or DEFAULT_POLICY)))
+    policies = tuple(dict.fromkeys(flags.policies(arguments.kv_policy or DEFAULT_POLICY)))
     for policy in policies:
         policy_named(policy)
     parse_budget(arguments.kv_budget)

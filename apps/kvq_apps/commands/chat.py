@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
 from kvq.errors import UsageError
-from kvq_apps import configuration, options, output, text_input
+from kvq_apps import configuration, flags, options, output, text_input
 
 if TYPE_CHECKING:
     from kvq_apps.chat.client import ChatClient
@@ -20,12 +20,12 @@ FAKE = "fake:"
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq chat`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
-    options.add_flags(parser, *options.ENGINE_FLAGS, "server", "api-key")
-    options.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter")
-    options.add_flags(parser, "predict", predict=PREDICT_HELP)
-    options.add_flags(parser.add_argument_group("chats"), *options.CHAT_FLAGS)
-    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
-    options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS, "server", "api-key")
+    flags.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter")
+    flags.add_flags(parser, "predict", predict=PREDICT_HELP)
+    flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)
 

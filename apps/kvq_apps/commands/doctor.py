@@ -1,7 +1,6 @@
 """`kvq doctor`: what this installation found, and what it will use."""
 
 import platform
-import re
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import kvq
 from kvq.errors import KvqError
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
@@ -25,7 +24,7 @@ SECRETS = ("api-key",)
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq doctor`."""
-    options.add_flags(parser, "model", "threads", "config", "paths")
+    flags.add_flags(parser, "model", "threads", "config", "paths")
 
 
 def run(arguments: Namespace) -> int:
@@ -198,17 +197,11 @@ def _settings() -> Iterator[dict[str, Any]]:
         yield {
             "setting": setting,
             "value": value,
-            "shown": _default(name) if found is None else _text(value),
+            "shown": flags.FLAGS[name].shown_default() or "-" if found is None else _text(value),
             "origin": "default" if found is None else found.origin,
             "flag": f"--{name}",
             "variable": environment_name(name),
         }
-
-
-def _default(name: str) -> str:
-    """What a flag's help says of its default."""
-    said = re.search(r"\(default: (.*)\)", options.FLAGS[name].help)
-    return said[1].replace("%%", "%") if said else "-"
 
 
 def _version(package: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.config import parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.evaluation.asked import Asked
@@ -37,25 +37,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
         ".xz); a first word that is no file is the model",
     )
-    options.add_flags(parser, *options.ENGINE_FLAGS)
-    options.add_flags(
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
+    flags.add_flags(
         parser, "task", "context", "max-tokens", "depths", "trials", "seed",
-        context="tokens per window (default: 2048); passkey and retrieval take a list of lengths",
-        seed="seed of look-ups and of the choice of lines (default: 0)",
+        context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
+        "passkey and retrieval take a list of lengths",
+        seed="seed of look-ups and of the choice of lines "
+        "(default: {kvq_apps.evaluation.asked:Asked.seed})",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         parser.add_argument_group("filling in lines"),
         "limit", "predict", "execute", "baseline",
-        predict="tokens of a line at most (default: 64)",
+        predict="tokens of a line at most (default: {kvq_apps.evaluation.asked:Asked.line_tokens})",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         parser.add_argument_group("many settings"),
         "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
         plot="sweep: draw quality over bytes",
     )  # fmt: skip
-    options.add_flags(
-        parser.add_argument_group("cache"), *options.KV_FLAGS,
+    flags.add_flags(
+        parser.add_argument_group("cache"), *flags.KV_FLAGS,
         kv="both at once, such as 4:2; fp: an unquantised cache; --table takes several",
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from kvq import __version__
 from kvq.config import parse_budget
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
-    options.add_flags(parser, *options.ENGINE_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
     others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
     others.add_argument("--status", action="store_true", help="list your servers and end")
     others.add_argument(
@@ -36,22 +36,22 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="end your server, of several the one at --port or --socket: answers may end within "
         "its --grace, sessions are saved",
     )
-    options.add_flags(parser.add_argument_group("where"), *options.SERVE_FLAGS)
+    flags.add_flags(parser.add_argument_group("where"), *flags.SERVE_FLAGS)
     cache = parser.add_argument_group(
         "cache",
         "All sessions together hold exactly --sessions times --kv-budget bytes, taken at the "
         "start. More conversations than that take turns: the one unused for longest goes to disk "
         "and comes back without being read again.",
     )
-    options.add_flags(cache, "sessions", "sessions-disk", "queue", "chunk-tokens", "ctx-size")
-    options.add_flags(
+    flags.add_flags(cache, "sessions", "sessions-disk", "queue", "chunk-tokens", "ctx-size")
+    flags.add_flags(
         cache,
-        *options.KV_FLAGS,
+        *flags.KV_FLAGS,
         kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of its fp16 size "
-        "(default: what 8192 tokens need)",
+        "(default: what {kvq_runtime.budget:DEFAULT_TOKENS} tokens need)",
     )
     sampling = parser.add_argument_group("sampling, where a request does not say")
-    options.add_flags(sampling, *(flag for flag in options.SAMPLING_FLAGS if flag != "seed"))
+    flags.add_flags(sampling, *(flag for flag in flags.SAMPLING_FLAGS if flag != "seed"))
 
 
 def run(arguments: Namespace) -> int:
