@@ -31,7 +31,7 @@ COMMANDS = {
 
 # Packages that come with an extra; a command that lacks one says which.
 EXTRAS = {
-    "apps": ("httpx", "starlette", "textual", "uvicorn"),
+    "apps": ("markdown_it", "pygments", "rich", "starlette", "textual", "uvicorn"),
     "export": ("huggingface_hub",),
     "gguf": ("gguf", "llama_cpp"),
     "plot": ("matplotlib",),

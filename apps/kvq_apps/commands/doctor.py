@@ -16,7 +16,7 @@ from kvq_apps import flags, options, output
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
-    "huggingface-hub", "starlette", "uvicorn", "httpx", "textual",
+    "huggingface-hub", "starlette", "uvicorn", "textual", "markdown-it-py", "pygments",
 )  # fmt: skip
 EDITORS = ("nvim", "vim", "code", "codium", "emacs", "hx", "zed", "subl")
 SECRETS = ("api-key",)
