@@ -401,25 +401,25 @@ FLAGS: dict[str, Flag] = {
         metavar="N",
         read=whole,
         help="draft rows attention is verified with, 1 to 8",
-        default="{kvq_apps.bench.measure:Job.rows}",
+        default="{kvq_apps.bench.measure:SpeedJob.rows}",
     ),
     "repeat": Flag(
         metavar="N",
         read=whole,
         help="rounds of three timed decode steps",
-        default="{kvq_apps.bench.measure:Job.repeat}",
+        default="{kvq_apps.bench.measure:SpeedJob.repeat}",
     ),
     "prefill": Flag(
         metavar="N",
         read=whole,
         help="tokens added to each depth at once",
-        default="{kvq_apps.bench.measure:Job.prefill_tokens}",
+        default="{kvq_apps.bench.measure:SpeedJob.prefill_tokens}",
     ),
     "prefill-limit": Flag(
         metavar="S",
         read=number,
         help="leave out a prefill of more seconds",
-        default="{kvq_apps.bench.measure:Job.prefill_limit_s}",
+        default="{kvq_apps.bench.measure:SpeedJob.prefill_limit_s}",
     ),
     # serving
     "host": Flag(

@@ -3,7 +3,7 @@
 Knows how to fill a cache without weights; measures nothing.
 """
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import cast
@@ -27,7 +27,7 @@ class KvqEngine:
 
     name = "kvq"
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
@@ -104,7 +104,7 @@ class KvqSequence:
         self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`; a long input goes through in chunks, as in a session."""
+        """See `MeasuredSequence.forward`; a long input goes through in chunks, as in a session."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -120,11 +120,11 @@ class KvqSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`; trimming would not reopen the pages closed since."""
+        """See `MeasuredSequence.rollback`; trimming would not reopen the pages closed since."""
         self._cache.load_state(self._beginning)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`."""
+        """See `MeasuredSequence.attend`."""
         qkv = self._layers.random_rows(rows)
         positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
         self._cache.begin(rows)
@@ -134,7 +134,7 @@ class KvqSequence:
         return True
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """See `MeasuredSequence.close`."""
         self._cache.close()
         self._beginning = b""
 

@@ -5,8 +5,7 @@ Flash attention is on and weights are repacked, llama.cpp's fast paths. Knows no
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -42,7 +41,7 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
 
-    def __init__(self, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, files: ModelFiles, *, threads: int, settings: Sequence[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
             self._backend = LlamaCppBackend(_same_weights(cast(Bundle, files)), threads=threads)
@@ -97,7 +96,7 @@ class LlamaCppSequence:
         self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`."""
+        """See `MeasuredSequence.forward`."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -109,15 +108,15 @@ class LlamaCppSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`."""
+        """See `MeasuredSequence.rollback`."""
         self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`; its attention is inside the graph."""
+        """See `MeasuredSequence.attend`; its attention is inside the graph."""
         return False
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """See `MeasuredSequence.close`."""
         self._cache.close()
 
     def _fill(self, plan: KvPlan) -> None:

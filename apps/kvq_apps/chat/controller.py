@@ -25,7 +25,7 @@ from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 
 LEAVE_WITHIN_S = 3.0
-Job = Callable[[], Awaitable[None]]
+_Job = Callable[[], Awaitable[None]]
 
 
 class ChatController:
@@ -42,7 +42,7 @@ class ChatController:
             view, self.engine, self.history, self.conversation, settings.snapshots
         )
         self._view = view
-        self._jobs: list[Job] = []
+        self._jobs: list[_Job] = []
         self._wake = Event()
         self._busy = False
 
@@ -70,7 +70,7 @@ class ChatController:
             self._wake.clear()
             await self._wake.wait()
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> _Job | None:
         """What was asked for first; a lost engine is looked for before messages are answered."""
         if self._jobs:
             return self._jobs.pop(0)
@@ -80,7 +80,7 @@ class ChatController:
             return partial(self._replies.answer, self.queue.pop(0))
         return None
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: _Job) -> None:
         self._busy = True
         self._view.changed()
         try:
@@ -91,7 +91,7 @@ class ChatController:
             self._busy = False
             self.engine.rest()
 
-    def do(self, job: Job) -> None:
+    def do(self, job: _Job) -> None:
         """Queues `job`; what streams now is stopped for it."""
         self.engine.cancel()
         self._jobs.append(job)

@@ -9,7 +9,7 @@ from kvq.errors import UsageError
 from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
-    from kvq_apps.bench.measure import Job
+    from kvq_apps.bench.measure import SpeedJob
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
@@ -179,12 +179,12 @@ def _files(arguments: Namespace) -> "ModelFiles":
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
-def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "Job":
-    from kvq_apps.bench.measure import Job
+def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
+    from kvq_apps.bench.measure import SpeedJob
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
-    return Job(
+    return SpeedJob(
         contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
         kv=kv,
         kv_policy=policies,
