@@ -17,6 +17,7 @@ from kvq.errors import KvqError, UsageError
 from kvq.settings import environment, stay_offline
 from kvq_apps import flags, layers, output
 from kvq_apps.interrupt import INTERRUPTED
+from kvq_apps.owners import HelpText
 
 COMMANDS = {
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
@@ -45,7 +46,7 @@ class Parser(ArgumentParser):
     """An argument parser whose complaints are `UsageError`s."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=flags.HelpText, **options)
+        super().__init__(formatter_class=HelpText, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")

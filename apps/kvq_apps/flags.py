@@ -1,51 +1,18 @@
 """The flags every command shares: one table. Names the `KVQ_*` twin of each; runs nothing.
 
 A command lists the names it wants with `add_flags`. Where a value comes from is told in `layers`,
-what it means in `options`. A default belongs to a component: a flag names its owner, as
-`module:NAME` or `module:Class.field`, which is imported once the help is printed.
+what it means in `options`.
 """
 
-import re
-from argparse import Action, ArgumentParser, ArgumentTypeError, HelpFormatter, _ArgumentGroup
+from argparse import ArgumentParser, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, overload
+from typing import Any
 
-from kvq.formats import format_bytes
 from kvq.settings import environment_name
-
-
-def owned(owner: str) -> Any:
-    """The value of `module:NAME`, or the default of the dataclass field `module:Class.field`."""
-    module, _, path = owner.partition(":")
-    name, _, row = path.partition(".")
-    value = getattr(import_module(module), name)
-    return value.__dataclass_fields__[row].default if row else value
-
-
-class Owned(Sequence[str]):
-    """The choices that a component's table or `Literal` has, after some of our own."""
-
-    def __init__(self, owner: str, *first: str) -> None:
-        self._owner = owner
-        self._first = first
-
-    def _names(self) -> tuple[str, ...]:
-        value = owned(self._owner)
-        return (*self._first, *(get_args(value) or value))
-
-    def __len__(self) -> int:
-        return len(self._names())
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        return self._names()[index]
+from kvq_apps.flag_values import names, number, numbers, policies, shares, whole, wholes
+from kvq_apps.owners import Owned, filled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +20,7 @@ class Flag:
     """One flag: how it is read and what it says. `switch` takes no value, `repeats` collects.
 
     `setting` is its `section.key` in a configuration file; None: only a command line says it.
-    `default` is what holds without a value; there, as in `help`, `{owner}` is what `owned` finds.
+    `default` is what holds without a value; there, as in `help`, `{owner}` is what it owns.
     """
 
     help: str
@@ -69,83 +36,6 @@ class Flag:
     def shown_default(self) -> str:
         """The default in words; empty for a flag that has none."""
         return filled(self.default)
-
-
-class HelpText(HelpFormatter):
-    """Help whose `{owner}`s are looked up when it is printed."""
-
-    def _get_help_string(self, action: Action) -> str:
-        return filled(action.help or "")
-
-
-def filled(text: str) -> str:
-    """`text` with what `owned` finds for each `{owner}`."""
-    return re.sub(r"\{([\w.]+:[\w.]+)\}", lambda found: _shown(owned(found[1])), text)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:g}"
-    return format_bytes(value) if isinstance(value, int) and value >= 1 << 20 else str(value)
-
-
-def whole(text: str) -> int:
-    """A whole number, as a flag's value."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def number(text: str) -> float:
-    """A number, as a flag's value."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def wholes(text: str) -> tuple[int, ...]:
-    """`"64,4096"` -> (64, 4096)."""
-    return tuple(whole(part) for part in text.split(","))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """`"kld,fim"` -> ("kld", "fim")."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def policies(text: str) -> tuple[str, ...]:
-    """`"oldest,h2o:keep=1,recent=2"` -> ("oldest", "h2o:keep=1,recent=2")."""
-    found: list[str] = []
-    for part in text.split(","):
-        if "=" in part and ":" not in part.partition("=")[0] and found:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return tuple(found)
-
-
-def shares(text: str) -> tuple[Fraction, ...]:
-    """`"1/2,0.25,10%"` -> their fractions, each above 0."""
-    return tuple(_share(part.strip()) for part in text.split(","))
-
-
-def _share(text: str) -> Fraction:
-    try:
-        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
-    if share <= 0:
-        raise ArgumentTypeError(f"{text!r} is not a share above 0, such as 1/4, 0.25 or 25%")
-    return share
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """`"0,0.5,1"` -> (0.0, 0.5, 1.0)."""
-    return tuple(number(part) for part in text.split(","))
 
 
 FLAGS: dict[str, Flag] = {

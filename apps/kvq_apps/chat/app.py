@@ -296,9 +296,7 @@ class ChatApp(App[None]):
         """Lists the chats."""
         self.pick("")
 
-    def action_search(self) -> None:
-        """Searches all chats."""
-        self.pick("")
+    action_search = action_resume
 
     def pick(self, text: str) -> None:
         """Lists the chats that have `text`, to open one."""

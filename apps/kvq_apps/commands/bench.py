@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import UsageError
-from kvq_apps import flags, options, output
+from kvq_apps import flag_values, flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import SpeedJob
@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         metavar="N,..",
-        type=flags.wholes,
+        type=flag_values.wholes,
         help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
     )
     flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
@@ -214,7 +214,7 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
         raise UsageError(
             "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
         )
-    policies = tuple(dict.fromkeys(flags.policies(arguments.kv_policy or DEFAULT_POLICY)))
+    policies = tuple(dict.fromkeys(flag_values.policies(arguments.kv_policy or DEFAULT_POLICY)))
     for policy in policies:
         policy_named(policy)
     parse_budget(arguments.kv_budget)

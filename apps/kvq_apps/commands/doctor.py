@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ def _print(report: dict[str, Any], *, as_json: bool) -> int:
 
 def _report(arguments: Namespace) -> dict[str, Any]:
     from kvq import native
+    from kvq_apps.bench import machine
     from kvq_runtime import backends, device, huge_pages
 
     runs = {kind.name: _runner(kind) for kind in (_Kind("bundle"), _Kind("gguf"))}
@@ -60,7 +60,7 @@ def _report(arguments: Namespace) -> dict[str, Any]:
         "kvq": kvq.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: machine.version(name) for name in PACKAGES},
         "native": _native(native.library_path()),
         "backend": runs["bundle"]["backend"],
         "runs": runs,
@@ -202,13 +202,6 @@ def _settings() -> Iterator[dict[str, Any]]:
             "flag": f"--{name}",
             "variable": environment_name(name),
         }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _text(value: object) -> str:
