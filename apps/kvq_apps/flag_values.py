@@ -1,7 +1,10 @@
-"""How the texts of flags, variables and settings are read as numbers, names and shares."""
+"""How the texts of flags, variables and settings are read: by what their metavar is."""
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 
 def whole(text: str) -> int:
@@ -59,3 +62,12 @@ def _share(text: str) -> Fraction:
 def numbers(text: str) -> tuple[float, ...]:
     """`"0,0.5,1"` -> (0.0, 0.5, 1.0)."""
     return tuple(number(part) for part in text.split(","))
+
+
+# Values of any other metavar stay text.
+READERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("N", "BITS"), whole),
+    **dict.fromkeys(("T", "P", "X", "S"), number),
+    "N,..": wholes, "X,..": numbers, "SHARE,..": shares, "NAME,..": names, "POLICY,..": policies,
+    "FILE.png": Path,
+}  # fmt: skip

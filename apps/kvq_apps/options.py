@@ -52,6 +52,18 @@ def kv_bits(arguments: Namespace) -> dict[str, int]:
     return {"k_bits": k_bits, "v_bits": v_bits} | bits
 
 
+def model_name(arguments: Namespace) -> str | None:
+    """The model, as a word of its own or as -m. Raises `UsageError` for both."""
+    if arguments.name is not None and written(arguments, "model"):
+        raise UsageError("the model is given twice; give the model once, as [MODEL] or with -m")
+    return arguments.model if arguments.name is None else arguments.name
+
+
+def engine_options(arguments: Namespace) -> dict[str, Any]:
+    """Keyword arguments of `Engine.open`, all but the model."""
+    return given(arguments, threads="threads", backend="backend")
+
+
 def session_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.session` as the KV flags ask for them."""
     return kv_bits(arguments) | given(

@@ -6,9 +6,10 @@ It may be slow to import, so it is looked up when the help is printed or a value
 
 import re
 from argparse import Action, HelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from importlib import import_module
-from typing import Any, get_args, overload
+from itertools import chain
+from typing import Any, get_args
 
 from kvq.formats import format_bytes
 
@@ -21,26 +22,22 @@ def owned(owner: str) -> Any:
     return value.__dataclass_fields__[row].default if row else value
 
 
-class Owned(Sequence[str]):
+class Owned(Collection[str]):
     """The choices that a component's table or `Literal` has, after some of our own."""
 
     def __init__(self, owner: str, *first: str) -> None:
         self._owner = owner
         self._first = first
 
-    def _names(self) -> tuple[str, ...]:
+    def __iter__(self) -> Iterator[str]:
         value = owned(self._owner)
-        return (*self._first, *(get_args(value) or value))
+        return chain(self._first, get_args(value) or value)
 
     def __len__(self) -> int:
-        return len(self._names())
+        return len(tuple(self))
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        return self._names()[index]
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
 
 
 class HelpText(HelpFormatter):
@@ -60,4 +57,9 @@ def _shown(value: Any) -> str:
         return ",".join(map(str, value))
     if isinstance(value, float):
         return f"{value:g}"
-    return format_bytes(value) if isinstance(value, int) and value >= 1 << 20 else str(value)
+    # As a flag takes it: 2GiB.
+    return (
+        format_bytes(value).replace(".00 ", "")
+        if isinstance(value, int) and value >= 1 << 20
+        else str(value)
+    )

@@ -28,8 +28,7 @@ from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.settings import ChatSettings
-
-Progress = Callable[[float, float, str], None]
+from kvq_apps.output import Shown
 
 SIZE = (100, 40)
 POLL_S = 0.02
@@ -69,7 +68,7 @@ class SinkDriver(HeadlessDriver):
         self.seen(data)
 
 
-def measure(job: ChatJob, progress: Progress) -> dict[str, Any]:
+def measure(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """The numbers of a stream and of openings, by name; times in milliseconds."""
     return asyncio.run(_streamed(job, progress)) | asyncio.run(_opened(job, progress))
 
@@ -97,7 +96,7 @@ def _endless_words() -> Iterator[str]:
         yield "\n\n"
 
 
-async def _streamed(job: ChatJob, progress: Progress) -> dict[str, Any]:
+async def _streamed(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """Busy share, echo of keys and lag behind the engine while a reply streams."""
     engine_s: list[float] = []
 
@@ -135,7 +134,7 @@ async def _streamed(job: ChatJob, progress: Progress) -> dict[str, Any]:
     }
 
 
-async def _opened(job: ChatJob, progress: Progress) -> dict[str, Any]:
+async def _opened(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """How long a saved chat takes from the key that opens it to its text on the screen."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "chats.sqlite3"

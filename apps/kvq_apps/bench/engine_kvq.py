@@ -40,7 +40,7 @@ class KvqEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        """See `Engine.sequence`."""
+        """See `MeasuredEngine.sequence`."""
         tokens = depth + room
         config = SessionConfig(
             plan=self._plan(setting.kv),
@@ -56,7 +56,7 @@ class KvqEngine:
         return KvqSequence(self._backend, cache, self._bundle.config)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
+        """See `MeasuredEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
         shape, plan = self._bundle.config.cache_shape, self._plan(setting.kv)
         if setting.budget is None:
             return budget_for_tokens(shape, plan, tokens, threads=self._threads)
@@ -65,7 +65,7 @@ class KvqEngine:
         return budget_bytes(budget, shape, plan, tokens, threads=self._threads, policy=policy)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `MeasuredEngine.close`."""
         self._backend.close()
 
     def _check_pressure(self, setting: Setting, config: SessionConfig, depth: int) -> None:

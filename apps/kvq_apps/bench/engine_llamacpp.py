@@ -60,7 +60,7 @@ class LlamaCppEngine:
         return llama_library.missing()
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
-        """See `Engine.sequence`."""
+        """See `MeasuredEngine.sequence`."""
         plan = self._plans[setting.kv]
         request = SessionRequest(
             k_bits=plan.k_bits,
@@ -72,11 +72,11 @@ class LlamaCppEngine:
         return LlamaCppSequence(self._backend, cache, plan, depth)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`."""
+        """See `MeasuredEngine.cache_bytes`."""
         return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `MeasuredEngine.close`."""
         self._backend.close()
 
 

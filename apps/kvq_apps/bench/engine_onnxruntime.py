@@ -46,16 +46,16 @@ class OnnxRuntimeEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
-        """See `Engine.sequence`."""
+        """See `MeasuredEngine.sequence`."""
         session = self._sessions[setting.kv]
         return OnnxRuntimeSequence(session, self._config, setting.kv, depth, room)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`."""
+        """See `MeasuredEngine.cache_bytes`."""
         return tokens * _bytes_per_token(self._config, setting.kv)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `MeasuredEngine.close`."""
         self._sessions.clear()
 
 

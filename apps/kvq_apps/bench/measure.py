@@ -23,10 +23,9 @@ from kvq_apps.bench.engines import (
     open_engine,
     own_engine,
 )
+from kvq_apps.output import Shown
 from kvq_runtime import device
 from kvq_runtime.backends import ModelFiles
-
-Progress = Callable[[float, float, str], None]
 
 # A visit takes one step to bring the engine's weights and threads back, then times these.
 STEPS_PER_VISIT = 3
@@ -143,7 +142,7 @@ class Case:
 
 
 def measure(
-    files: ModelFiles, job: SpeedJob, threads: int, progress: Progress
+    files: ModelFiles, job: SpeedJob, threads: int, progress: Shown
 ) -> list[dict[str, Any]]:
     """The rows of all engines at `threads` threads, by depth, ours first."""
     with ExitStack() as stack:
@@ -178,7 +177,7 @@ def _measure_group(
     job: SpeedJob,
     contexts: Sequence[int],
     threads: int,
-    progress: Progress,
+    progress: Shown,
 ) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         cases: list[Case] = []
@@ -204,7 +203,7 @@ def _measure_group(
         return [case.row(job) for case in cases]
 
 
-def _decode(cases: Sequence[Case], job: SpeedJob, progress: Progress) -> None:
+def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     token = np.zeros(1, np.int64)
     samples, steps = job.visit
 
@@ -222,7 +221,7 @@ def _decode(cases: Sequence[Case], job: SpeedJob, progress: Progress) -> None:
         case.sequence.rollback()
 
 
-def _attention(cases: Sequence[Case], job: SpeedJob, progress: Progress) -> None:
+def _attention(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     willing = [case for case in cases if case.sequence.attend(1)]
     for turn, case in _turns(willing, job.repeat):
         progress(turn, job.repeat * len(willing), f"attention at {case.context}")
@@ -232,7 +231,7 @@ def _attention(cases: Sequence[Case], job: SpeedJob, progress: Progress) -> None
             case.attention_s.setdefault(rows, []).append(seconds)
 
 
-def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Progress) -> None:
+def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     """From shallow to deep, so that a prefill too long is foreseen by the one before."""
     ids = np.arange(job.prefill_tokens, dtype=np.int64) % 64
     before: dict[str, Case] = {}

@@ -132,8 +132,7 @@ class ChatController:
         self._view.set_theme(theme or "")
         chat_id = self.settings.chat_id
         if chat_id is None and self.settings.latest:
-            latest = await self.history.read(lambda history: history.chats(1))
-            chat_id = latest[0].id if latest else None
+            chat_id = await self.history.read(History.latest)
         if chat_id is not None:
             await self._show_chat(chat_id)
 
@@ -232,7 +231,7 @@ class ChatController:
 
     async def _leave_chat(self) -> None:
         await self._kv_files.save()
-        self._replies.new_chat()
+        self._replies.warned_full = False
         if self.engine.facts is not None:
             await self.engine.call(self.engine.client.begin)
 

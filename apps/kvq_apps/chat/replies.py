@@ -8,20 +8,20 @@ from kvq_apps.chat import fitting
 from kvq_apps.chat.client import ContextFullError, EngineLostError, News, Turn
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import EngineLink
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 from kvq_apps.chat.visible import storable
 
 AGAIN = "Enter in the empty prompt asks again"
-_STATES = {"cancelled": "stopped", "stop": "done"}
 
 
 class Replies:
     """Answers the branch of `conversation` that is shown.
 
-    `begin_anew` is called with a question that the user wants answered in a new chat.
+    `begin_anew` is called with a question that the user wants answered in a new chat. A context
+    that is nearly full is told once, then it is `warned_full`.
     """
 
     def __init__(
@@ -37,11 +37,7 @@ class Replies:
         self._conversation = conversation
         self._settings = settings
         self._begin_anew = begin_anew
-        self._warned_full = False
-
-    def new_chat(self) -> None:
-        """The next reply is another chat's."""
-        self._warned_full = False
+        self.warned_full = False
 
     async def answer(self, text: str) -> None:
         """Adds the user's message and answers it."""
@@ -79,7 +75,8 @@ class Replies:
         left_out = self._conversation.left_out
         while True:
             try:
-                reason = await self._stream(self._turn(), self._drain)
+                turn = self._settings.turn(self._conversation.context())
+                reason = await self._stream(turn, self._drain)
             except ContextFullError as error:
                 way = way or await self._ask_what_goes(error)
                 if way not in ("trim", "summarise"):
@@ -89,16 +86,7 @@ class Replies:
                 continue
             if self._conversation.left_out != left_out:
                 self.tell_left_out()
-            return _STATES.get(reason, reason)
-
-    def _turn(self) -> Turn:
-        settings = self._settings
-        return Turn(
-            messages=self._conversation.context(),
-            sampling=settings.sampling,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed,
-        )
+            return state_after(reason)
 
     async def _stream(self, turn: Turn, show: Callable[[News], None]) -> str:
         """Has the client answer `turn`; returns why it ended."""
@@ -179,6 +167,6 @@ class Replies:
         share = context_share(self._engine.facts, self._engine.stats)
         if state == "length" and share >= 1:
             self._view.say("the context is full: the next message asks what to leave out, or /new")
-        elif share >= WARN_SHARE and not self._warned_full:
-            self._warned_full = True
+        elif share >= WARN_SHARE and not self.warned_full:
+            self.warned_full = True
             self._view.say(f"the context is {share:.0%} full: /new begins a new chat")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvq.errors import UsageError
+from kvq_apps.chat.client import Turn
+from kvq_apps.chat.messages import Message
 from kvq_runtime.config import Sampling, check_seed
 
 
@@ -30,6 +32,15 @@ class ChatSettings:
     warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False
+
+    def turn(self, messages: Sequence[Message], max_tokens: int | None = None) -> Turn:
+        """Asks for a reply to `messages`, of `max_tokens` or as many as the settings say."""
+        return Turn(
+            messages=messages,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            seed=self.seed,
+        )
 
     def change(self, words: str) -> str:
         """`"temp 0.2"` changes one value; returns what it is now. Raises `UsageError`."""

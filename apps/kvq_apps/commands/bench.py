@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
         return _run_serve(arguments)
     if arguments.suite == "chat":
         return _run_chat(arguments)
-    peers = tuple(dict.fromkeys(arguments.peer.split(","))) if arguments.peer else ()
+    peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
 
@@ -77,13 +77,10 @@ def run(arguments: Namespace) -> int:
         )
     found = machine.describe((own, *peers))
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
     rows: list[dict[str, Any]] = []
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
             rows += measure.measure(files, job, count, progress)
-    finally:
-        progress.clear()
     data = report.report(files, job, threads, found, rows)
     if arguments.plot is not None:
         plot.draw(arguments.plot, data)
@@ -119,11 +116,8 @@ def _run_serve(arguments: Namespace) -> int:
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = serving.measure(files, job, options.session_options(arguments), threads, progress)
-    finally:
-        progress.clear()
     data = {"suite": "serve", "machine": found, "threads": threads, **data}
     if arguments.json:
         output.print_json(data)
@@ -142,11 +136,8 @@ def _run_chat(arguments: Namespace) -> int:
     )
     found = machine.describe(())
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = {"suite": "chat", "machine": found, **chat_app.measure(job, progress)}
-    finally:
-        progress.clear()
     if arguments.json:
         output.print_json(data)
     else:

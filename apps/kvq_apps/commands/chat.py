@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
         return _list(settings, arguments)
     if arguments.export is not None or getattr(arguments, "import") is not None:
         return _exchange(settings, arguments)
-    client = _client(arguments, _model(arguments))
+    client = _client(arguments, options.model_name(arguments))
     if not sys.stdin.isatty() or arguments.json:
         return _answer_piped(client, settings, arguments)
     if not sys.stdout.isatty() or environment_settings.terminal_is_dumb():
@@ -118,12 +118,6 @@ def _max_tokens(predict: int | None) -> int | None:
     return predict
 
 
-def _model(arguments: Namespace) -> str | None:
-    if arguments.name is not None and options.written(arguments, "model"):
-        raise UsageError("the model is given twice; write it once, as MODEL or with -m")
-    return arguments.name if arguments.name is not None else arguments.model
-
-
 def _client(arguments: Namespace, model: str | None) -> "ChatClient":
     """The client the flags ask for; nothing heavy is imported before it is opened."""
     if arguments.engine:
@@ -139,7 +133,7 @@ def _client(arguments: Namespace, model: str | None) -> "ChatClient":
 
     return LocalClient(
         model,
-        engine_options=options.given(arguments, threads="threads", backend="backend"),
+        engine_options=options.engine_options(arguments),
         session_options=options.session_options(arguments) | options.given(arguments, seed="seed"),
     )
 
@@ -187,7 +181,7 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
             conversation.adopt(messages)
             output.print_data(conversation.id)
         if arguments.export is not None:
-            chat_id = arguments.cid or next((chat.id for chat in history.chats(1)), None)
+            chat_id = arguments.cid or history.latest()
             if chat_id is None or not history.exists(chat_id):
                 raise UsageError("there is no such chat to export; `kvq chat --list` shows all")
             export_chat(Path(arguments.export).expanduser(), history.branch(chat_id))

@@ -76,7 +76,7 @@ def run(arguments: Namespace) -> int:
     from kvq_runtime.engine import Engine
 
     _check_before_loading(arguments)
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     with Engine.open(resolve_model(model), **engine_options) as engine:
         return mode(engine, arguments, files)
 
@@ -137,8 +137,7 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     open_session = partial(engine.session, **(cache | options.session_options(arguments)))
     exact = UNQUANTIZED.opener(engine.session, context_tokens)
     asked = _asked(arguments, files)
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         # An impossible setting is refused before any work.
         with open_session() as session:
             plan = session.config.plan
@@ -155,8 +154,6 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
         if baseline:
             beaten = asked.baseline(engine.tokenizer, baseline, material.gaps, progress)
             measured.details["baseline"] = beaten
-    finally:
-        progress.clear()
     report = {
         "task": task,
         "model": engine.model.name,
@@ -199,8 +196,7 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     context_tokens = _one_length(engine, arguments)
     asked = _asked(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
     material = asked.material(engine.tokenizer, table.TASKS, context_tokens, texts=files)
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         rows = table.measure_table(
             engine.session,
             material,
@@ -208,8 +204,6 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             context_tokens,
             progress,
         )
-    finally:
-        progress.clear()
     report = {
         "model": engine.model.name,
         "backend": engine.backend.name,
@@ -267,11 +261,8 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             for task in tasks
         },
     )
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         sweep.run(engine.session, material, plan, file, progress)
-    finally:
-        progress.clear()
     if arguments.plot is not None:
         sweep_report.draw_sweep(arguments.plot, file.data)
     if arguments.json:

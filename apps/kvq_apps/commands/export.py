@@ -58,11 +58,8 @@ def run(arguments: Namespace) -> int:
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
     since = perf_counter()
-    progress = output.Progress(quiet=arguments.json and not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
         bundle = export_model(arguments.source, destination, export_options, progress)
-    finally:
-        progress.clear()
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)

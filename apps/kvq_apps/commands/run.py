@@ -49,7 +49,7 @@ def run(arguments: Namespace) -> int:
     from kvq_runtime.engine import Engine
 
     path = resolve_model(model)
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     with (
         Engine.open(path, **engine_options) as engine,
         engine.session(**session_options) as session,
@@ -163,11 +163,8 @@ def _answer(
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
     answer = _Answer()
-    progress = output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048)
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048) as progress:
         complete = session.prefill(ids, progress=progress, cancel=cancel)
-    finally:
-        progress.clear()
     if not complete:
         output.print_note("")
         return answer

@@ -60,8 +60,7 @@ def run(arguments: Namespace) -> int:
         return _status(as_json=arguments.json)
     if arguments.stop_other:
         return _stop(arguments)
-    if arguments.name is not None and options.written(arguments, "model"):
-        raise UsageError("give the model once: as [MODEL] or with -m")
+    model = options.model_name(arguments)
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
@@ -83,9 +82,8 @@ def run(arguments: Namespace) -> int:
         aliases=("default", *(arguments.alias or ())),
         **settings,
     )
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     session_options = options.session_options(arguments)
-    model = arguments.model if arguments.name is None else arguments.name
     if not config.loopback and config.api_key is None:
         output.print_note(
             f"warning: {config.host} lets other machines in and there is no --api-key; anyone who "

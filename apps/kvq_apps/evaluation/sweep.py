@@ -18,6 +18,7 @@ from kvq.files import replace_file
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
+from kvq_apps.output import Shown
 from kvq_runtime.session import Session
 
 FORMAT, VERSION = "kvq-sweep", 1
@@ -26,7 +27,6 @@ BUDGETS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 6), Fraction(1, 8))
 # What a cell without a policy and a budget is called: the cache that everything is compared with.
 EXACT = "unquantised"
 
-Shown = Callable[[float, float, str], None]
 Key = tuple[str, str, str, str | None]
 
 

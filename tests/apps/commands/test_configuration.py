@@ -215,7 +215,7 @@ def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> N
     rows: list[str] = []
     for row, name in configuration.FLAG_OF.items():
         flag = flags.FLAGS[name]
-        usual = True if flag.switch else flag.choices[0] if flag.choices else 2
+        usual = True if flag.switch else next(iter(flag.choices)) if flag.choices else 2
         rows.append(f"{row} = {json.dumps(sample.get(row, usual))}")
     user_file.write_text("\n".join(rows))
     settings = configuration.load()[-1]
