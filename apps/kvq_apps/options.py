@@ -6,6 +6,12 @@ from typing import Any
 from kvq.errors import UsageError
 from kvq_apps.flags import FLAGS, field
 
+# Fields of `Sampling` by their flags.
+SAMPLING_FIELDS = {
+    "temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p",
+    "repeat-penalty": "repeat_penalty", "repeat-last-n": "repeat_window_tokens",
+}  # fmt: skip
+
 
 def written(arguments: Namespace, name: str) -> bool:
     """Whether flag `name` stands on the command line, not only in the environment."""
@@ -25,17 +31,7 @@ def sampling(arguments: Namespace) -> Any:
     """The `Sampling` the flags ask for; what is not asked keeps its default."""
     from kvq_runtime.config import Sampling
 
-    return Sampling(
-        **given(
-            arguments,
-            temperature="temp",
-            top_k="top-k",
-            top_p="top-p",
-            min_p="min-p",
-            repeat_penalty="repeat-penalty",
-            repeat_window_tokens="repeat-last-n",
-        )
-    )
+    return Sampling(**given(arguments, **{row: flag for flag, row in SAMPLING_FIELDS.items()}))
 
 
 def kv_bits(arguments: Namespace) -> dict[str, int]:
@@ -71,12 +67,16 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     )
 
 
+def serve_options(arguments: Namespace) -> dict[str, Any]:
+    """Keyword arguments of `ServeConfig` as the flags alone ask for them."""
+    return given(
+        arguments, host="host", port="port", api_key="api-key", sessions="sessions", queue="queue",
+        chunk_tokens="chunk-tokens", grace_s="grace",
+    )  # fmt: skip
+
+
 # The least of each number whose owner is met only once a model is loaded.
 _LEAST = {"threads": 1, "predict": 1, "ctx-size": 2, "seed": 0}
-_SERVE_FIELDS = {
-    "port": "port", "api-key": "api_key", "sessions": "sessions", "queue": "queue",
-    "chunk-tokens": "chunk_tokens", "grace": "grace_s",
-}  # fmt: skip
 
 
 def check(name: str, value: Any) -> None:
@@ -99,9 +99,9 @@ def check(name: str, value: Any) -> None:
             from kvq.config import parse_budget
 
             parse_budget(value)
-        case _ if name in _SERVE_FIELDS:
+        case "port" | "api-key" | "sessions" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 
-            ServeConfig(**{_SERVE_FIELDS[name]: value})
+            ServeConfig(**serve_options(alone))
         case _:
             pass

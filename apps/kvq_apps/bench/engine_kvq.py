@@ -40,7 +40,7 @@ class KvqEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        """See `MeasuredEngine.sequence`."""
+        """See `BenchEngine.sequence`."""
         tokens = depth + room
         config = SessionConfig(
             plan=self._plan(setting.kv),
@@ -56,7 +56,7 @@ class KvqEngine:
         return KvqSequence(self._backend, cache, self._bundle.config)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `MeasuredEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
+        """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
         shape, plan = self._bundle.config.cache_shape, self._plan(setting.kv)
         if setting.budget is None:
             return budget_for_tokens(shape, plan, tokens, threads=self._threads)
@@ -65,7 +65,7 @@ class KvqEngine:
         return budget_bytes(budget, shape, plan, tokens, threads=self._threads, policy=policy)
 
     def close(self) -> None:
-        """See `MeasuredEngine.close`."""
+        """See `BenchEngine.close`."""
         self._backend.close()
 
     def _check_pressure(self, setting: Setting, config: SessionConfig, depth: int) -> None:
@@ -104,7 +104,7 @@ class KvqSequence:
         self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `MeasuredSequence.forward`; a long input goes through in chunks, as in a session."""
+        """See `BenchSequence.forward`; a long input goes through in chunks, as in a session."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -120,11 +120,11 @@ class KvqSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `MeasuredSequence.rollback`; trimming would not reopen the pages closed since."""
+        """See `BenchSequence.rollback`; trimming would not reopen the pages closed since."""
         self._cache.load_state(self._beginning)
 
     def attend(self, rows: int) -> bool:
-        """See `MeasuredSequence.attend`."""
+        """See `BenchSequence.attend`."""
         qkv = self._layers.random_rows(rows)
         positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
         self._cache.begin(rows)
@@ -134,7 +134,7 @@ class KvqSequence:
         return True
 
     def close(self) -> None:
-        """See `MeasuredSequence.close`."""
+        """See `BenchSequence.close`."""
         self._cache.close()
         self._beginning = b""
 

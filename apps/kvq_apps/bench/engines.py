@@ -1,6 +1,6 @@
 """The seam between the measuring and an engine: two protocols and one table. Measures nothing.
 
-To add an engine: one file with a class that has `MeasuredEngine`'s members, one row in `ENGINES`.
+To add an engine: one file with a class that has `BenchEngine`'s members, one row in `ENGINES`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Setting:
         return self.kv if self.policy is None else f"{self.kv} {self.policy}"
 
 
-class MeasuredSequence(Protocol):
+class BenchSequence(Protocol):
     """One sequence in an engine, begun with a cache that holds some tokens already."""
 
     @property
@@ -74,13 +74,13 @@ class MeasuredSequence(Protocol):
         ...
 
 
-class MeasuredEngine(Protocol):
+class BenchEngine(Protocol):
     """A model's weights in memory, ready for sequences at any of its cache settings."""
 
     name: str
     settings: tuple[Setting, ...]
 
-    def sequence(self, setting: Setting, depth: int, room: int) -> MeasuredSequence:
+    def sequence(self, setting: Setting, depth: int, room: int) -> BenchSequence:
         """A sequence of `depth` random tokens with room for `room` more, its cache as `setting`.
 
         The cache is filled without running the model. Raises `UsageError` for a budget in which
@@ -114,8 +114,8 @@ def own_engine(files: ModelFiles) -> str:
 
 def open_engine(
     name: str, files: ModelFiles, *, threads: int, settings: Sequence[Setting]
-) -> MeasuredEngine:
-    """MeasuredEngine `name` with the weights of `files`; `settings` are those asked of ours.
+) -> BenchEngine:
+    """BenchEngine `name` with the weights of `files`; `settings` are those asked of ours.
 
     Raises `BackendError` for a model the engine cannot compute.
     """

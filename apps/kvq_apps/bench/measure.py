@@ -17,8 +17,8 @@ import numpy as np
 from kvq.config import PAGE_TOKENS
 from kvq.errors import UsageError
 from kvq_apps.bench.engines import (
-    MeasuredEngine,
-    MeasuredSequence,
+    BenchEngine,
+    BenchSequence,
     Setting,
     open_engine,
     own_engine,
@@ -103,7 +103,7 @@ class Case:
     setting: Setting
     context: int
     threads: int
-    sequence: MeasuredSequence
+    sequence: BenchSequence
     decode_s: list[float] = field(default_factory=list[float])
     relief_s: list[float] = field(default_factory=list[float])
     prefill_s: list[float] = field(default_factory=list[float])
@@ -158,7 +158,7 @@ def measure(
         return rows
 
 
-def _groups(engines: Sequence[MeasuredEngine], job: SpeedJob) -> list[tuple[int, ...]]:
+def _groups(engines: Sequence[BenchEngine], job: SpeedJob) -> list[tuple[int, ...]]:
     """Depths measured together: all of them, or one by one where memory is short."""
     contexts = tuple(sorted(set(job.contexts)))
     needed = sum(
@@ -173,7 +173,7 @@ def _groups(engines: Sequence[MeasuredEngine], job: SpeedJob) -> list[tuple[int,
 
 
 def _measure_group(
-    engines: Sequence[MeasuredEngine],
+    engines: Sequence[BenchEngine],
     job: SpeedJob,
     contexts: Sequence[int],
     threads: int,
@@ -207,7 +207,7 @@ def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     token = np.zeros(1, np.int64)
     samples, steps = job.visit
 
-    def decode(sequence: MeasuredSequence) -> None:
+    def decode(sequence: BenchSequence) -> None:
         for _ in range(steps):
             sequence.forward(token)
 

@@ -65,17 +65,7 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
-    settings: dict[str, Any] = options.given(
-        arguments,
-        host="host",
-        port="port",
-        api_key="api-key",
-        sessions="sessions",
-        queue="queue",
-        chunk_tokens="chunk-tokens",
-        grace_s="grace",
-    )
-    settings |= _disk(arguments) | _socket(arguments)
+    settings = options.serve_options(arguments) | _disk(arguments) | _socket(arguments)
     config = ServeConfig(
         sampling=options.sampling(arguments),
         origins=tuple(arguments.origin or ()),
