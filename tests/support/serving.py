@@ -57,7 +57,6 @@ class RuleBackend:
     """
 
     name = cache_kind = "rule"
-    native_cache = False
     weight_bytes_per_step = 1
 
     def __init__(self, letters: list[int]) -> None:
