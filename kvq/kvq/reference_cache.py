@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
-    FORMATS,
+    GRANULES,
     PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
@@ -131,7 +131,7 @@ class ReferenceCache:
         dim = self.arena.shape.head_dim
         pages = [page for column in self.table for page in column.pages if page]
         fixed = self.arena.regions.num_bytes
-        granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
+        granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
         return fixed + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
 
     @property
@@ -445,7 +445,7 @@ class ReferenceCache:
             held = page.bits if page else (0, 0)
             if column == come:
                 held = self._entering[self._stream(layer, head)].tolist()
-            lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
+            lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
             if not lower and (any(bits) or column == come):
                 raise CacheError("a page's widths only fall")
         for layer, head, column, k_bits, v_bits in actions.tolist():

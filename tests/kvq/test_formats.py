@@ -4,7 +4,7 @@ import pytest
 
 from kvq.config import CacheShape, KvPlan
 from kvq.formats import (
-    FORMATS,
+    GRANULES,
     bytes_per_token,
     constant_bytes,
     format_bytes,
@@ -32,10 +32,9 @@ def test_page_bytes_of_known_models() -> None:
 
 
 def test_formats_table_is_what_a_page_holds() -> None:
-    assert list(FORMATS) == [8, 4, 2]
-    for bits, row in FORMATS.items():
-        assert row.bits == bits
-        assert row.granules * granule_bytes(80) == 64 * 80 * bits // 8
+    assert list(GRANULES) == [8, 4, 2]
+    for bits, granules in GRANULES.items():
+        assert granules * granule_bytes(80) == 64 * 80 * bits // 8
     assert constant_bytes(80) == 576  # 4 * 80 + 256, already a multiple of 64
     assert constant_bytes(16) == 320
     assert page_bytes(80, 8, 2) == 576 + 5 * 16 * 80

@@ -61,7 +61,7 @@ class LlamaCppBackend:
             self.layout = _measured_layout(model, file)
             self._tokenizer = file.bundled_tokenizer or tokenizer_of(model, file)
             self.model = _facts(model, file, self._tokenizer)
-            _warn_of_wider(file, self.model.kv)
+            _warn_of_wider(file.name, file.kv, self.model.kv)
         except BaseException:
             model.close()
             raise
@@ -226,15 +226,13 @@ def _possible_plan(file: GgufFile) -> KvPlan:
     return KvPlan(k_bits=_wider(file.kv.k_bits), v_bits=_wider(file.kv.v_bits), sink_tokens=0)
 
 
-def _warn_of_wider(file: GgufFile, plan: KvPlan) -> None:
-    if (plan.k_bits, plan.v_bits) != (file.kv.k_bits, file.kv.v_bits):
+def _warn_of_wider(name: str, asked: KvPlan, held: KvPlan) -> None:
+    widths = (asked.k_bits, asked.v_bits, held.k_bits, held.v_bits)
+    if widths[:2] != widths[2:]:
         logger.warning(
             "the KV plan of %s is %d:%d; llama.cpp has no 2-bit types, so its default is %d:%d",
-            file.name,
-            file.kv.k_bits,
-            file.kv.v_bits,
-            plan.k_bits,
-            plan.v_bits,
+            name,
+            *widths,
         )
 
 
