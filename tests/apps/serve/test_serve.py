@@ -36,8 +36,6 @@ from kvq_apps.serve.outbox import Delta, Finished, Outbox, Report, TokenLog
 from kvq_apps.serve.saved import SavedSessions, as_ids
 from kvq_apps.serve.scheduler import STEPS_PER_RANK
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.snapshot import SnapshotError
@@ -55,17 +53,15 @@ from serving import (
     send,
     wait_until,
 )
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("serve")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=4096)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=4096))
 
 
 @pytest.fixture(scope="module")
