@@ -168,23 +168,23 @@ def test_a_cache_folder_that_cannot_be_written_does_no_harm(
     assert Bundle.open(folder).manifest.name == "bundle"
 
 
-def test_weights_are_read_by_canonical_name(made: Path) -> None:
-    bundle = Bundle.open(made)
-    whole = bundle.read_weight("layers.0.o")
+def test_weights_are_read_by_canonical_name(bundle: str) -> None:
+    opened = Bundle.open(bundle)
+    whole = opened.read_weight("layers.0.o")
     assert whole.shape == (128, 256)
     assert whole.dtype == np.float32
-    np.testing.assert_array_equal(bundle.read_weight("layers.0.o", slice(4, 6)), whole[4:6])
-    assert bundle.read_weight("layers.0.attn_norm").shape == (128,)
+    np.testing.assert_array_equal(opened.read_weight("layers.0.o", slice(4, 6)), whole[4:6])
+    assert opened.read_weight("layers.0.attn_norm").shape == (128,)
     with pytest.raises(BundleError, match=r"has no weight 'layers\.9\.o'"):
-        bundle.read_weight("layers.9.o")
+        opened.read_weight("layers.9.o")
 
 
-def test_a_step_reads_all_weights_but_the_embedding(made: Path) -> None:
-    bundle = Bundle.open(made)
+def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
+    opened = Bundle.open(bundle)
     embedding_bytes = 384 * (128 + 128 // 64 * 4)
     row_bytes = embedding_bytes // 384
-    stored = bundle.manifest.weights.num_bytes
-    assert bundle.weight_bytes_per_step == stored - embedding_bytes + row_bytes
+    stored = opened.manifest.weights.num_bytes
+    assert opened.weight_bytes_per_step == stored - embedding_bytes + row_bytes
 
 
 def test_dequantize_defines_the_layout() -> None:
