@@ -323,9 +323,7 @@ def editor(tmp_path: Path) -> Path:
 def tmux(home: dict[str, str], tmp_path: Path, editor: Path) -> Iterator[Tmux]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
-    # Found by its name, so that a message that names it breaks at the same place everywhere.
-    path = os.pathsep.join([str(editor.parent), home["PATH"]])
-    terminal = Tmux(tmp_path, home | {"VISUAL": editor.name, "PATH": path})
+    terminal = Tmux(tmp_path, home | {"VISUAL": str(editor)})
     yield terminal
     terminal.close()
 
@@ -376,8 +374,9 @@ def test_the_background_and_the_editor_in_tmux(
     tmux.until("│ draft", "│ by the editor", "ready")
     (tmp_path / "fail").touch()
     tmux.keys("C-g")
-    # What the editor wrote before it failed is not taken, the draft is kept.
-    screen = tmux.until("set EDITOR", "│ draft", "│ by the editor")
+    # What the editor wrote before it failed is not taken, the draft is kept. The note's one word
+    # in capitals, since the path before it decides where its lines break.
+    screen = tmux.until("EDITOR", "│ draft", "│ by the editor")
     assert screen.count("by the editor") == 1
     tmux.keys("Enter")
     tmux.until("You asked: draft", "word19")
