@@ -32,6 +32,11 @@ def _connect_here(self: socket.socket, address: Any) -> None:
 socket.socket.connect = _connect_here  # type: ignore[method-assign]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is slow comes first, so that several processes end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """A command run in this process sets up logging for itself; the next test must not hear it."""

@@ -107,6 +107,7 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", as_parameters(blocks()))
 def test_a_python_block_runs(
     example: Example, home: Path, capsys: pytest.CaptureFixture[str]
@@ -120,6 +121,7 @@ def test_a_python_block_runs(
     assert capsys.readouterr().out or "print" not in example.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", as_parameters(commands()))
 def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piped, _, command = example.text.rpartition(" | ")

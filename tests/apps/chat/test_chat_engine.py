@@ -345,6 +345,7 @@ def endless_bundle(folder: Path) -> str:
     return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

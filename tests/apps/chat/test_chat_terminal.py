@@ -328,6 +328,7 @@ def tmux(home: dict[str, str], tmp_path: Path, editor: Path) -> Iterator[Tmux]:
     terminal.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path) -> None:
     tmux.run("--engine", "fake:tok_ms=20,tokens=100,context=100000")
     tmux.type("你好 👋 e\u0301")
@@ -358,6 +359,7 @@ def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path
     history.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("--inline",)], ids=["screen", "inline"])
 def test_the_background_and_the_editor_in_tmux(
     mode: tuple[str, ...], tmux: Tmux, tmp_path: Path
@@ -384,6 +386,7 @@ def test_the_background_and_the_editor_in_tmux(
     tmux.until("left with 0")
 
 
+@pytest.mark.slow
 def test_below_the_command_line_in_tmux(tmux: Tmux) -> None:
     tmux.type("echo what stood here before")
     tmux.keys("Enter")

@@ -488,6 +488,7 @@ def mixed(server: Server, count: int) -> None:
                 assert ask(server, COMPLETIONS, text).status == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
     rule = Rule(folder=tmp_path, infills=True)
     with running(rule.load, sessions=2, idle_save_s=0.01) as server:
@@ -1374,6 +1375,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {**folders, "PYTHONPATH": roots}
 
 
+@pytest.mark.slow
 def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
     bundle: str, home: dict[str, str], tmp_path: Path
 ) -> None:
