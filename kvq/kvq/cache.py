@@ -135,7 +135,7 @@ class Cache:
         """Bytes one more token costs at the plan's widths, all layers."""
         return bytes_per_token(self.shape, self.plan)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
         """Makes room for `tokens` new tokens, demoting and evicting pages by the policy."""
         if self.tokens + tokens > self.context_tokens:
             raise BudgetError(
@@ -249,13 +249,14 @@ class Cache:
         if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
             raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
-    def commit(self, tokens: int) -> None:
-        """Keeps the first `tokens` of the pending tokens and closes full pages."""
-        self._engine.commit(tokens)
+    def commit(self, path: int | Sequence[int]) -> None:
+        """Keeps the rows `path` of the branch (n: the first n) and closes full pages."""
+        self._engine.commit(path if isinstance(path, int) else len(path))
         assert self._engine.used_bytes <= self.budget_bytes
 
-    def abort(self) -> None:
-        """Gives up the pending tokens after an error."""
+    def rewind(self, rows: int = 0) -> None:
+        """Forgets all but the first `rows` rows of the branch."""
+        assert rows == 0
         self._engine.abort()
 
     def trim(self, tokens: int) -> None:

@@ -6,6 +6,7 @@ from math import isfinite
 
 from kvq.config import DEFAULT_POLICY, Budget, KvPlan
 from kvq.errors import UsageError
+from kvq.formats import DRAFT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,8 @@ class SessionConfig:
     """What one sequence may hold: its cache plan, its context limit, its bytes.
 
     `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
-    go through the model `chunk_tokens` at a time. Without a `seed` the session's sampler draws
-    its own.
+    go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
+    Without a `seed` the session's sampler draws its own.
     """
 
     plan: KvPlan
@@ -77,6 +78,7 @@ class SessionConfig:
     policy: str = DEFAULT_POLICY
     evicts: bool = True
     chunk_tokens: int = 256
+    draft_tokens: int = DRAFT_TOKENS
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -287,7 +287,7 @@ class Traces(RuleBasedStateMachine):
             if kept or not aborts:
                 cache.commit(kept)
             else:
-                cache.abort()
+                cache.rewind()
         self.model.append(numbers[:kept])
         if not kept and not actions:
             assert [cache.state() for cache in self.pair] == before
@@ -305,7 +305,7 @@ class Traces(RuleBasedStateMachine):
         with pytest.raises(CacheError, match="not finite in float16"):
             forward(self.pair.numpy, self.layers, rows, np.arange(3) + self.model.tokens)
         for cache in self.pair:
-            cache.abort()
+            cache.rewind()
         self.model.demote(self.pair.native.policy.decided)
         for cache in self.pair:
             cache.policy.decided.clear()
@@ -676,8 +676,8 @@ def test_calls_out_of_order_are_refused_and_do_no_harm(use_native: bool) -> None
     for count in (3, -1):
         with pytest.raises(CacheError):
             cache.commit(count)
-    cache.abort()
-    cache.abort()
+    cache.rewind()
+    cache.rewind()
     assert cache.state() == before
     step(cache, 2)
     assert cache.tokens == 302
@@ -766,7 +766,7 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
         more = numbered_rows(np.random.default_rng(1), count)
         with pytest.raises(CacheError):
             forward_and_commit(cache, more, np.arange(count) + 128)
-        cache.abort()
+        cache.rewind()
         assert cache.tokens == 127
         cache.trim(40)
         step(cache, 50)
@@ -858,7 +858,7 @@ def test_a_chunk_that_fails_half_way_ends_the_session_until_a_snapshot_is_loaded
     rows[1][7, 40] = np.nan
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     for call in (lambda: cache.begin(1), lambda: cache.trim(0), cache.state):
         with pytest.raises(CacheError, match="an earlier chunk failed"):
             call()
@@ -875,7 +875,7 @@ def test_a_chunk_that_fails_in_its_first_layer_does_no_harm() -> None:
     rows[0][199, 32] = np.inf
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     assert cache.state() == saved
     step(cache)
     cache.close()
@@ -985,7 +985,7 @@ def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
         assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
         with suppress(KvqError):
             forward(cache, LAYERS, numbered_rows(rng, 2), np.arange(2) + 300)
-        cache.abort()
+        cache.rewind()
         columns = len(cache.columns()[0])
         cache.demote(np.array([[0, 0, c, 0, 0] for c in range(columns)], np.int32).reshape(-1, 5))
     assert outcomes == {"refused", "loaded"}

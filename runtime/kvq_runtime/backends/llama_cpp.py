@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvq.config import FLOAT_WIDTH, KvPlan
 from kvq.errors import BackendError, UnsupportedModelError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ForwardInput, ModelFacts, ModelFiles, llama_library, llama_trial
+from kvq_runtime.backends import ModelFacts, ModelFiles, Pass, llama_library, llama_trial
 from kvq_runtime.backends.llama_cache import LlamaCppCache, open_context
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
@@ -111,14 +111,14 @@ class LlamaCppBackend:
         self._caches.add(cache)
         return cache
 
-    def forward(self, cache: LlamaCppCache, inputs: ForwardInput) -> NDArray[np.float32]:
-        """See `Backend.forward`."""
-        if inputs.ids.shape[1] != 1 or np.any(inputs.weights != 1):
+    def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`; each sequence is a context of its own, and a pass of its own."""
+        if any(rows.ids.shape[1] != 1 or np.any(rows.weights != 1) for rows in one_pass.rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
                 "an ONNX graph"
             )
-        return cache.forward(inputs)
+        return [rows.cache.forward(rows) for rows in one_pass.rows]
 
     def close(self) -> None:
         """See `Backend.close`."""

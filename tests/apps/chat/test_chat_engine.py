@@ -18,7 +18,7 @@ from kvq.formats import format_bytes
 from kvq_apps.chat import desk as desk_module
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
-from kvq_apps.chat.local import LocalClient, common_prefix
+from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
@@ -200,12 +200,6 @@ def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
         assert app.desk.stats.encoded_tokens <= 1
 
     run(second, local(bundle), latest=True, **options)
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([], [1]) == 0
 
 
 # Over HTTP

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import Served
 from kvq_apps.serve.loading import serve_engine
 from kvq_runtime.engine import Engine
+from kvq_runtime.serving.pool import Served
 from serving import running, wait_until
 
 
@@ -45,7 +45,7 @@ def test_the_official_node_client(
             ["node", str(script), modules, f"{server.address}/v1"],
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
-        wait_until(lambda: server.engine.queue == (0, 0))
+        wait_until(lambda: server.pool.queue == (0, 0))
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
 
