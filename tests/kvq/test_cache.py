@@ -1076,6 +1076,7 @@ print(peak - before, cache.peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_process_memory_grows_by_the_budget_and_a_constant() -> None:
     """A session that fills its budget twice over, everything touched."""

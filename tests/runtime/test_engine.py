@@ -17,7 +17,8 @@ from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
-from tiny import make_checkpoint, make_llama_checkpoint
+from shelf import Shelf
+from tiny import make_checkpoint
 
 GREEDY = Sampling(temperature=0)
 # Mean KL divergence between the backends by (K, V) bits. The onnx backend rounds activations to
@@ -26,10 +27,8 @@ MEAN_DIVERGENCE = {(16, 16): 0.006, (8, 8): 0.008, (4, 2): 0.05}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = make_llama_checkpoint(tmp_path_factory.mktemp("engine") / "tiny")
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    return export_model(source, source.parent / "bundle", options).path
+def folder(shelf: Shelf) -> Path:
+    return shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(bits=8)))
 
 
 # The backends over a bundle's graph; `test_llama_cpp.py` is about the other one.

@@ -21,8 +21,6 @@ from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import Tokenizer
@@ -34,7 +32,8 @@ from kvq_runtime.healing import heal
 from kvq_runtime.sampling import distribution
 from kvq_runtime.session import Session
 from serving import Rule, ask, running
-from tiny import CORPUS, byte_level_tokenizer, make_llama_checkpoint
+from shelf import Shelf
+from tiny import CORPUS, byte_level_tokenizer
 
 GREEDY = Sampling(temperature=0)
 HOT = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
@@ -206,10 +205,7 @@ def test_prompt_and_answer_are_one_text_however_it_is_cut(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("healing")
-    checkpoint = make_llama_checkpoint(folder / "tiny")
-    bundle = export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path
+def engine(bundle: str) -> Iterator[Engine]:
     with Engine.open(bundle, threads=1, backend="reference") as engine:
         yield engine
 
@@ -477,11 +473,9 @@ def test_a_wrong_wish_is_refused_by_its_name(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
+def nano(shelf: Shelf) -> str:
     """The small embedded model."""
-    checkpoint = Path(kvq_models.__path__[0]) / "nano"
-    folder = tmp_path_factory.mktemp("nano") / "bundle"
-    return str(export_model(checkpoint, folder, ExportOptions(quality=False)).path)
+    return str(shelf.exported(Path(kvq_models.__path__[0]) / "nano"))
 
 
 def test_a_line_that_ends_goes_on_below(

@@ -28,8 +28,6 @@ from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.loading import serve_engine
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving import saving as saved_module
@@ -53,17 +51,15 @@ from serving import (
     send,
     wait_until,
 )
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("serve")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=4096)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=4096))
 
 
 @pytest.fixture(scope="module")
@@ -490,6 +486,7 @@ def mixed(server: Server, count: int) -> None:
                 assert ask(server, COMPLETIONS, text).status == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
     rule = Rule(folder=tmp_path, infills=True)
     with running(rule.load, sessions=2, idle_save_s=0.01) as server:
@@ -1399,6 +1396,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {**folders, "PYTHONPATH": roots}
 
 
+@pytest.mark.slow
 def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
     bundle: str, home: dict[str, str], tmp_path: Path
 ) -> None:
