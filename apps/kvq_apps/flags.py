@@ -61,7 +61,7 @@ FLAGS: dict[str, Flag] = {
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
         metavar="K:V"),
     "kv-budget": Flag("bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size",
-        "what {kvq_runtime.budget:DEFAULT_TOKENS} tokens need", setting="kv.budget",
+        "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]"),

@@ -16,9 +16,9 @@ from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
-    from kvq_apps.serve.engine_thread import Served
     from kvq_apps.serve.instances import Instance
     from kvq_apps.serve.server import Server
+    from kvq_runtime.serving.pool import Served
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         cache,
         *flags.KV_FLAGS,
         kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of its fp16 size "
-        "(default: what {kvq_runtime.budget:DEFAULT_TOKENS} tokens need)",
+        "(default: what {kvq.sizing:DEFAULT_TOKENS} tokens need)",
     )
     sampling = parser.add_argument_group("sampling, where a request does not say")
     flags.add_flags(sampling, *(flag for flag in flags.SAMPLING_FLAGS if flag != "seed"))
@@ -179,7 +179,7 @@ def _socket(arguments: Namespace) -> dict[str, Any]:
     return found if options.given(arguments, port="port", host="host") else found | {"port": None}
 
 
-def _disk(arguments: Namespace) -> dict[str, int]:
+def _disk(arguments: Namespace) -> dict[str, Any]:
     """`saved_bytes` as `--sessions-disk` says it; empty for the default."""
     text = arguments.sessions_disk
     if text is None:
@@ -200,12 +200,12 @@ def _announce(served: "Served", url: str, sessions: int, *, as_json: bool) -> No
                 "kv": served.kv,
                 "context": served.context_tokens,
                 "sessions": sessions,
-                "kv_budget": served.arena_bytes,
-                "kv_budget_total": served.arena_bytes * sessions,
+                "kv_budget": served.slot_bytes,
+                "kv_budget_total": served.slot_bytes * sessions,
             }
         )
     output.print_note(
         f"serving {served.name} at {url}; {sessions} sessions of "
-        f"{format_bytes(served.arena_bytes)} (KV {served.kv}), "
-        f"{format_bytes(served.arena_bytes * sessions)} together"
+        f"{format_bytes(served.slot_bytes)} (KV {served.kv}), "
+        f"{format_bytes(served.slot_bytes * sessions)} together"
     )
