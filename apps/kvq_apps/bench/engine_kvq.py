@@ -39,7 +39,6 @@ class KvqEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        """See `BenchEngine.sequence`."""
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
@@ -53,7 +52,6 @@ class KvqEngine:
         return self._spec(setting, tokens).budget_bytes
 
     def close(self) -> None:
-        """See `BenchEngine.close`."""
         self._backend.close()
 
     def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
@@ -113,7 +111,6 @@ class KvqSequence:
         self._cache.load_state(self._beginning)
 
     def attend(self, rows: int) -> bool:
-        """See `BenchSequence.attend`."""
         qkv = self._layers.random_rows(rows)
         positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
         self._cache.begin(rows)
@@ -123,7 +120,6 @@ class KvqSequence:
         return True
 
     def close(self) -> None:
-        """See `BenchSequence.close`."""
         self._cache.close()
         self._beginning = b""
 

@@ -61,7 +61,6 @@ class LlamaCppEngine:
         return llama_library.missing()
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
-        """See `BenchEngine.sequence`."""
         plan = self._plans[setting.kv]
         request = SessionRequest(
             k_bits=plan.k_bits,
@@ -73,11 +72,9 @@ class LlamaCppEngine:
         return LlamaCppSequence(self._backend, cache, plan, depth)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `BenchEngine.cache_bytes`."""
         return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
-        """See `BenchEngine.close`."""
         self._backend.close()
 
 
@@ -97,7 +94,6 @@ class LlamaCppSequence:
         self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `BenchSequence.forward`."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -106,7 +102,6 @@ class LlamaCppSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `BenchSequence.rollback`."""
         self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
@@ -114,7 +109,6 @@ class LlamaCppSequence:
         return False
 
     def close(self) -> None:
-        """See `BenchSequence.close`."""
         self._cache.close()
 
     def _fill(self, plan: KvPlan) -> None:

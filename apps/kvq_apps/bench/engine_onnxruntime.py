@@ -46,16 +46,13 @@ class OnnxRuntimeEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
-        """See `BenchEngine.sequence`."""
         session = self._sessions[setting.kv]
         return OnnxRuntimeSequence(session, self._config, setting.kv, depth, room)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `BenchEngine.cache_bytes`."""
         return tokens * _bytes_per_token(self._config, setting.kv)
 
     def close(self) -> None:
-        """See `BenchEngine.close`."""
         self._sessions.clear()
 
 
@@ -74,7 +71,6 @@ class OnnxRuntimeSequence:
         self._steps: dict[int, _Step] = {}
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `BenchSequence.forward`."""
         if len(ids) not in self._steps:
             self._steps[len(ids)] = self._step(len(ids))
         step = self._steps[len(ids)]
@@ -86,7 +82,6 @@ class OnnxRuntimeSequence:
         return step.logits[0]
 
     def rollback(self) -> None:
-        """See `BenchSequence.rollback`."""
         self._tokens = self._depth
 
     def attend(self, rows: int) -> bool:
@@ -94,7 +89,6 @@ class OnnxRuntimeSequence:
         return False
 
     def close(self) -> None:
-        """See `BenchSequence.close`."""
         self._steps.clear()
         self._cache.clear()
 

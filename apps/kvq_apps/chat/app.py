@@ -176,13 +176,11 @@ class ChatApp(App[None]):
         self.call_later(partial(self.say, text, error=True))
 
     def changed(self) -> None:
-        """Draws meter and queue again."""
         if self.is_running:
             self.draw_meter()
             self._draw_queue()
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Shows these messages alone."""
         self.transcript.show(messages)
 
     def add(self, message: Message) -> None:
@@ -192,19 +190,16 @@ class ChatApp(App[None]):
             self.transcript.action_scroll_end()
 
     def feed(self, text: str) -> None:
-        """Shows more of the last message."""
         if text:
             self.transcript.feed(text)
         else:
             self.transcript.settle()
 
     def finished(self, message: Message) -> None:
-        """The streaming message is whole."""
         self.transcript.finish()
         self.transcript.restate(message)
 
     async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
-        """Asks over the conversation."""
         return await self.push_screen_wait(Question(question, answers))
 
     def set_theme(self, name: str) -> None:
@@ -280,7 +275,6 @@ class ChatApp(App[None]):
         self.run_worker(self._leave(), exit_on_error=True)
 
     def quit(self) -> None:
-        """Leaves."""
         self.run_worker(self.action_quit())
 
     async def _leave(self) -> None:
@@ -289,11 +283,9 @@ class ChatApp(App[None]):
         self.exit()
 
     def action_new_chat(self) -> None:
-        """Begins a new chat."""
         self.controller.do(self.controller.new_chat)
 
     def action_resume(self) -> None:
-        """Lists the chats."""
         self.pick("")
 
     action_search = action_resume
@@ -313,7 +305,6 @@ class ChatApp(App[None]):
         self.push_screen(ChatPicker(find, text), picked)
 
     def action_help(self) -> None:
-        """Shows keys and commands."""
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(f"{keys.help_text()}\n\n{commands.help_text()}"))
 
@@ -326,7 +317,6 @@ class ChatApp(App[None]):
             os.kill(os.getpid(), signal.SIGTSTP)
 
     def action_redraw(self) -> None:
-        """Draws everything again."""
         self.refresh(layout=True)
 
     def action_page(self, step: int) -> None:
@@ -335,7 +325,6 @@ class ChatApp(App[None]):
         scroll(animate=False)
 
     def action_top(self) -> None:
-        """Shows the first line."""
         self.transcript.action_scroll_home()
 
     def action_bottom(self) -> None:
@@ -425,7 +414,6 @@ class ChatApp(App[None]):
     # Themes
 
     def choose_theme(self, name: str) -> None:
-        """Takes a theme by name."""
         if name not in self.available_themes:
             raise UsageError(f"there is no theme {name!r}; Ctrl+P, then Theme, lists them")
         self.theme = name
