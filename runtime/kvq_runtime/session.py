@@ -171,8 +171,8 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
-        due, draft = sequence.due(), self._draft()
-        first, held = len(due), len(sequence)
+        due, held = sequence.due(), len(sequence)
+        first, draft = len(due), self._draft(generation, len(due))
         with sequence.branch() as branch:
             passed = yield from branch.extend(
                 [*due, *draft.ids],
@@ -183,7 +183,7 @@ class Session(Generic[C]):
             taken = generation.take(passed.logits, draft, cancel=cancel)
             branch.commit([*range(first), *(first + place for place in taken.path)])
         sequence.append([taken.token])
-        if first or draft.ids:
+        if first:
             self._measure(held, first + len(taken.path), passed.seconds)
         chosen_s = watch.lap()
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
@@ -291,10 +291,13 @@ class Session(Generic[C]):
             progress(total - left, total)
         return True
 
-    def _draft(self) -> Draft:
-        """What the drafter guesses, as far as the context and the branch have room for it."""
-        room = min(self.sequence.room - 1, self.config.draft_tokens - self.pending_tokens)
-        if self.drafter is None or room < 1:
+    def _draft(self, generation: Generation, due: int) -> Draft:
+        """What the drafter guesses, as far as the answer and the branch have room for it.
+
+        Where nothing is due the next token needs no pass, and a draft would cost one.
+        """
+        room = min(generation.room - 1, self.config.draft_tokens - due)
+        if self.drafter is None or due == 0 or room < 1:
             return NO_DRAFT
         return self.drafter.propose(self.tokens, room)
 

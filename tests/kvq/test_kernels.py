@@ -171,7 +171,7 @@ def attend_by_each_kernel(
     for name in KERNELS:
         native.select_isa(name)
         outputs[name] = forward(pair.native, layers, [rows], positions, inv_freq)[0]
-        pair.native.abort()
+        pair.native.rewind()
     return outputs
 
 
@@ -181,7 +181,7 @@ def attend_by_reference(
     layers = [attention(pair.native.shape, 0, **changes)]
     positions = np.arange(len(rows)) + pair.native.tokens
     out = forward(pair.numpy, layers, [rows], positions, inv_freq)[0]
-    pair.numpy.abort()
+    pair.numpy.rewind()
     return out
 
 
