@@ -11,7 +11,7 @@ from typing import Any
 
 from kvq.settings import environment_name
 from kvq_apps.flag_values import READERS
-from kvq_apps.owners import Owned, filled
+from kvq_apps.owners import Owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,6 @@ class Flag:
     def read(self) -> Callable[[str], Any]:
         """From the text of a value to the value."""
         return READERS.get(self.metavar, str)
-
-    def shown_default(self) -> str:
-        """The default in words; empty for a flag that has none."""
-        return filled(self.default)
 
 
 FLAGS: dict[str, Flag] = {

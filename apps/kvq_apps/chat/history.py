@@ -169,11 +169,8 @@ class History:
             {"id": chat_id, "first": message_id, "summary": summary},
         )
 
-    def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow | None) -> None:
-        """Where the chat's KV is saved now; None: nowhere."""
-        if snapshot is None:
-            self._write("DELETE FROM kv_snapshot WHERE chat_id = :id", {"id": chat_id})
-            return
+    def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow) -> None:
+        """Where the chat's KV is saved now."""
         self._write(
             "INSERT OR REPLACE INTO kv_snapshot VALUES (:id, :path, :model, :plan, :hash, :now)",
             {"id": chat_id, "path": snapshot.path, "model": snapshot.model,
@@ -230,10 +227,6 @@ class History:
                 limit,
             )
         return [_summary(row) for row in found]
-
-    def exists(self, chat_id: str) -> bool:
-        """Whether there is such a chat."""
-        return self._one("SELECT id FROM chat WHERE id = ?", chat_id) is not None
 
     def branch(self, chat_id: str) -> list[Message]:
         """The messages of the chosen branch, from the first."""

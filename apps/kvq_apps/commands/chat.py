@@ -182,7 +182,7 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
             output.print_data(conversation.id)
         if arguments.export is not None:
             chat_id = arguments.cid or history.latest()
-            if chat_id is None or not history.exists(chat_id):
+            if chat_id is None or history.saved_chat(chat_id) is None:
                 raise UsageError("there is no such chat to export; `kvq chat --list` shows all")
             export_chat(Path(arguments.export).expanduser(), history.branch(chat_id))
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import kvq
 from kvq.errors import KvqError
 from kvq_apps import flags, options, output
+from kvq_apps.owners import filled
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
@@ -197,7 +198,7 @@ def _settings() -> Iterator[dict[str, Any]]:
         yield {
             "setting": setting,
             "value": value,
-            "shown": flags.FLAGS[name].shown_default() or "-" if found is None else _text(value),
+            "shown": filled(flags.FLAGS[name].default) or "-" if found is None else _text(value),
             "origin": "default" if found is None else found.origin,
             "flag": f"--{name}",
             "variable": environment_name(name),

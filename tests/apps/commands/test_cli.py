@@ -21,6 +21,7 @@ from kvq.formats import format_bytes
 from kvq_apps import flags, layers, options, output
 from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
+from kvq_apps.owners import filled
 from kvq_export.config import WeightFormat
 from kvq_runtime.backends import BACKENDS
 from kvq_runtime.session import Step
@@ -133,8 +134,8 @@ def test_every_flag_of_every_command_names_its_twin(
 
 def test_the_help_names_the_defaults_of_their_owners(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in flags.FLAGS.values():
-        assert "{" not in flag.shown_default()
-    assert flags.FLAGS["group"].shown_default() == str(WeightFormat().block)
+        assert "{" not in filled(flag.default)
+    assert filled(flags.FLAGS["group"].default) == str(WeightFormat().block)
     assert tuple(flags.FLAGS["backend"].choices or ()) == ("auto", *BACKENDS)
     with pytest.raises(SystemExit):
         main(["export", "--help"])
@@ -152,7 +153,7 @@ def test_the_help_names_the_defaults_of_the_sampler() -> None:
         "repeat-penalty": default.repeat_penalty,
         "repeat-last-n": default.repeat_window_tokens,
     }.items():
-        assert flags.FLAGS[flag].shown_default() == f"{value:g}"
+        assert filled(flags.FLAGS[flag].default) == f"{value:g}"
 
 
 def test_the_synonyms_of_the_cache_widths() -> None:
