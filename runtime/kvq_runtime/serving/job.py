@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import Rows
 from kvq_runtime.generation import Step
@@ -20,8 +21,8 @@ from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.session import Session
 
-# One token of an answer and a draft: beside a pass's other rows they cost little.
-BRIEF_ROWS = 16
+# One token of an answer and a draft behind it: beside a pass's other rows they cost little.
+BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
