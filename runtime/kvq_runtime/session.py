@@ -77,11 +77,6 @@ class Session(Generic[C]):
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
 
-    @property
-    def what_limits(self) -> str:
-        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
-        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
-
     def prefill(
         self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
@@ -153,7 +148,7 @@ class Session(Generic[C]):
         if self.sequence.room < 1:
             raise UsageError(
                 f"the context of {self.config.context_tokens} tokens is full; "
-                f"raise {self.what_limits} or roll the session back"
+                f"raise {self.config.what_limits} or roll the session back"
             )
         return Generation(
             self._vocabulary,
@@ -323,7 +318,7 @@ class Session(Generic[C]):
             used = f", of which {held} are used" if held else ""
             raise UsageError(
                 f"the prompt has {count} tokens and the context holds {limit}{used}; shorten "
-                f"the prompt or raise {self.what_limits}"
+                f"the prompt or raise {self.config.what_limits}"
             )
 
     def _keep(self, num_tokens: int) -> None:
