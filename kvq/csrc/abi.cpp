@@ -13,7 +13,7 @@ namespace {
 
 struct Registry {
     std::mutex mutex;
-    std::unordered_map<int64_t, std::unique_ptr<Cache>> caches;
+    std::unordered_map<int64_t, std::shared_ptr<Cache>> caches;
     int64_t next = 1;  // a handle is never used twice, so a stale one finds nothing
 };
 
@@ -24,16 +24,24 @@ Registry& registry() {
 
 }  // namespace
 
-Cache* find_cache(int64_t handle) {
+std::shared_ptr<Cache> find_cache(int64_t handle) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const auto found = registry().caches.find(handle);
-    return found == registry().caches.end() ? nullptr : found->second.get();
+    return found == registry().caches.end() ? nullptr : found->second;
 }
 
 }  // namespace kvq
 
 using kvq::Cache;
-using kvq::find_cache;
+
+// Runs `call` on the cache a handle names, which lives at least as long as the call.
+template <class Call> static auto with_cache(int64_t handle, Call&& call, int closed = KVQ_CLOSED) {
+    const std::shared_ptr<Cache> cache = kvq::find_cache(handle);
+    using Result = decltype(call(*cache));
+    if (!cache) return static_cast<Result>(closed);
+    std::lock_guard<std::mutex> turn(cache->turn);
+    return call(*cache);
+}
 
 extern "C" {
 
@@ -47,7 +55,7 @@ int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* la
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
-    std::unique_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
+    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;
@@ -56,70 +64,65 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* hand
 }
 
 int kvq_cache_close(int64_t handle) {
+    // Outside the lock: the memory may go with it.
+    const std::shared_ptr<Cache> last = kvq::find_cache(handle);
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_BAD_ARGUMENT;
+    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_CLOSED;
 }
-
-#define KVQ_WITH_CACHE(call)                    \
-    Cache* cache = find_cache(handle);          \
-    if (!cache) return KVQ_BAD_ARGUMENT;        \
-    return call
 
 int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
-    KVQ_WITH_CACHE((cache->stats(*stats), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) { return cache.stats(*stats), KVQ_OK; });
 }
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
-    KVQ_WITH_CACHE(cache->missing(tokens, *bytes, *columns));
+    return with_cache(handle, [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
-int kvq_cache_begin(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->begin(tokens)); }
+int kvq_cache_begin(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens); }); }
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
                      const float* q_norm, const float* k_norm, float* out) {
-    KVQ_WITH_CACHE(cache->attend(*attention, tokens, qkv, positions, inv_freq, q_norm, k_norm, out,
-                                 kvq::kSerial));
+    return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, tokens, qkv, positions, inv_freq, q_norm, k_norm, out,
+                                 kvq::kSerial); });
 }
-int kvq_cache_commit(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->commit(tokens)); }
-int kvq_cache_abort(int64_t handle) { KVQ_WITH_CACHE(cache->abort()); }
-int kvq_cache_trim(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->trim(tokens)); }
+int kvq_cache_commit(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.commit(tokens); }); }
+int kvq_cache_abort(int64_t handle) { return with_cache(handle, [&](Cache& cache) { return cache.abort(); }); }
+int kvq_cache_trim(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.trim(tokens); }); }
 int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count) {
-    KVQ_WITH_CACHE(cache->demote(actions, count));
+    return with_cache(handle, [&](Cache& cache) { return cache.demote(actions, count); });
 }
 int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
-    KVQ_WITH_CACHE(cache->shift(column, delta));
+    return with_cache(handle, [&](Cache& cache) { return cache.shift(column, delta); });
 }
 int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
-    KVQ_WITH_CACHE(cache->mask(column, mask));
+    return with_cache(handle, [&](Cache& cache) { return cache.mask(column, mask); });
 }
 int kvq_cache_entering(int64_t handle, uint8_t* widths) {
-    KVQ_WITH_CACHE((cache->entering(widths), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) { return cache.entering(widths), KVQ_OK; });
 }
 
 int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
-    KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) { return cache.columns(facts, widths), KVQ_OK; });
 }
 int kvq_cache_evidence(int64_t handle, int32_t tokens, float* facts, float* queries) {
-    KVQ_WITH_CACHE(cache->evidence(tokens, facts, queries));
+    return with_cache(handle, [&](Cache& cache) { return cache.evidence(tokens, facts, queries); });
 }
 int kvq_cache_constants(int64_t handle, uint16_t* keys, uint16_t* values) {
-    KVQ_WITH_CACHE((cache->constants(keys, values), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) { return cache.constants(keys, values), KVQ_OK; });
 }
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
-    Cache* cache = find_cache(handle);
-    return cache ? cache->page(layer, head, column, bytes) : -1;
+    return with_cache(handle, [&](Cache& cache) { return cache.page(layer, head, column, bytes); }, -1);
 }
 int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, uint16_t* k, uint16_t* v,
                    int32_t* positions) {
-    KVQ_WITH_CACHE(cache->tail(layer, head, k, v, positions));
+    return with_cache(handle, [&](Cache& cache) { return cache.tail(layer, head, k, v, positions); });
 }
 int64_t kvq_cache_state_bytes(int64_t handle) {
-    Cache* cache = find_cache(handle);
-    return cache ? cache->state_bytes() : -1;
+    return with_cache(handle, [&](Cache& cache) { return cache.state_bytes(); }, -1);
 }
 int kvq_cache_save(int64_t handle, uint8_t* bytes) {
-    KVQ_WITH_CACHE(cache->save(bytes));
+    return with_cache(handle, [&](Cache& cache) { return cache.save(bytes); });
 }
 int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count) {
-    KVQ_WITH_CACHE(cache->load(bytes, count));
+    return with_cache(handle, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
 int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, uint8_t* planes,
@@ -150,6 +153,21 @@ int kvq_repack(uint8_t* plane, int32_t head_dim) {
     return KVQ_OK;
 }
 
+const char* kvq_status_text(int status) {
+    switch (status) {
+        case KVQ_OK: return "done";
+        case KVQ_SHORT: return "the budget has no room for these tokens";
+        case KVQ_BAD_ARGUMENT: return "an argument does not fit the cache: a shape, layer, row or position";
+        case KVQ_NOT_FINITE: return "a key or value is not finite in float16, so it cannot be cached";
+        case KVQ_BAD_STATE:
+            return "begin, attend and commit were called out of order, begin() was not called for this "
+                   "many tokens, or an earlier chunk failed";
+        case KVQ_NO_MEMORY: return "the system has no memory for the arena";
+        case KVQ_TOO_SMALL: return "the budget is too small";
+        case KVQ_CLOSED: return "no open cache has this handle: it was closed";
+        default: return "a status this version does not know";
+    }
+}
 int kvq_abi(void) { return KVQ_ABI; }
 const char* kvq_isa(void) { return kvq::kernels().name; }
 const char* kvq_isa_available(void) { return kvq::available_kernels(); }

@@ -251,7 +251,7 @@ void Cache::keep_probes(const kvq_attention& a, int tokens, const float* qkv,
 int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const int64_t* positions,
                   const float* inv_freq, const float* q_norm, const float* k_norm, float* out,
                   const Parallel& parallel) {
-    if (state_->broken || tokens != state_->pending) return KVQ_BAD_STATE;
+    if (state_->broken || tokens < 1 || tokens != state_->pending) return KVQ_BAD_STATE;
     // A chunk closes a layer's pages as it passes, so each layer sees it once and in order.
     if (state_->staged && a.layer != state_->attended) return KVQ_BAD_STATE;
     if (a.layer < 0 || a.layer >= config().layers || a.heads != config().heads ||
@@ -259,7 +259,7 @@ int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const in
         a.rotary_pairs < 0 || 2 * a.rotary_pairs > a.head_dim)
         return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < tokens; t++) {
-        if (positions[t] < 0 || positions[t] > INT32_MAX) return KVQ_BAD_ARGUMENT;
+        if (positions[t] < 0 || positions[t] > kMaxPosition) return KVQ_BAD_ARGUMENT;
         float* cos = rope_ + int64_t{t} * 2 * a.rotary_pairs;
         fill_rope(static_cast<float>(positions[t]), inv_freq, a.rotary_pairs, a.rope_factor, cos,
                   cos + a.rotary_pairs);

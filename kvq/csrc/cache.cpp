@@ -96,7 +96,9 @@ int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
 
 int Cache::begin(int tokens) {
     if (state_->broken || state_->pending) return KVQ_BAD_STATE;
-    if (tokens < 1 || tokens > config().chunk_tokens) return KVQ_BAD_ARGUMENT;
+    if (tokens < 1 || tokens > config().chunk_tokens ||
+        tokens > config().context_tokens - state_->tokens)
+        return KVQ_BAD_ARGUMENT;
     int64_t bytes;
     int32_t columns;
     missing(tokens, bytes, columns);
@@ -113,9 +115,11 @@ int Cache::begin(int tokens) {
 int Cache::abort() {
     // Staged chunks have already moved rows in the layers that saw them.
     if (state_->pending && state_->staged && state_->attended) state_->broken = 1;
-    state_->pending = 0;
+    forget_pass();
     return KVQ_OK;
 }
+
+void Cache::forget_pass() { state_->pending = state_->closing = state_->attended = state_->staged = 0; }
 
 bool Cache::closing_rows_consecutive(int rows, int pages) const {
     const int first = config().sink_tokens;
@@ -152,7 +156,7 @@ int Cache::commit(int tokens) {
         }
         close_columns(pages, state_->tail_used);
     }
-    state_->pending = 0;
+    forget_pass();
     return KVQ_OK;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 #include "format.h"
 #include "kernels/kernels.h"
@@ -64,6 +65,8 @@ int lay_out(const kvq_config& config, int64_t budget, Layout& layout);
 
 class Cache {
 public:
+    std::mutex turn;  // held for the length of every call
+
     // Null: no memory.
     static std::unique_ptr<Cache> open(const kvq_config& config, const Layout& layout,
                                        int64_t budget);
@@ -100,6 +103,7 @@ private:
     const kvq_config& config() const { return state_->config; }
     int streams() const { return config().layers * config().kv_heads; }
     int closing_pages(int tokens) const;
+    void forget_pass();
     Entry& entry(int stream, int column) const {
         return entries_[int64_t{stream} * layout_.sizes.max_columns + column];
     }
@@ -166,7 +170,7 @@ private:
 // turned back by `delta`.
 void counter_rotate(const Block& block, int32_t delta, const float* inv_freq, int pairs, float* rows);
 
-// The cache a handle names, or null.
-Cache* find_cache(int64_t handle);
+// The cache a handle names, or null. Whoever calls it holds `turn` while it works.
+std::shared_ptr<Cache> find_cache(int64_t handle);
 
 }  // namespace kvq

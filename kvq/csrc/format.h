@@ -25,6 +25,7 @@ namespace kvq {
 
 constexpr int kPageTokens = 64;
 constexpr int kMaxHeadDim = 256;
+constexpr int64_t kMaxPosition = INT32_MAX - 2 * kPageTokens;  // a page's last one stays an int32
 constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3
 
 constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }

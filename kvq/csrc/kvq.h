@@ -1,5 +1,7 @@
 /* The C ABI: all that Python may call. Every function returns a status unless it says otherwise;
-   raw pointers in, no framework types. A cache is named by a handle, never by an address. */
+   raw pointers in, no framework types. A cache is named by a handle, never by an address. Calls may
+   come from any thread: those on one cache take turns, and closing it while a call is in flight lets
+   that call end; the memory goes with the last call. */
 #pragma once
 #include <stdint.h>
 
@@ -10,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 3
+#define KVQ_ABI 4
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -19,7 +21,8 @@ enum kvq_status {
     KVQ_NOT_FINITE = 3, /* a key or value is not finite or beyond float16 */
     KVQ_BAD_STATE = 4,  /* begin, attend and commit were called out of order */
     KVQ_NO_MEMORY = 5,
-    KVQ_TOO_SMALL = 6   /* the budget cannot hold the fixed part and one page */
+    KVQ_TOO_SMALL = 6,  /* the budget cannot hold the fixed part and one page */
+    KVQ_CLOSED = 7      /* no open cache has this handle */
 };
 
 typedef struct {
@@ -112,6 +115,8 @@ KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t 
 /* Repacks a hi4 plane of 32*head_dim bytes into the 2-bit plane at its start. */
 KVQ_EXPORT int kvq_repack(uint8_t *plane, int32_t head_dim);
 
+/* One sentence per status, for users; a static string. */
+KVQ_EXPORT const char *kvq_status_text(int status);
 KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */

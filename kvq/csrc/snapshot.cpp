@@ -88,7 +88,9 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     const int64_t columns = header.columns, rows = header.tail_used;
     if (std::memcmp(&header.config, &config(), sizeof(kvq_config)) ||
         header.budget != state_->budget || columns < 0 || columns > layout_.sizes.max_columns ||
-        rows < 0 || rows > config().tail_rows || header.tokens < 0 || header.peak > header.budget)
+        rows < 0 || rows > config().tail_rows || closing_pages(header.tail_used - state_->tail_used) ||
+        header.tokens < header.tail_used || header.tokens > config().context_tokens ||
+        header.peak < 0 || header.peak > header.budget)
         return KVQ_BAD_ARGUMENT;
     int64_t expected = sizeof header + 2 * streams() + columns * static_cast<int64_t>(sizeof(Column)) +
                        kEntryBytes * streams() * columns + probe_bytes() +
@@ -100,6 +102,13 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
             entering[i] > (i % 2 ? config().v_bits : config().k_bits))
             return KVQ_BAD_ARGUMENT;
     const uint8_t* const held = entering + 2 * streams();
+    const auto position = [](int32_t at) { return at >= 0 && at <= kMaxPosition; };
+    for (int64_t c = 0; c < columns; c++) {
+        Column column;
+        std::memcpy(&column, held + c * static_cast<int64_t>(sizeof column), sizeof column);
+        if (!position(column.pos0) || column.first_token < 0 || column.first_token >= header.tokens)
+            return KVQ_BAD_ARGUMENT;
+    }
     const uint8_t* widths = held + columns * static_cast<int64_t>(sizeof(Column));
     int64_t pages = 0, planes = 0;
     for (int64_t i = 0; i < streams() * columns; i++) {
@@ -114,6 +123,11 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     if (count != expected || pages * layout_.sizes.constant_bytes +
                                      planes * layout_.sizes.granule_bytes > layout_.sizes.pool_bytes)
         return KVQ_BAD_ARGUMENT;
+    for (int64_t row = 0; row < rows; row++) {
+        int32_t at;
+        std::memcpy(&at, widths + kEntryBytes * streams() * columns + 4 * row, sizeof at);
+        if (!position(at)) return KVQ_BAD_ARGUMENT;
+    }
 
     pool_.clear();
     std::memcpy(entering_, entering, size_t{2} * static_cast<size_t>(streams()));
@@ -121,7 +135,8 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     state_->columns = header.columns;
     state_->tail_used = header.tail_used;
     state_->tokens = header.tokens;
-    state_->pending = state_->broken = 0;
+    state_->broken = 0;
+    forget_pass();
     for (int s = 0; s < streams(); s++) {
         for (int c = 0; c < columns; c++, widths += kEntryBytes) {
             Entry& e = entry(s, c);

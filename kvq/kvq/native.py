@@ -20,16 +20,8 @@ from kvq.settings import environment
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 3
+ABI = 4
 EVIDENCE_FACTS = 6
-_STATUS = {
-    1: "the pool has no room",
-    2: "an argument does not fit the cache",
-    3: "a key or value is not finite in float16, so it cannot be cached",
-    4: "begin, attend and commit were called out of order, or an earlier chunk failed",
-    5: "the system has no memory for the arena",
-    6: "the budget is too small",
-}
 
 log = logging.getLogger("kvq")
 
@@ -127,6 +119,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64)),
     "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, _BYTES, _HALVES)),
     "kvq_repack": (c_int32, (_BYTES, c_int32)),
+    "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
     "kvq_isa_available": (c_char_p, ()),
@@ -459,4 +452,4 @@ def _bytes(x: NDArray[np.uint8]) -> Any:
 
 def _check(status: int) -> None:
     if status:
-        raise CacheError(f"the cache refused: {_STATUS.get(status, f'status {status}')}")
+        raise CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")

@@ -50,6 +50,10 @@ from kvq.reference import (
 )
 
 
+# The last position of a page must be an int32.
+MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
+
+
 @dataclass(slots=True)
 class Page:
     """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
@@ -172,8 +176,10 @@ class ReferenceCache:
         k_norm: Float | None = None,
     ) -> Float:
         """Stores the new keys and values and returns the attention output [T, H * D]."""
-        if len(qkv) != self.pending:
+        if not 0 < len(qkv) == self.pending:
             raise CacheError(f"begin() was not called for {len(qkv)} tokens")
+        if not ((positions >= 0) & (positions <= MAX_POSITION)).all():
+            raise CacheError(f"positions must lie in 0 to {MAX_POSITION}")
         q, k, v = split_heads(params, qkv.astype(np.float32))
         if q_norm is not None:
             q = normalize(q, q_norm, params.norm_eps)

@@ -154,7 +154,7 @@ def test_an_unknown_or_closed_handle_is_an_exception(caches: list[Cache]) -> Non
 
 def test_begin_must_have_been_called(caches: list[Cache]) -> None:
     run = session(model(FIRST))
-    message = r"begin\(\) was not called for this many tokens"
+    message = r".*begin\(\) was not called for this many tokens"
     expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
     caches[0].begin(3)
     expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
@@ -200,7 +200,7 @@ def test_a_node_that_does_not_fit_the_cache_is_refused(
     width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
     caches[0].begin(1)
     given = feed(caches[0], rows_of(1, width), np.array([0])) | inputs
-    expect_error("shape, layer or positions do not fit the cache", run, given)
+    expect_error("an argument does not fit the cache", run, given)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e5])

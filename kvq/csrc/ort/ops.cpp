@@ -13,16 +13,6 @@ namespace {
 
 std::unique_ptr<Api> g_api;  // set once, when ONNX Runtime loads the library
 
-const char* describe(int status) {
-    switch (status) {
-        case KVQ_SHORT: return "the budget has no room for these tokens";
-        case KVQ_BAD_ARGUMENT: return "shape, layer or positions do not fit the cache";
-        case KVQ_NOT_FINITE: return "a key or value is not finite in float16";
-        case KVQ_BAD_STATE: return "begin() was not called for this many tokens";
-        default: return "the cache refused";
-    }
-}
-
 OrtStatus* failed(const std::string& reason) {
     return g_api->CreateStatus(kFail, ("kvq::Attention: " + reason).c_str());
 }
@@ -95,8 +85,9 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     void* out = nullptr;
     if (OrtStatus* status = g_api->GetTensorMutableData(output, &out)) return status;
     const int64_t handle = *static_cast<const int64_t*>(data[2]);
-    Cache* cache = find_cache(handle);
+    const std::shared_ptr<Cache> cache = find_cache(handle);
     if (!cache) return failed("no open cache has handle " + std::to_string(handle));
+    std::lock_guard<std::mutex> turn(cache->turn);
     a.rotary_pairs = static_cast<int32_t>(count[3]);
     const Parallel parallel{
         [](void* ort_context, void (*work)(void*, size_t), size_t units, void* user) {
@@ -115,7 +106,7 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
         static_cast<const int64_t*>(data[1]), static_cast<const float*>(data[3]),
         static_cast<const float*>(data[4]), static_cast<const float*>(data[5]),
         static_cast<float*>(out), parallel);
-    return status ? failed(describe(status)) : nullptr;
+    return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
 const OrtCustomOp* attention_op() {
