@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
+from caches import open_cache
 from kvq.cache import Cache
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError
@@ -97,7 +98,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
 
     def scored(*actions: tuple[int, int, int]) -> tuple[np.ndarray, Any]:
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
-        cache = Cache(
+        cache = open_cache(
             config.cache_shape, KvPlan(k_bits=8, v_bits=8), 8 << 20, 512, chunk_tokens=128,
             observed=True, native=backend.cache_kind == "native",
         )  # fmt: skip

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from caches import budget_for_tokens, geometry, minimum_budget, open_cache, spec
 from kvq import native
-from kvq.cache import Cache, budget_bytes, budget_for_tokens, minimum_budget
+from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan, parse_budget
-from kvq.errors import BudgetError
+from kvq.errors import BudgetError, UsageError
 from kvq.formats import (
     FORMATS,
-    Arena,
-    arena_for,
     bytes_per_token,
     constant_bytes,
     format_bytes,
@@ -24,6 +23,7 @@ from kvq.formats import (
     page_bytes,
 )
 from kvq.policies import POLICIES, policy_named
+from kvq.sizing import Geometry, Regions
 from pairs import attention, forward, pack_heads, random_heads
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
@@ -50,13 +50,15 @@ def plans(draw: st.DrawFn, floats: bool = True) -> KvPlan:
 
 
 @st.composite
-def arenas(draw: st.DrawFn) -> Arena:
-    return arena_for(
+def geometries(draw: st.DrawFn) -> Geometry:
+    return geometry(
         draw(shapes()),
         draw(plans()),
         context_tokens=draw(st.one_of(st.integers(1, 600), st.integers(1, 200_000))),
         chunk_tokens=draw(st.integers(1, 2048)),
+        draft_tokens=draw(st.one_of(st.just(8), st.integers(1, 128))),
         threads=draw(st.integers(1, 16)),
+        probes=draw(st.booleans()),
     )
 
 
@@ -89,60 +91,118 @@ def test_formats_table_is_what_a_page_holds() -> None:
 
 
 @MANY
-@given(arenas(), st.floats(0, 3), st.integers(0, 4096))
-def test_python_and_native_count_the_same_bytes(arena: Arena, share: float, extra: int) -> None:
-    pages = arena.wanted_columns * arena.column_bytes(*_widths(arena)) if _paged(arena) else 0
-    budget = arena.minimum_bytes + int(share * pages) + extra
-    columns, pool = arena.divide(budget)
-    assert native.layout(arena, budget) == {
-        "fixed_bytes": arena.fixed_bytes(columns, budget - arena.fixed_bytes(0, 0) - 512),
-        "pool_bytes": pool,
-        "granule_bytes": granule_bytes(arena.shape.head_dim),
-        "constant_bytes": constant_bytes(arena.shape.head_dim),
-        "minimum_bytes": arena.minimum_bytes,
+@given(geometries(), st.floats(0, 3), st.integers(0, 4096))
+def test_python_and_native_count_the_same_bytes(asked: Geometry, share: float, extra: int) -> None:
+    num_bytes = _some_bytes(asked, share, extra)
+    columns, regions = asked.divide(num_bytes)
+    found = native.layout(asked, num_bytes)
+    for name, ours, theirs in zip(Regions._fields, regions, found.pop("regions"), strict=True):
+        assert ours == theirs, name
+    assert found == {
+        "fixed_bytes": regions.num_bytes,
+        "pool_bytes": asked.room_for_pages(num_bytes),
+        "granule_bytes": granule_bytes(asked.shape.head_dim),
+        "constant_bytes": constant_bytes(asked.shape.head_dim),
+        "minimum_bytes": asked.minimum_bytes,
         "max_columns": columns,
         "reserved": 0,
     }
-    assert pool + native.layout(arena, budget)["fixed_bytes"] == budget
+    assert found["pool_bytes"] + found["fixed_bytes"] == num_bytes
 
 
 @MANY
-@given(arenas(), st.floats(0, 3), st.integers(0, 4096))
-def test_any_budget_that_opens_has_room_for_a_page(arena: Arena, share: float, extra: int) -> None:
-    assume(_paged(arena))
-    one = arena.column_bytes(*_widths(arena))
-    budget = arena.minimum_bytes + int(share * one * arena.wanted_columns) + extra
-    columns, pool = arena.divide(budget)
-    assert 1 <= columns <= arena.wanted_columns
-    assert pool >= one
+@given(geometries(), st.floats(0, 3), st.integers(0, 4096))
+def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
+    asked: Geometry, share: float, extra: int
+) -> None:
+    assume(asked.wanted_columns)
+    one = asked.column_bytes(*_widths(asked))
+    closed = min(math.ceil(asked.draft_tokens / 64), asked.wanted_columns)
+    num_bytes = _some_bytes(asked, share, extra)
+    columns, pool = asked.divide(num_bytes)[0], asked.room_for_pages(num_bytes)
+    assert closed <= columns <= asked.wanted_columns
+    assert pool >= closed * one
     # The table has a row for every page the pool can hold at two bits, or the context needs.
-    smallest = arena.column_bytes(2, 2)
-    rows = 2 + (columns + 1) * (44 * arena.streams + 24) // smallest
-    assert columns == arena.wanted_columns or columns + rows + one // smallest >= pool // smallest
+    smallest = asked.column_bytes(2, 2)
+    rows = 2 + (columns + 1) * (44 * asked.streams + 24) // smallest
+    at_most = columns + rows + closed * one // smallest
+    assert columns == asked.wanted_columns or at_most >= pool // smallest
 
 
 @MANY
-@given(arenas(), st.integers(1, 10_000))
-def test_columns_asked_for_fit(arena: Arena, columns: int) -> None:
-    assume(_paged(arena))
-    columns = min(columns, arena.wanted_columns)
-    exact = replace(arena, context_tokens=arena.plan.sink_tokens + 64 + 64 * columns)
+@given(geometries(), st.integers(1, 10_000))
+def test_columns_asked_for_fit(asked: Geometry, columns: int) -> None:
+    assume(asked.wanted_columns)
+    columns = min(columns, asked.wanted_columns)
+    exact = replace(asked, context_tokens=asked.plan.sink_tokens + 64 + 64 * columns)
     assert exact.wanted_columns == columns
-    held, pool = exact.divide(exact.bytes_for_columns(columns))
-    assert held == columns
-    assert pool >= columns * exact.column_bytes(*_widths(exact))
+    num_bytes = max(exact.bytes_for_columns(columns), exact.minimum_bytes)
+    assert exact.divide(num_bytes)[0] == columns
+    assert exact.room_for_pages(num_bytes) >= columns * exact.column_bytes(*_widths(exact))
 
 
 @MANY
-@given(arenas())
-def test_one_byte_below_the_minimum_is_refused_by_both(arena: Arena) -> None:
-    least = arena.minimum_bytes
+@given(geometries())
+def test_one_byte_below_the_minimum_is_refused_by_both(asked: Geometry) -> None:
+    least = asked.minimum_bytes
     with pytest.raises(
         BudgetError, match=f"{re.escape(format_bytes(least))} \\({least} bytes\\) can"
     ):
-        arena.divide(least - 1)
-    assert native.layout(arena, least - 1)["pool_bytes"] == 0
-    assert native.layout(arena, least)["pool_bytes"] == arena.divide(least)[1]
+        asked.divide(least - 1)
+    assert native.layout(asked, least - 1)["pool_bytes"] == 0
+    assert native.layout(asked, least)["pool_bytes"] == asked.room_for_pages(least)
+
+
+@MANY
+@given(geometries(), st.floats(0, 1.5), st.sampled_from(sorted(POLICIES)))
+def test_what_is_held_is_no_more_than_what_was_asked(
+    asked: Geometry, share: float, policy: str
+) -> None:
+    wanted = spec(
+        asked.shape,
+        asked.plan,
+        asked.context_tokens,
+        chunk_tokens=asked.chunk_tokens,
+        draft_tokens=asked.draft_tokens,
+        policy=policy,
+    )
+    least, whole = wanted.minimum_bytes, wanted.whole_bytes
+    given = replace(wanted, budget=Budget(num_bytes=least + int(share * (whole - least))))
+    held = given.resolved()
+    assert held.spec == given
+    assert held.num_bytes == held.regions.num_bytes + held.pool_bytes == given.budget_bytes
+    assert held.chunk_tokens <= asked.chunk_tokens
+    assert held.max_columns <= held.wanted_columns
+    # Given bytes for its context a cache is just what was asked; below that it has no tail.
+    if held.num_bytes >= whole:
+        assert (held.plan, held.chunk_tokens) == (asked.plan, asked.chunk_tokens)
+        assert not held.probes
+    else:
+        assert held.plan == replace(asked.plan, tail_tokens=0)
+    assert native.layout(held, held.num_bytes)["regions"] == held.regions
+    with pytest.raises(BudgetError, match=f"{least} bytes"):
+        replace(wanted, budget=Budget(num_bytes=least - 1)).resolved()
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 129])
+def test_an_impossible_room_for_drafts_is_refused(draft_tokens: int) -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(UsageError, match="give 1 to 128"):
+        spec(shape, KvPlan(), 100, draft_tokens=draft_tokens)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+@pytest.mark.parametrize("draft_tokens", [1, 96, 128])
+def test_a_minimum_budget_takes_drafts_of_the_room_asked_for(
+    use_native: bool, draft_tokens: int
+) -> None:
+    shape, plan = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64), KvPlan()
+    options = {"policy": "budget", "draft_tokens": draft_tokens}
+    least = minimum_budget(shape, plan, 1000, **options)
+    cache = open_cache(shape, plan, least, 1000, native=use_native, **options)
+    _fill(cache, 1000)
+    assert cache.peak_bytes <= least
+    cache.close()
 
 
 @pytest.mark.parametrize("use_native", [True, False])
@@ -155,12 +215,12 @@ def test_cache_opens_at_the_minimum_and_not_a_byte_below(
     options = {"policy": policy, "chunk_tokens": 128}
     for plan in (KvPlan(), KvPlan(k_bits=8, v_bits=8), KvPlan(k_bits=16, v_bits=16)):
         least = minimum_budget(shape, plan, context_tokens, **options)
-        cache = Cache(shape, plan, least, context_tokens, native=use_native, **options)
+        cache = open_cache(shape, plan, least, context_tokens, native=use_native, **options)
         assert cache.used_bytes <= least
         assert cache.peak_bytes == cache.used_bytes
         cache.close()
         with pytest.raises(BudgetError, match=f"{least} bytes"):
-            Cache(shape, plan, least - 1, context_tokens, native=use_native, **options)
+            open_cache(shape, plan, least - 1, context_tokens, native=use_native, **options)
 
 
 def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> None:
@@ -178,7 +238,7 @@ def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
     shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
     whole = budget_for_tokens(shape, KvPlan(), 250, chunk_tokens=64)
     assert minimum_budget(shape, KvPlan(), 250, chunk_tokens=64, policy="budget") == whole
-    cache = Cache(shape, KvPlan(), whole, 250, chunk_tokens=64, policy="budget")
+    cache = open_cache(shape, KvPlan(), whole, 250, chunk_tokens=64, policy="budget")
     assert not cache.arena.probes
     _fill(cache, 250)
     assert (cache.columns()[1] == (4, 2)).all()
@@ -200,7 +260,7 @@ def test_a_minimum_budget_takes_any_number_of_tokens(
 ) -> None:
     """One page of every stream at a time: older pages are given up, and no step is refused."""
     budget = minimum_budget(shape, plan, tokens, policy=policy)
-    cache = Cache(shape, plan, budget, tokens, policy=policy, native=use_native)
+    cache = open_cache(shape, plan, budget, tokens, policy=policy, native=use_native)
     _fill(cache, tokens)
     assert cache.tokens == tokens
     assert cache.peak_bytes <= cache.budget_bytes
@@ -220,7 +280,7 @@ def test_budget_for_tokens_holds_them_at_full_width(
 ) -> None:
     tokens = plan.sink_tokens + 64 * pages + rest or 1
     budget = budget_for_tokens(shape, plan, tokens)
-    cache = Cache(shape, plan, budget, tokens, native=use_native)
+    cache = open_cache(shape, plan, budget, tokens, native=use_native)
     assert cache.chunk_tokens == 256
     _fill(cache, tokens)
     facts, widths = cache.columns()
@@ -246,7 +306,7 @@ def test_budget_for_tokens_of_a_longer_context(
     context = tokens + more
     budget = budget_for_tokens(shape, plan, tokens, context_tokens=context, policy=policy)
     assert budget <= budget_for_tokens(shape, plan, context)
-    cache = Cache(shape, plan, budget, context, policy=policy)
+    cache = open_cache(shape, plan, budget, context, policy=policy)
     _fill(cache, tokens)
     assert (cache.columns()[1] == (plan.k_bits, plan.v_bits)).all()
     cache.close()
@@ -255,16 +315,19 @@ def test_budget_for_tokens_of_a_longer_context(
 def test_budget_in_any_unit_becomes_bytes() -> None:
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
     plan = KvPlan()
-    assert budget_bytes(parse_budget("3MiB"), shape, plan, 1000) == 3 << 20
-    assert budget_bytes(parse_budget("25%"), shape, plan, 4096) == 4096 * 2 * 2 * 64 * 4 // 4
-    assert budget_bytes(Budget(tokens=700), shape, plan, 700) == budget_for_tokens(shape, plan, 700)
-    assert budget_bytes(Budget(tokens=700), shape, plan, 4000) == budget_for_tokens(
-        shape, plan, 700, context_tokens=4000
-    )
+
+    def in_bytes(budget: Budget, context_tokens: int, **options: str) -> int:
+        return spec(shape, plan, context_tokens, budget=budget, **options).budget_bytes
+
+    assert in_bytes(parse_budget("3MiB"), 1000) == 3 << 20
+    assert in_bytes(parse_budget("25%"), 4096) == 4096 * 2 * 2 * 64 * 4 // 4
+    assert in_bytes(Budget(tokens=700), 700) == budget_for_tokens(shape, plan, 700)
+    assert in_bytes(Budget(tokens=700), 300) == budget_for_tokens(shape, plan, 300)
+    assert in_bytes(Budget(), 20_000) == in_bytes(Budget(tokens=8192), 20_000)
     for policy in POLICIES:
-        assert budget_bytes(
-            Budget(tokens=700), shape, plan, 4000, policy=policy
-        ) == budget_for_tokens(shape, plan, 700, context_tokens=4000, policy=policy)
+        assert in_bytes(Budget(tokens=700), 4000, policy=policy) == budget_for_tokens(
+            shape, plan, 700, context_tokens=4000, policy=policy
+        )
 
 
 def test_a_tight_budget_shortens_the_chunk() -> None:
@@ -274,12 +337,14 @@ def test_a_tight_budget_shortens_the_chunk() -> None:
         plan = KvPlan(k_bits=widths[0], v_bits=widths[1])
         for extra in range(0, 400_000, 20_001):
             budget = minimum_budget(shape, plan, 4096) + extra
-            cache = Cache(shape, plan, budget, 4096)
+            cache = open_cache(shape, plan, budget, 4096)
             pages = math.ceil(cache.chunk_tokens / 64)
-            assert cache.arena.divide(budget)[1] >= pages * cache.arena.column_bytes(*widths)
+            assert cache.arena.pool_bytes >= pages * cache.arena.column_bytes(*widths)
             cache.close()
-    assert Cache(shape, KvPlan(), 4 << 20, 4096).chunk_tokens == 256
-    assert Cache(shape, KvPlan(), minimum_budget(shape, KvPlan(), 4096), 4096).chunk_tokens == 64
+    assert open_cache(shape, KvPlan(), 4 << 20, 4096).chunk_tokens == 256
+    assert (
+        open_cache(shape, KvPlan(), minimum_budget(shape, KvPlan(), 4096), 4096).chunk_tokens == 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,12 +362,15 @@ def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-def _paged(arena: Arena) -> bool:
-    return arena.wanted_columns > 0
+def _widths(asked: Geometry) -> tuple[int, int]:
+    return asked.plan.k_bits, asked.plan.v_bits
 
 
-def _widths(arena: Arena) -> tuple[int, int]:
-    return arena.plan.k_bits, arena.plan.v_bits
+def _some_bytes(asked: Geometry, share: float, extra: int) -> int:
+    """The least it opens with, a share of all its pages, and `extra`."""
+    columns = asked.wanted_columns
+    pages = columns * asked.column_bytes(*_widths(asked)) if columns else 0
+    return asked.minimum_bytes + int(share * pages) + extra
 
 
 def _fill(cache: Cache, tokens: int) -> None:

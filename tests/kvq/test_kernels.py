@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from caches import budget_for_tokens, open_cache
 from kvq import native
-from kvq.cache import Cache, budget_for_tokens
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
 from kvq.reference import encode, planes, two_bit_plane
@@ -414,7 +414,7 @@ def test_splits_only_change_the_order_of_sums(
     outputs = []
     for threads in (1, 2, 3):
         budget = budget_for_tokens(shape, plan, 2100, threads=threads)
-        cache = Cache(shape, plan, budget, 2100, threads=threads)
+        cache = open_cache(shape, plan, budget, 2100, threads=threads)
         rng = np.random.default_rng(3)
         qkv = pack_heads(*heads(rng, shape, 2000))
         for start in range(0, 2000, 250):

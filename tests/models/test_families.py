@@ -25,8 +25,9 @@ import torch
 import transformers
 from transformers.masking_utils import eager_mask
 
+import caches
 import tiny
-from kvq.cache import Cache, budget_for_tokens
+from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_export.config import ExportOptions, WeightFormat
@@ -354,8 +355,8 @@ def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True
     """An empty cache with room for `tokens` tokens, at once or in any chunks."""
     shape = family.bundle.config.cache_shape
     sizes = {"chunk_tokens": tokens, "threads": THREADS}
-    budget = budget_for_tokens(shape, plan, tokens, **sizes)
-    return Cache(shape, plan, budget, tokens, native=native, **sizes)
+    budget = caches.budget_for_tokens(shape, plan, tokens, **sizes)
+    return caches.open_cache(shape, plan, budget, tokens, native=native, **sizes)
 
 
 def run(family: Family, cache: Cache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:

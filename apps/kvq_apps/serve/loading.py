@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvq.settings import cache_folder
@@ -28,7 +28,7 @@ def load(
 def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: ServeConfig) -> Served:
     """What is served of an opened engine."""
     first = engine.session(**session_options)
-    settings = asdict(first.config) | {"model": engine.model.fingerprint}
+    settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()
     saved = SavedSessions(
         cache_folder() / "sessions",

@@ -1,9 +1,11 @@
 """The seam between the loop and an engine: its protocols, one table. Knows no engine itself.
 
-To add a backend: one file with a class that has `Backend`'s members, one row in `BACKENDS`.
+To add a backend: one file with a class that has `Backend`'s members, and of its own `missing`,
+`reads` and `estimate`, asked before anything is loaded; one row in `BACKENDS`.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -115,6 +117,16 @@ class ModelFacts:
     short_rope_tokens: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a session would hold; `bytes_per_token` of a plan is None where it is not possible."""
+
+    plan: KvPlan
+    context_tokens: int
+    kv_bytes: int
+    bytes_per_token: Callable[[KvPlan], float | None]
+
+
 class SequenceCache(Protocol):
     """One sequence's keys and values. A forward pass is `begin(n)`, the pass, `commit(m <= n)`.
 
@@ -215,6 +227,16 @@ def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend:
         possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
         raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
     return _load(name)(files, threads=threads)
+
+
+def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
+    """What a session on the best backend that reads `files` would hold, told from them alone.
+
+    Without a budget it gives up none of its tokens, by default the model's context. Loads no
+    weights, and asks not whether the backend can run here. Raises what `session_config` would.
+    """
+    name = next(name for name in PREFERENCE if _load(name).reads(files))
+    return _load(name).estimate(files, request, threads=threads)
 
 
 def missing(name: str) -> str | None:

@@ -39,7 +39,7 @@ class OnnxBackend(PagedBackend):
     """The fast path: quantised weights, native cache, one thread pool for both."""
 
     name = "onnx"
-    native_cache = True
+    cache_kind = "native"
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         reason = self.missing()

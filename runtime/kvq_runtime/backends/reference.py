@@ -19,7 +19,7 @@ class ReferenceBackend(PagedBackend):
     """The slow path that always runs; numpy's own threads, whatever `threads` says."""
 
     name = "reference"
-    native_cache = False
+    cache_kind = "numpy"
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         super().__init__(bundle, threads=threads)

@@ -188,7 +188,9 @@ def test_a_gguf_file(
     assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
     assert found["kv_bytes"] == row_bytes * CONTEXT
     assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
-    assert "2:2 is not possible: llama.cpp's caches" in refused(file, "--estimate", "--kv", "2:2")
+    assert "--kbits 2 is not possible on the llama.cpp backend: choose 8 or 4" in refused(
+        file, "--estimate", "--kv", "2:2"
+    )
     assert "fits yes, " in table(file, "--estimate")
 
 
