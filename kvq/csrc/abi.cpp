@@ -1,6 +1,5 @@
 // The C ABI of kvq.h: handles to caches, arguments to calls.
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -43,6 +42,15 @@ template <class Call> static auto with_cache(int64_t handle, Call&& call, int cl
     return call(*cache);
 }
 
+// Likewise, and tells what the cache holds afterwards, also where the call was refused.
+template <class Call> static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
+    return with_cache(handle, [&](Cache& cache) {
+        const int status = call(cache);
+        if (stats) cache.stats(*stats);
+        return status;
+    });
+}
+
 extern "C" {
 
 int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* layout) {
@@ -71,23 +79,34 @@ int kvq_cache_close(int64_t handle) {
 }
 
 int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
-    return with_cache(handle, [&](Cache& cache) { return cache.stats(*stats), KVQ_OK; });
+    return with_cache(handle, [&](Cache& cache) -> int { return cache.stats(*stats), KVQ_OK; });
 }
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
     return with_cache(handle, [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
-int kvq_cache_begin(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens); }); }
+int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view) {
+    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view); });
+}
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
                      const float* q_norm, const float* k_norm, float* out) {
-    return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, tokens, qkv, positions, inv_freq, q_norm, k_norm, out,
-                                 kvq::kSerial); });
+    const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, out};
+    return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
 }
-int kvq_cache_commit(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.commit(tokens); }); }
-int kvq_cache_abort(int64_t handle) { return with_cache(handle, [&](Cache& cache) { return cache.abort(); }); }
-int kvq_cache_trim(int64_t handle, int32_t tokens) { return with_cache(handle, [&](Cache& cache) { return cache.trim(tokens); }); }
-int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count) {
-    return with_cache(handle, [&](Cache& cache) { return cache.demote(actions, count); });
+int kvq_cache_commit(int64_t handle, const int32_t* rows, int32_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.commit(rows, count); });
+}
+int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.rewind(rows); });
+}
+int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.trim(tokens); });
+}
+int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.demote(actions, count); });
+}
+int kvq_cache_demote_entering(int64_t handle, const uint8_t* widths) {
+    return with_cache(handle, [&](Cache& cache) { return cache.demote_entering(widths); });
 }
 int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
     return with_cache(handle, [&](Cache& cache) { return cache.shift(column, delta); });
@@ -96,61 +115,50 @@ int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
     return with_cache(handle, [&](Cache& cache) { return cache.mask(column, mask); });
 }
 int kvq_cache_entering(int64_t handle, uint8_t* widths) {
-    return with_cache(handle, [&](Cache& cache) { return cache.entering(widths), KVQ_OK; });
+    return with_cache(handle, [&](Cache& cache) -> int { return cache.entering(widths), KVQ_OK; });
 }
 
-int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
-    return with_cache(handle, [&](Cache& cache) { return cache.columns(facts, widths), KVQ_OK; });
+int kvq_cache_columns(int64_t handle, int32_t columns, int64_t* facts, uint8_t* widths) {
+    return with_cache(handle, [&](Cache& cache) { return cache.columns(columns, facts, widths); });
 }
-int kvq_cache_evidence(int64_t handle, int32_t tokens, float* facts, float* queries) {
-    return with_cache(handle, [&](Cache& cache) { return cache.evidence(tokens, facts, queries); });
+int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* facts,
+                       float* queries) {
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, uint16_t* keys, uint16_t* values) {
-    return with_cache(handle, [&](Cache& cache) { return cache.constants(keys, values), KVQ_OK; });
+int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t* keys, uint16_t* values) {
+    return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
 }
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
     return with_cache(handle, [&](Cache& cache) { return cache.page(layer, head, column, bytes); }, -1);
 }
-int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, uint16_t* k, uint16_t* v,
+int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, int32_t rows, uint16_t* k, uint16_t* v,
                    int32_t* positions) {
-    return with_cache(handle, [&](Cache& cache) { return cache.tail(layer, head, k, v, positions); });
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.tail(layer, head, rows, k, v, positions); });
 }
 int64_t kvq_cache_state_bytes(int64_t handle) {
     return with_cache(handle, [&](Cache& cache) { return cache.state_bytes(); }, -1);
 }
-int kvq_cache_save(int64_t handle, uint8_t* bytes) {
-    return with_cache(handle, [&](Cache& cache) { return cache.save(bytes); });
+int kvq_cache_save(int64_t handle, uint8_t* bytes, int64_t count) {
+    return with_cache(handle, [&](Cache& cache) { return cache.save(bytes, count); });
 }
-int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count) {
-    return with_cache(handle, [&](Cache& cache) { return cache.load(bytes, count); });
+int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
-int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, uint8_t* planes,
-             uint16_t* constants) {
+int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, int32_t bits,
+             uint8_t* planes, uint16_t* constants) {
     if (tokens < 1 || tokens > kvq::kPageTokens || head_dim < 16 || head_dim > kvq::kMaxHeadDim ||
-        head_dim % 16)
+        head_dim % 16 || !kvq::valid_width(bits))
         return KVQ_BAD_ARGUMENT;
     for (int i = 0; i < tokens * head_dim; i++)
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
     const bool packed = values ? kernel.pack_v(x, tokens, head_dim, planes, constants)
                                : kernel.pack_k(x, tokens, head_dim, planes, constants);
+    if (packed && bits == 2) kernel.narrow(planes, head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
-}
-
-int kvq_repack(uint8_t* plane, int32_t head_dim) {
-    // Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel
-    // octets of one token group, for values two token octets of one channel group.
-    for (int m = 0; m < head_dim / 2; m++) {
-        uint8_t merged[32];
-        for (int i = 0; i < 32; i++) {
-            const uint8_t a = plane[64 * m + i], b = plane[64 * m + 32 + i];
-            merged[i] = static_cast<uint8_t>((a >> 2 & 3) | (a >> 6 & 3) << 2 | (b >> 2 & 3) << 4 |
-                                             (b >> 6 & 3) << 6);
-        }
-        std::memcpy(plane + 32 * m, merged, 32);
-    }
-    return KVQ_OK;
 }
 
 const char* kvq_status_text(int status) {

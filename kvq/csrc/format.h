@@ -41,15 +41,6 @@ static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits a
 static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
 static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
 
-// Query rows kept as probes of what attention looks at: the newest of every kProbeStride tokens, and
-// one token of every run of kPageTokens, chosen by a hash. Evidence is asked for as of a token up to a
-// draft ago, and a rejected draft may follow: each ring has room for what both may overwrite, so that
-// evidence is that of sequential decoding.
-constexpr int kProbeStride = 8;
-constexpr int kProbes = 4;  // of each kind that are used
-constexpr int kRingSlots = kProbes + 2;
-constexpr int kProbeSlots = 2 * kRingSlots;
-
 // One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
 struct Column {
     int32_t pos0;

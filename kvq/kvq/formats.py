@@ -8,8 +8,6 @@ ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
 PROBE_STRIDE = 8
 PROBES = 4
-RING_SLOTS = PROBES + 2
-PROBE_SLOTS = 2 * RING_SLOTS
 # Rows of a KV head that are looked at, probes times query heads, at most.
 PROBE_ROWS = 16
 
@@ -28,6 +26,13 @@ FORMATS = {
     4: Format(bits=4, granules=2, planes="hi4"),
     2: Format(bits=2, granules=1, planes="top 2 bits of hi4"),
 }
+
+
+def ring_slots(draft_tokens: int) -> tuple[int, int]:
+    """Slots for the newest and for the sampled probes: those used, and what drafts overwrite."""
+    strides = (PROBE_STRIDE, PAGE_TOKENS)
+    recent, sampled = (PROBES + 2 * -(-draft_tokens // stride) for stride in strides)
+    return recent, sampled
 
 
 def granule_bytes(head_dim: int) -> int:

@@ -329,7 +329,7 @@ class Session:
             inputs = plain_input(ids, first, rows, rope_long=self._model.rope_long)
             logits = self._backend.forward(self._cache, inputs)
         except BaseException:
-            self._cache.abort()
+            self._cache.rewind()
             raise
         self._cache.commit(count)
         if first + count > self._prompt_end:

@@ -42,7 +42,7 @@ from kvq.errors import (
     UsageError,
 )
 from kvq.formats import page_bytes
-from kvq.policies import Evidence, Policy, policy_named
+from kvq.policies import Evidence, Policy, Relief, policy_named
 from kvq.reference import KEYS, VALUES, codes_of, planes
 from kvq.sizing import tight_plan
 from pairs import (
@@ -73,12 +73,10 @@ class Recorder:
         self.policy = policy
         self.decided: list[list[int]] = []
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
-        actions = self.policy.relieve(evidence, bytes_short, columns_short)
-        self.decided += actions.tolist()
-        return actions
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        relief = self.policy.relieve(evidence, bytes_short, columns_short)
+        self.decided += relief.actions.tolist()
+        return relief
 
 
 @dataclass(slots=True)
@@ -139,9 +137,7 @@ class ListModel:
 
     def demote(self, actions: Sequence[Sequence[int]]) -> None:
         for layer, head, column, k_bits, v_bits in actions:
-            come = column == len(self.pages)
-            widths = self.entering if come else self.pages[column].widths
-            widths[layer, head] = (k_bits, v_bits)
+            self.pages[column].widths[layer, head] = (k_bits, v_bits)
         self.pages = [page for page in self.pages if any(map(any, page.widths.values()))]
 
     def facts(self) -> list[list[int]]:
@@ -289,7 +285,7 @@ class Traces(RuleBasedStateMachine):
             if kept or not aborts:
                 cache.commit(kept)
             else:
-                cache.abort()
+                cache.rewind()
         self.model.append(numbers[:kept])
         if not kept and not actions:
             assert [cache.state() for cache in self.pair] == before
@@ -307,7 +303,7 @@ class Traces(RuleBasedStateMachine):
         with pytest.raises(CacheError, match="not finite in float16"):
             forward(self.pair.numpy, self.layers, rows, np.arange(3) + self.model.tokens)
         for cache in self.pair:
-            cache.abort()
+            cache.rewind()
         self.model.demote(self.pair.native.policy.decided)
         for cache in self.pair:
             cache.policy.decided.clear()
@@ -324,13 +320,20 @@ class Traces(RuleBasedStateMachine):
                     lower.append((0, 0))
                     choice = lower[int(self.rng.integers(len(lower)))]
                     actions.append((layer, head, column, *choice))
-        for (layer, head), held in self.model.entering.items():
-            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
-            if self.rng.random() < share / 2:
-                choice = lower[int(self.rng.integers(len(lower)))]
-                actions.append((layer, head, len(self.model.pages), *choice))
         self.pair.demote(actions)
         self.model.demote(actions)
+
+    @precondition(lambda self: self.plan.quantized)
+    @rule(share=st.sampled_from([0.5, 0.1]))
+    def demote_entering(self, share: float) -> None:
+        """Lowers what pages of some heads will close at."""
+        for stream, held in self.model.entering.items():
+            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
+            if self.rng.random() < share:
+                self.model.entering[stream] = lower[int(self.rng.integers(len(lower)))]
+        widths = np.array(list(self.model.entering.values()), np.uint8)
+        for cache in self.pair:
+            cache.demote_entering(widths.reshape(2, -1, 2))
 
     @precondition(lambda self: self.model.pages)
     @rule(data=st.data(), delta=st.sampled_from([0, 5, -64, 4000]))
@@ -510,9 +513,7 @@ class Scattered:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         held = evidence.widths.astype(int)
         lost_columns = np.flatnonzero(held.any(axis=(0, 1, 3)))
         actions = []
@@ -532,7 +533,7 @@ class Scattered:
             bytes_short += page_bytes(evidence.head_dim, *after) if after[0] else 0
             held[layer, head, column] = after
             actions.append((layer, head, column, *after))
-        return np.array(actions, np.int32).reshape(-1, 5)
+        return Relief(actions=np.array(actions, np.int32).reshape(-1, 5))
 
 
 def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spare: int) -> int:
@@ -680,8 +681,8 @@ def test_calls_out_of_order_are_refused_and_do_no_harm(use_native: bool) -> None
     for count in (3, -1):
         with pytest.raises(CacheError):
             cache.commit(count)
-    cache.abort()
-    cache.abort()
+    cache.rewind()
+    cache.rewind()
     assert cache.state() == before
     step(cache, 2)
     assert cache.tokens == 302
@@ -701,9 +702,7 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         [0, 0, 1, 4, 0],
         [0, 0, 1, 0, 4],
         [0, 0, 1, -2, 2],
-        [0, 0, columns + 1, 2, 2],
-        [0, 0, columns, 8, 8],  # pages enter at 8:4
-        [0, 0, columns, 0, 0],  # and cannot be evicted before they are there
+        [0, 0, columns, 2, 2],
         [0, 0, -1, 2, 2],
         [2, 0, 0, 2, 2],
         [0, 1, 0, 2, 2],
@@ -712,6 +711,9 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         with pytest.raises(CacheError):
             cache.demote(np.array([good, bad], np.int32))
         assert cache.state() == before
+    for entering in ((8, 8), (0, 0), (3, 2), (8, 0)):  # pages enter at 8:4
+        with pytest.raises(CacheError):
+            cache.demote_entering(np.full((2, 1, 2), entering, np.uint8))
     for call in (
         lambda: cache.shift(columns, 1),
         lambda: cache.shift(-1, 1),
@@ -770,7 +772,7 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
         more = numbered_rows(np.random.default_rng(1), count)
         with pytest.raises(CacheError):
             forward_and_commit(cache, more, np.arange(count) + 128)
-        cache.abort()
+        cache.rewind()
         assert cache.tokens == 127
         cache.trim(40)
         step(cache, 50)
@@ -862,7 +864,7 @@ def test_a_chunk_that_fails_half_way_ends_the_session_until_a_snapshot_is_loaded
     rows[1][7, 40] = np.nan
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     for call in (lambda: cache.begin(1), lambda: cache.trim(0), cache.state):
         with pytest.raises(CacheError, match="an earlier chunk failed"):
             call()
@@ -879,7 +881,7 @@ def test_a_chunk_that_fails_in_its_first_layer_does_no_harm() -> None:
     rows[0][199, 32] = np.inf
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     assert cache.state() == saved
     step(cache)
     cache.close()
@@ -897,7 +899,7 @@ def test_a_closed_cache_refuses_every_call() -> None:
         lambda: cache.begin(1),
         lambda: cache.attend(LAYERS[0], rows, at, UNROTATED),
         lambda: cache.commit(1),
-        cache.abort,
+        cache.rewind,
         lambda: cache.trim(0),
         cache.columns,
         cache.state,
@@ -991,7 +993,7 @@ def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
         assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
         with suppress(KvqError):
             forward(cache, LAYERS, numbered_rows(rng, 2), np.arange(2) + 300)
-        cache.abort()
+        cache.rewind()
         columns = len(cache.columns()[0])
         cache.demote(np.array([[0, 0, c, 0, 0] for c in range(columns)], np.int32).reshape(-1, 5))
     assert outcomes == {"refused", "loaded"}

@@ -160,13 +160,13 @@ def test_rounding_errors_are_those_of_a_second_look() -> None:
         predicted = error.sum() * 4.0 ** (8 - bits)
         question = [layer[499:500] for layer in packed]
         before = forward(cache, layers, question, np.array([500]))
-        cache.abort()
+        cache.rewind()
         columns = cache.columns()[1].shape[2]
         widths = (8, bits) if side else (bits, 8)
         every = [(a, b, c, *widths) for a in range(2) for b in range(2) for c in range(columns)]
         cache.demote(np.array(every, np.int32))
         after = forward(cache, layers, question, np.array([500]))
-        cache.abort()
+        cache.rewind()
         # Three query heads share a KV head: the mean over rows against their sum.
         change = sum(np.square(a - b).sum() for a, b in zip(after, before, strict=True)) / 3
         assert 0.3 < predicted / change < 3

@@ -41,7 +41,7 @@ def settled(examples: int) -> settings:
 
 
 def relieve(facts: Evidence, bytes_short: int, columns_short: int = 0, policy: str = "oldest"):
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
 
 
 def every_page(column: int, k_bits: int, v_bits: int) -> list[list[int]]:
@@ -346,7 +346,7 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
             rows = pack_heads(q, k, np.broadcast_to(numbers, (size, 1, 16)))
             cache.begin(size)
             assert cache.used_bytes <= budget
-            cache.abort()
+            cache.rewind()
             forward(cache, layers, [rows, rows], np.arange(first, first + size))
             cache.commit(size)
             assert cache.used_bytes <= cache.peak_bytes <= budget

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from caches import open_cache
 from kvq import native
 from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
@@ -25,8 +26,9 @@ HEADER = (COUNTS + 3 * 4 + 7) // 8 * 8 + 16
 
 _CLOSE_DURING_A_CALL = """
 import threading, time
+from contextlib import suppress
 import numpy as np
-from kvq.cache import Cache
+from caches import open_cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
 from pairs import UNROTATED, attention, forward, pack_heads, random_heads
@@ -34,12 +36,14 @@ from pairs import UNROTATED, attention, forward, pack_heads, random_heads
 shape = CacheShape(num_layers=1, num_heads=8, num_kv_heads=8, head_dim=128)
 rows = pack_heads(*random_heads(np.random.default_rng(0), shape, 512))
 for turn in range(12):
-    cache = Cache(shape, KvPlan(), 64 << 20, 8192, chunk_tokens=512)
+    cache = open_cache(shape, KvPlan(), 64 << 20, 8192, chunk_tokens=512)
     for start in range(0, 2048, 512):
         forward(cache, [attention(shape)], [rows], np.arange(512) + start)
         cache.commit(512)
     cache.begin(512)
-    work = lambda: cache.attend(attention(shape), rows, np.arange(512) + 2048, UNROTATED)
+    def work():
+        with suppress(CacheError):  # it was closed before the call had begun
+            cache.attend(attention(shape), rows, np.arange(512) + 2048, UNROTATED)
     thread = threading.Thread(target=work)
     thread.start()
     time.sleep(0.003)
@@ -66,7 +70,7 @@ def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
 
 
 def filled(tokens: int = 100) -> Cache:
-    cache = Cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000)
+    cache = open_cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000)
     add(cache, tokens)
     return cache
 
@@ -106,7 +110,7 @@ def test_no_tokens_close_no_page_after_a_chunk_was_given_up(tokens: int) -> None
     cache = filled(131)
     before = cache.state()
     cache.begin(64)
-    cache.abort()
+    cache.rewind()
     assert raw_attend(cache, 0, tokens) != 0
     assert cache.state() == before
     cache.load_state(before)
@@ -152,5 +156,5 @@ def test_positions_that_overflow_are_refused() -> None:
         cache.begin(1)
         with pytest.raises(CacheError):
             cache.attend(LAYERS[0], packed(1)[0], np.array([position]), UNROTATED)
-        cache.abort()
+        cache.rewind()
     cache.close()

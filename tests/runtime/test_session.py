@@ -42,9 +42,9 @@ class RecordingCache(ListCache):
         super().commit(count)
         self.calls.append(f"commit {count}")
 
-    def abort(self) -> None:
-        super().abort()
-        self.calls.append("abort")
+    def rewind(self, rows: int = 0) -> None:
+        super().rewind()
+        self.calls.append("rewind")
 
     def trim(self, num_tokens: int) -> None:
         assert num_tokens <= len(self.ids)
@@ -195,7 +195,7 @@ def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
     with pytest.raises(BackendError, match="the rule broke"):
         session.prefill([4] * 20)
     assert session.tokens == (1, 2, 3)
-    assert session._cache.calls[-1] == "abort"
+    assert session._cache.calls[-1] == "rewind"
     session._backend.fails_at = None
     assert taken(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
 

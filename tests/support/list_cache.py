@@ -36,7 +36,7 @@ class ListCache:
     def commit(self, count: int) -> None:
         assert count == self.reserved
 
-    def abort(self) -> None:
+    def rewind(self, rows: int = 0) -> None:
         del self.ids[len(self.ids) - self.reserved :]
 
     def trim(self, num_tokens: int) -> None:

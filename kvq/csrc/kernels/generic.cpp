@@ -7,7 +7,7 @@
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic", pack_k, pack_v, attend_page, attend_tile, page_evidence,
+    static const Kernels table{"generic", pack_k, pack_v, narrow, attend_page, attend_tile, page_evidence,
                                to_half, from_half};
     return &table;
 }

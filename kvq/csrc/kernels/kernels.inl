@@ -5,13 +5,12 @@ namespace {
 
 using kvq::Block;
 using kvq::kBlockRows;
+using kvq::kLog2E;
 using kvq::kMaxGroups;
 using kvq::kMaxHeadDim;
 using kvq::kNothingSeen;
 using kvq::kPageTokens;
 using kvq::PageView;
-
-constexpr float kLog2E = 1.44269504088896340736f;
 
 // 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2, 1/2].
 inline F exp2_lanes(F x) {
@@ -303,17 +302,10 @@ template <int N, class Call> inline void rows_of(int rows, Call&& call) {
     }
 }
 
-// Bits of tokens first + 0..63 that a query at `position` may see: causal, then the window.
-inline uint64_t visible(int64_t position, int64_t first, int window) {
-    const int64_t end = position - first + 1;  // exclusive
-    if (end <= 0) return 0;
-    uint64_t bits = end >= 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-    if (window > 0) {
-        const int64_t begin = position - window + 1 - first;
-        if (begin >= 64) return 0;
-        if (begin > 0) bits &= ~uint64_t{0} << begin;
-    }
-    return bits;
+// Bits of row r's mask of `n` keys.
+inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
+    if (visible) return visible[r];
+    return n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
 // A page whose best logit stands this far (base 2) below the best so far adds nothing that float32
@@ -360,14 +352,14 @@ void all_logits(const PageView& page, const Block& block, const float* q, float*
 }
 
 template <int Bits>
-void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* bits) {
+void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* visible) {
     Constants constants;
     FoldedWeights folded[kBlockRows];
     widen_constants(page.v_constants, kPageTokens, Bits, constants);
     bool any = false;
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        if (softmax_update(block, r, scores + r * kPageTokens, bits[r], p)) {
+        if (softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r), p)) {
             fold_weights<Bits>(p, constants, folded[r]);
             any = true;
         } else {
@@ -380,21 +372,18 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
     });
 }
 
-void attend_page(Block& block, const float* q, const PageView& page) {
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    for (int r = 0; r < block.rows; r++) {
-        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
-        any |= bits[r];
-    }
-    if (!any) return;
-    alignas(64) float scores[kBlockRows * kPageTokens];
+void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
     if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
     else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
     else all_logits<2>(page, block, q, scores);
-    if (page.v_bits == 8) all_values<8>(page, block, scores, bits);
-    else if (page.v_bits == 4) all_values<4>(page, block, scores, bits);
-    else all_values<2>(page, block, scores, bits);
+}
+
+void attend_page(Block& block, const float* q, const PageView& page, const uint64_t* visible) {
+    alignas(64) float scores[kBlockRows * kPageTokens];
+    page_scores(page, block, q, scores);
+    if (page.v_bits == 8) all_values<8>(page, block, scores, visible);
+    else if (page.v_bits == 4) all_values<4>(page, block, scores, visible);
+    else all_values<2>(page, block, scores, visible);
 }
 
 // ---- evidence ------------------------------------------------------------------------------
@@ -438,27 +427,19 @@ inline float page_weights(const Block& block, int r, const float* logits, uint64
     return reduce_add(total);
 }
 
-void page_evidence(const Block& block, const float* q, const PageView& page, float unit,
-                   kvq::PageEvidence& seen) {
+void page_evidence(const Block& block, const float* q, const PageView& page,
+                   const uint64_t* visible, float unit, kvq::PageEvidence& seen) {
     const int dim = block.head_dim;
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    for (int r = 0; r < block.rows; r++) {
-        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
-        any |= bits[r];
-    }
-    if (!any) return;
     alignas(64) float scores[kBlockRows * kPageTokens];
-    if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
-    else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
-    else all_logits<2>(page, block, q, scores);
+    page_scores(page, block, q, scores);
     Constants keys, values;
     alignas(64) float v[kPageTokens * kMaxHeadDim], length[kPageTokens];  // values, |value|^2
     bool read = false;
     for (int r = 0; r < block.rows; r++) {
-        if (!bits[r]) continue;
+        const uint64_t bits = mask_of(visible, r);
+        if (!bits) continue;
         alignas(64) float p[kPageTokens];
-        const float mass = page_weights(block, r, scores + r * kPageTokens, bits[r], p);
+        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p);
         seen.rows++;
         seen.mass += mass;
         if (mass < kvq::kObservedMass) continue;
@@ -565,29 +546,9 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* positions,
-                 int n) {
+void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
+                 const uint64_t* visible) {
     const int head_dim = block.head_dim;
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    int32_t first = positions[0], last = positions[0];
-    for (int t = 1; t < n; t++) {
-        first = positions[t] < first ? positions[t] : first;
-        last = positions[t] > last ? positions[t] : last;
-    }
-    for (int r = 0; r < block.rows; r++) {
-        const int64_t end = block.position[r];
-        const int64_t begin = block.window ? end - block.window + 1 : INT64_MIN;
-        bits[r] = 0;
-        if (first >= begin && last <= end) {
-            bits[r] = n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-        } else if (first <= end && last >= begin) {
-            for (int t = 0; t < n; t++)
-                bits[r] |= static_cast<uint64_t>(positions[t] >= begin && positions[t] <= end) << t;
-        }
-        any |= bits[r];
-    }
-    if (!any) return;
     alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
     alignas(64) float scores[kBlockRows * kPageTokens];
     F rows[8];
@@ -602,7 +563,7 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32
     });
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        if (!softmax_update(block, r, scores + r * kPageTokens, bits[r], p))
+        if (!softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r, n), p))
             for (F& weights : p) weights = set1(0.0f);
         for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
     }
@@ -708,6 +669,20 @@ bool pack_v(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t*
                        t % 8 >= 4, codes[c]);
     }
     return true;
+}
+
+// Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel octets of
+// one token group, for values two token octets of one channel group.
+void narrow(uint8_t* plane, int head_dim) {
+    for (int m = 0; m < head_dim / 2; m++) {
+        uint8_t merged[32];
+        for (int i = 0; i < 32; i++) {
+            const uint8_t a = plane[64 * m + i], b = plane[64 * m + 32 + i];
+            merged[i] = static_cast<uint8_t>((a >> 2 & 3) | (a >> 6 & 3) << 2 | (b >> 2 & 3) << 4 |
+                                             (b >> 6 & 3) << 6);
+        }
+        std::memcpy(plane + 32 * m, merged, 32);
+    }
 }
 
 bool to_half(const float* x, uint16_t* out, int n) {

@@ -158,7 +158,7 @@ class SequenceCache(Protocol):
 
     def commit(self, tokens: int, /) -> None: ...
 
-    def abort(self) -> None: ...
+    def rewind(self, rows: int = 0, /) -> None: ...
 
     def trim(self, tokens: int, /) -> None: ...
 
@@ -200,7 +200,7 @@ class Backend(Protocol):
         """Logits float32 [R, V] of `inputs.rows`; writes the new tokens' K and V into `cache`.
 
         `cache` is one that this backend opened. The caller has called `cache.begin(T)` and will
-        call `commit` or `abort`.
+        call `commit` or `rewind`.
         """
         ...
 

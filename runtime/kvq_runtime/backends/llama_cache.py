@@ -161,7 +161,7 @@ class LlamaCppCache:
         self._reserved = 0
         self.trim(kept)
 
-    def abort(self) -> None:
+    def rewind(self, rows: int = 0) -> None:
         """Gives up the pending tokens after an error."""
         self._reserved = 0
         self._truncate(self.tokens)
@@ -274,7 +274,7 @@ class LlamaCppCache:
                     )
                 )
             except CacheError:
-                self.abort()
+                self.rewind()
                 raise
             self.commit(len(part))
 
