@@ -43,7 +43,7 @@ from kvq.errors import (
 )
 from kvq.formats import page_bytes
 from kvq.policies import Evidence, Policy, Relief, policy_named
-from kvq.reference import KEYS, VALUES, codes_of, planes
+from kvq.reference import KEYS, VALUES, ancestry, codes_of, planes
 from kvq.sizing import tight_plan
 from pairs import (
     UNROTATED,
@@ -196,6 +196,7 @@ class Traces(RuleBasedStateMachine):
         share=st.sampled_from([0.1, 0.0, 0.3, 1.0]),
         odd=st.integers(0, 300),
         prompt=st.sampled_from([700, 0, 150, 400]),
+        draft=st.sampled_from([8, 20, 128]),
     )
     def open(
         self,
@@ -207,14 +208,16 @@ class Traces(RuleBasedStateMachine):
         share: float,
         odd: int,
         prompt: int,
+        draft: int,
     ) -> None:
         self.shape = CacheShape(
             num_layers=2, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
         )
         self.plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks, tail_tokens=tail)
         self.context = 3500
-        least = minimum_budget(self.shape, self.plan, self.context)
-        most = budget_for_tokens(self.shape, self.plan, self.context)
+        self.draft_tokens = draft
+        least = minimum_budget(self.shape, self.plan, self.context, draft_tokens=draft)
+        most = budget_for_tokens(self.shape, self.plan, self.context, draft_tokens=draft)
         self.budget = least + int(share * max(0, most - least)) + odd
         self.pair = self.opened()
         self.layers = [attention(self.shape, layer) for layer in range(2)]
@@ -225,7 +228,8 @@ class Traces(RuleBasedStateMachine):
         self.append(prompt)
 
     def opened(self) -> Pair:
-        pair = Pair.open(self.shape, self.plan, self.budget, self.context)
+        options = {"draft_tokens": self.draft_tokens}
+        pair = Pair.open(self.shape, self.plan, self.budget, self.context, **options)
         for cache in pair:
             cache.policy = Recorder(policy_named("oldest"))
         return pair
@@ -244,10 +248,20 @@ class Traces(RuleBasedStateMachine):
         first[2][:] = np.array(numbers, np.float32)[:, None, None]
         return numbers, [pack_heads(*first), pack_heads(*second)]
 
-    def attend(self, rows: list[Float]) -> list[list[int]]:
+    def attend(
+        self,
+        rows: list[Float],
+        positions: NDArray[np.int64] | None = None,
+        parents: Sequence[int] | None = None,
+        view: str = "full",
+    ) -> list[list[int]]:
         """One forward pass of both; returns what the policy took away."""
-        positions = np.arange(len(rows[0])) + self.model.tokens
-        outputs = [forward(cache, self.layers, rows, positions) for cache in self.pair]
+        if positions is None:
+            positions = np.arange(len(rows[0])) + self.model.tokens
+        outputs = [
+            forward(cache, self.layers, rows, positions, parents=parents, view=view)
+            for cache in self.pair
+        ]
         for got, want, largest in zip(*outputs, (2048.0, 5.0), strict=True):
             assert np.abs(got - want).max() <= TRACE_ERROR * largest
         decided = [cache.policy.decided for cache in self.pair]
@@ -288,6 +302,49 @@ class Traces(RuleBasedStateMachine):
                 cache.rewind()
         self.model.append(numbers[:kept])
         if not kept and not actions:
+            assert [cache.state() for cache in self.pair] == before
+
+    @rule(
+        passes=st.lists(st.lists(st.integers(-1, 6), min_size=1, max_size=5), min_size=1, max_size=4),
+        back=st.lists(st.integers(0, 7), max_size=3),
+        view=st.sampled_from(["full", "hi"]),
+        keep=st.integers(-1, 7),
+    )
+    def branch(
+        self, passes: list[list[int]], back: list[int], view: str, keep: int
+    ) -> None:
+        """Trees in several passes, rewound now and then; one path of what is left is kept."""
+        parents: list[int] = []
+        numbers: list[int] = []
+        changes: list[list[int]] = []
+        before = [cache.state() for cache in self.pair]
+        for wanted in passes:
+            room = self.pair.native.arena.draft_tokens - len(parents)
+            new = [min(p, len(parents) + i - 1) for i, p in enumerate(wanted[:room])]
+            if not new or not self.has_numbers_left(len(parents) + len(new)):
+                break
+            parents += new
+            depth = ancestry(parents).sum(axis=1) - 1
+            added, rows = self.rows(len(new))
+            numbers += added
+            at = self.model.tokens + depth[-len(new) :]
+            changes += self.attend(rows, at, new, view)
+            if back:
+                left = min(back.pop(), len(parents))
+                del parents[left:], numbers[left:]
+                for cache in self.pair:
+                    cache.rewind(left)
+        path: list[int] = []
+        if parents and keep >= 0:
+            path = np.flatnonzero(ancestry(parents)[min(keep, len(parents) - 1)]).tolist()
+        for cache in self.pair:
+            assert cache.branch_rows == len(parents)
+            if path:
+                cache.commit(path)
+            else:
+                cache.rewind()
+        self.model.append([numbers[row] for row in path])
+        if not path and not changes:
             assert [cache.state() for cache in self.pair] == before
 
     @rule(layer=st.integers(0, 1), value=st.sampled_from([np.nan, np.inf, -1e6]), key=st.booleans())

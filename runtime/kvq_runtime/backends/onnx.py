@@ -65,6 +65,7 @@ class OnnxBackend(PagedBackend):
             "input_weights": inputs.weights,
             "position_ids": inputs.positions,
             "cache": np.array([cache.handle], np.int64),
+            "sequence_rows": np.array([len(inputs.ids)], np.int64),
             "logit_rows": inputs.rows,
         }
         if self._has_long_rope:
