@@ -101,7 +101,7 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     if (branch.staged && a.layer != branch.attended) return KVQ_BAD_STATE;
     if (a.layer < 0 || a.layer >= config().layers || a.heads != config().heads ||
         a.kv_heads != config().kv_heads || a.head_dim != config().head_dim ||
-        a.rotary_pairs < 0 || 2 * a.rotary_pairs > a.head_dim)
+        a.rotary_pairs < 0 || a.rotary_pairs > a.head_dim / 2)
         return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++)
         if (in.positions[t] < 0 || in.positions[t] > kMaxPosition) return KVQ_BAD_ARGUMENT;

@@ -103,7 +103,7 @@ void Probes::check() {
         const kvq_attention& a = arena_.layers[layer].attention;
         const bool sound = a.layer == layer && a.heads == c.heads && a.kv_heads == c.kv_heads &&
                            a.head_dim == c.head_dim && a.rotary_pairs >= 0 &&
-                           2 * a.rotary_pairs <= a.head_dim;
+                           a.rotary_pairs <= a.head_dim / 2;
         for (int i = 0; !sound && i < slots(); i++) arena_.probes[i].token = -1;
     }
 }

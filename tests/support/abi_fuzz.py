@@ -48,15 +48,16 @@ class Fuzz:
         self.numbers = np.random.default_rng(seed)
         self.caches: list[Opened] = []
         self.stats = native._Stats()
+        self.wild = 0.15
         self.calls: list[Callable[[Opened], object]] = [
-            *[self.forward] * 8, *[self.attend] * 3, self.begin, self.begin, self.commit,
+            *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
             self.commit, self.rewind, self.trim, self.demote, self.entering, self.move, self.look,
             self.save, self.load, self.missing, self.close,
         ]  # fmt: skip
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            if not self.caches or (len(self.caches) < 3 and self.chance.random() < 0.05):
+            if not self.caches or (len(self.caches) < 3 and self.chance.random() < 0.01):
                 self.open()
                 continue
             self.chance.choice(self.calls)(self.chance.choice(self.caches))
@@ -66,7 +67,7 @@ class Fuzz:
 
     def number(self, usual: int) -> int:
         """Mostly 0 to `usual`, now and then anything."""
-        if self.chance.random() < 0.15:
+        if self.chance.random() < self.wild:
             return self.chance.choice(NUMBERS)
         return self.chance.randint(0, max(0, usual))
 
@@ -86,23 +87,24 @@ class Fuzz:
             values[self.chance.randrange(len(values))] = self.chance.choice(NUMBERS)
         config, layout, handle = native._Config(*values), native._Layout(), ctypes.c_int64()
         self.call.kvq_layout_of(ctypes.byref(config), 1 << 40, ctypes.byref(layout))
-        budget = layout.minimum_bytes + self.chance.choice((0, 0, 5000, 100_000, -1))
+        budget = layout.minimum_bytes + self.chance.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
         if budget > 64 << 20:
             return
         if not self.call.kvq_cache_open(ctypes.byref(config), budget, ctypes.byref(handle)):
             self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:
-        if self.chance.random() < 0.5:
-            self.call.kvq_cache_close(cache.handle)
         if self.chance.random() < 0.3:
-            self.caches.remove(cache)  # otherwise a handle of nothing stays in use
             self.call.kvq_cache_close(cache.handle)
+            self.call.kvq_cache_close(cache.handle)
+            if self.chance.random() < 0.9:  # otherwise a handle of nothing stays in use
+                self.caches.remove(cache)
 
     def begin(self, cache: Opened) -> None:
-        tokens = self.number(self.chance.choice((1, 8, cache.config.chunk_tokens)))
+        tokens = self.number(self.chance.choice((1, 8, cache.config.chunk_tokens)) - 1)
+        tokens += tokens < 2**31 - 1
         parents = None
-        if self.chance.random() < 0.4:
+        if self.chance.random() < (0.4 if tokens < 9 else 0.05):
             values = [self.number(12) - 1 for _ in range(min(max(tokens, 0), 4096))]
             parents = (ctypes.c_int32 * max(1, len(values)))(*values)
             tokens = min(tokens, 4096)
@@ -112,21 +114,21 @@ class Fuzz:
 
     def attend(self, cache: Opened) -> None:
         c = cache.config
-        tokens = cache.rows if self.chance.random() < 0.9 else self.number(MOST_TOKENS)
+        tokens = cache.rows if self.chance.random() > self.wild else self.number(MOST_TOKENS)
         count = min(max(tokens, 1), 4096)
-        layer = cache.layer if self.chance.random() < 0.9 else self.number(2)
+        layer = cache.layer if self.chance.random() > self.wild else self.number(2)
         shape = [c.heads, c.kv_heads, c.head_dim]
-        if self.chance.random() < 0.05:
+        if self.chance.random() < self.wild / 2:
             shape[self.chance.randrange(3)] = self.number(64)
-        pairs = self.chance.choice((0, 4, 8)) if self.chance.random() < 0.95 else self.number(200)
+        pairs = self.chance.choice((0, 4, 8)) if self.chance.random() > self.wild else self.number(200)
         facts = native._Attention(layer, *shape, 0.2, self.chance.choice((0.0, 5.0)), 1.0, 1e-6,
                                   self.chance.choice((0, 1, 100, -5, 2**31 - 1)), pairs)  # fmt: skip
         width = max(1, (c.heads + 2 * c.kv_heads) * c.head_dim)
         qkv = self.numbers.standard_normal((count, width)).astype(np.float32)
-        if self.chance.random() < 0.03:
+        if self.chance.random() < self.wild / 4:
             qkv[self.chance.randrange(count), self.chance.randrange(width)] = self.chance.choice(WILD)
         at = cache.position + np.arange(count, dtype=np.int64)
-        if self.chance.random() < 0.05:
+        if self.chance.random() < self.wild / 2:
             at[self.chance.randrange(count)] = self.chance.choice((*NUMBERS, 2**62, -(2**63)))
         out = np.empty((count, max(1, c.heads * c.head_dim)), np.float32)
         freq, norm = np.ones(256, np.float32), np.ones(256, np.float32)
@@ -139,9 +141,11 @@ class Fuzz:
 
     def forward(self, cache: Opened) -> None:
         """What a well-behaved caller does, most of the time to its end."""
+        self.wild = 0.005
         self.begin(cache)
         for _ in range(2):
             self.attend(cache)
+        self.wild = 0.15
         if self.chance.random() < 0.8:
             status = self.call.kvq_cache_commit(cache.handle, None, cache.rows, None)
             cache.position += cache.rows if status == 0 else 0
