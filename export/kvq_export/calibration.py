@@ -23,7 +23,7 @@ from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
-from kvq_runtime.backends import plain_input
+from kvq_runtime.backends import forward_chain
 from kvq_runtime.bundle import Bundle
 
 READ_TOKENS = 768
@@ -76,12 +76,7 @@ class _Reading:
         self._expected = quality.log_softmax(self._forward(self._scored))
 
     def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        first = self.cache.tokens
-        self.cache.begin(len(ids))
-        inputs = plain_input(ids, first, np.arange(len(ids)), rope_long=False)
-        logits = self._backend.forward(self.cache, inputs)
-        self.cache.commit(len(ids))
-        return logits
+        return forward_chain(self._backend, self.cache, ids, np.arange(len(ids)))
 
     def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
         """Mean nats per scored token once one layer's pages are read at these widths."""

@@ -5,7 +5,8 @@ Owns the nodes and their names; knows no weight values. Everything is 2-D: hidde
 
 Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of the embedding is
 sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches),
-`sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a model with two sets of rotary frequencies `rope_long` int64 [1].
+`sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
+model with two sets of rotary frequencies `rope_long` int64 [1].
 Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
 computed: no later token needs the others.
 """

@@ -157,10 +157,10 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
         with closing(Cache(spec.resolved(), engine=backend.cache_kind)) as cache:
             for first in range(0, len(ids), CHUNK_TOKENS):
                 part = ids[first : first + CHUNK_TOKENS]
-                cache.begin(len(part))
-                inputs = backends.plain_input(part, first, np.arange(len(part)), rope_long=False)
-                logits[first : first + len(part)] = backend.forward(cache, inputs)
-                cache.commit(len(part))
+                wanted = np.arange(len(part))
+                logits[first : first + len(part)] = backends.forward_chain(
+                    backend, cache, part, wanted
+                )
         return logits
 
     try:

@@ -37,8 +37,9 @@ class Holdings:
 class Cache:
     """A quantised KV cache in exactly the bytes of `arena`, which `CacheSpec.resolved` makes.
 
-    A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows form
-    a branch, which further passes may extend, until `commit` keeps a path of it or `rewind` forgets. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
+    A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
+    form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
+    forgets it. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
     row of `kvq.cache_engine.ENGINES`.
     """
 

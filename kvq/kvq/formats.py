@@ -1,7 +1,5 @@
 """Bytes of every stored form, in Python: what `csrc/format.h` means. Holds no data."""
 
-from dataclasses import dataclass
-
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 
 ALIGNMENT = 64
@@ -10,22 +8,8 @@ PROBE_STRIDE = 8
 PROBES = 4
 # Rows of a KV head that are looked at, probes times query heads, at most.
 PROBE_ROWS = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
-    """One width: how many granules (of 16 * head_dim bytes) a page's side takes."""
-
-    bits: int
-    granules: int
-    planes: str
-
-
-FORMATS = {
-    8: Format(bits=8, granules=4, planes="hi4 + lo4"),
-    4: Format(bits=4, granules=2, planes="hi4"),
-    2: Format(bits=2, granules=1, planes="top 2 bits of hi4"),
-}
+# Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
+GRANULES = {8: 4, 4: 2, 2: 1}
 
 
 def ring_slots(draft_tokens: int) -> tuple[int, int]:
@@ -47,7 +31,7 @@ def constant_bytes(head_dim: int) -> int:
 
 def page_bytes(head_dim: int, k_bits: int, v_bits: int) -> int:
     """Bytes of one page of one (layer, KV head) at these widths, constants included."""
-    granules = FORMATS[k_bits].granules + FORMATS[v_bits].granules
+    granules = GRANULES[k_bits] + GRANULES[v_bits]
     return constant_bytes(head_dim) + granules * granule_bytes(head_dim)
 
 

@@ -5,8 +5,8 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64
 from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64
 from functools import cache
 from pathlib import Path
 from typing import Any

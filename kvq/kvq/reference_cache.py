@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
-    FORMATS,
+    GRANULES,
     PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
@@ -49,7 +49,6 @@ from kvq.reference import (
     split_heads,
 )
 from kvq.sizing import Arena
-
 
 # The last position of a page must be an int32.
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
@@ -162,7 +161,7 @@ class ReferenceCache:
         dim = self.arena.shape.head_dim
         pages = [page for column in self.table for page in column.pages if page]
         fixed = self.arena.regions.num_bytes
-        granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
+        granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
         return fixed + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
 
     @property
@@ -307,9 +306,7 @@ class ReferenceCache:
             values.append(rows.v.astype(np.float32))
             where.append(at)
             valid.append(np.ones(len(at), np.bool_))
-        return _Keys(
-            np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts
-        )
+        return _Keys(np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts)
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
@@ -367,7 +364,7 @@ class ReferenceCache:
         """Keeps only the first `rows` rows of the branch."""
         if not 0 <= rows <= self.branch_rows:
             raise CacheError(f"the branch has {self.branch_rows} rows, not {rows}")
-        if 0 < rows and self._unattended and rows > self.branch_rows - self._pass_rows:
+        if rows and self._unattended and rows > self.branch_rows - self._pass_rows:
             raise CacheError("a layer has not seen the newest rows yet")
         self._forget_probes(rows)
         if rows == 0:
@@ -432,7 +429,9 @@ class ReferenceCache:
         last = (tokens - 1) // PROBE_STRIDE
         recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
         wanted = sorted([*sampled[:PROBES], *recent] if tokens else [])
-        held = [self._probes.get(slot) for slot in map(self._probe_slot, wanted) if slot is not None]
+        held = [
+            self._probes.get(slot) for slot in map(self._probe_slot, wanted) if slot is not None
+        ]
         return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
@@ -555,7 +554,7 @@ class ReferenceCache:
         for layer, head, column, *bits in actions.tolist():
             page = self._page(layer, head, column)
             held = page.bits if page else (0, 0)
-            lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
+            lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
             if any(bits) and not lower:
                 raise CacheError("a page's widths only fall")
         for layer, head, column, k_bits, v_bits in actions.tolist():
@@ -570,7 +569,7 @@ class ReferenceCache:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         self._check_between_passes()
         wanted = widths.reshape(-1, 2)
-        if not np.isin(wanted, list(FORMATS)).all() or (wanted > self._entering).any():
+        if not np.isin(wanted, list(GRANULES)).all() or (wanted > self._entering).any():
             raise CacheError("a page's widths only fall")
         self._entering = wanted.astype(np.uint8)
 

@@ -266,13 +266,13 @@ class CacheSpec:
 
     @cached_property
     def budget_bytes(self) -> int:
-        """Bytes the budget means: more tokens than the context holds ask for no more bytes."""
+        """Bytes the budget means."""
         budget = self.budget
         if budget.num_bytes is not None:
             return budget.num_bytes
         if budget.fraction is not None:
             return int(budget.fraction * self.shape.float_bytes_per_token * self.context_tokens)
-        return self.bytes_for_tokens(min(self._budget_tokens, self.context_tokens))
+        return self.bytes_for_tokens(self._budget_tokens)
 
     @cached_property
     def minimum_bytes(self) -> int:
@@ -292,12 +292,14 @@ class CacheSpec:
         return geometry.bytes_for_columns(geometry.wanted_columns)
 
     def bytes_for_tokens(self, tokens: int) -> int:
-        """Smallest budget that holds `tokens` tokens without losing a bit.
+        """Smallest budget that holds `tokens` tokens, or the whole context, without losing a bit.
 
         A cache whose context is longer than that spends more on its page table, and on probes if
         its policy asks for attention.
         """
-        if not self.plan.quantized or self.context_tokens <= tokens:
+        if tokens >= self.context_tokens:
+            return self.whole_bytes
+        if not self.plan.quantized:
             return replace(self, context_tokens=tokens).whole_bytes
         geometry = self.geometry(tight=True, probes=self._asks_attention)
         columns = replace(geometry, context_tokens=tokens).wanted_columns
@@ -318,7 +320,6 @@ class CacheSpec:
             return self
         if self.budget.num_bytes is None and self.budget.fraction is None:
             return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
-        given = replace(self, budget=Budget(num_bytes=self.budget_bytes))
         fits, too_many = SHORTEST_CONTEXT_TOKENS, self.context_tokens + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -326,7 +327,7 @@ class CacheSpec:
                 fits = middle
             else:
                 too_many = middle
-        return replace(given, context_tokens=fits)
+        return replace(self, context_tokens=fits, budget=Budget(num_bytes=self.budget_bytes))
 
     @property
     def _budget_tokens(self) -> int:

@@ -84,7 +84,7 @@ class SessionConfig:
     """What one sequence holds: its cache plan, its context limit, its bytes.
 
     `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
-    go through the model `chunk_tokens` at a time; `draft_tokens` more may be tried and forgotten.
+    go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
     Without a `seed` the session's sampler draws its own. `arena`: the memory all this was read
     from, where the cache is ours.
     """

@@ -305,14 +305,14 @@ class Traces(RuleBasedStateMachine):
             assert [cache.state() for cache in self.pair] == before
 
     @rule(
-        passes=st.lists(st.lists(st.integers(-1, 6), min_size=1, max_size=5), min_size=1, max_size=4),
+        passes=st.lists(
+            st.lists(st.integers(-1, 6), min_size=1, max_size=5), min_size=1, max_size=4
+        ),
         back=st.lists(st.integers(0, 7), max_size=3),
         view=st.sampled_from(["full", "hi"]),
         keep=st.integers(-1, 7),
     )
-    def branch(
-        self, passes: list[list[int]], back: list[int], view: str, keep: int
-    ) -> None:
+    def branch(self, passes: list[list[int]], back: list[int], view: str, keep: int) -> None:
         """Trees in several passes, rewound now and then; one path of what is left is kept."""
         parents: list[int] = []
         numbers: list[int] = []
@@ -1135,6 +1135,7 @@ print(peak - before, cache.peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_process_memory_grows_by_the_budget_and_a_constant() -> None:
     """A session that fills its budget twice over, everything touched."""

@@ -120,9 +120,7 @@ def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> Non
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("dim", [16, *HEAD_DIMS])
-def test_the_two_bit_plane_is_the_top_of_the_high_plane(
-    kernels: str, dim: int, side: int
-) -> None:
+def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, side: int) -> None:
     native.select_isa(kernels)
     x = adversarial(64, dim)["noise"]
     codes = encode(x, side)[0]

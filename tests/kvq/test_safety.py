@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,3 +159,18 @@ def test_positions_that_overflow_are_refused() -> None:
             cache.attend(LAYERS[0], packed(1)[0], np.array([position]), UNROTATED)
         cache.rewind()
     cache.close()
+
+
+def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:
+    """A short run; README says how to let it run for long, stopped by sanitizers."""
+    script = Path(__file__).parents[1] / "support" / "abi_fuzz.py"
+    for seed in range(3):
+        arguments = [str(script), str(native.library_path()), str(seed), "1500"]
+        finished = subprocess.run(
+            [sys.executable, "-W", "error", *arguments],
+            env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", ""), seed

@@ -73,9 +73,7 @@ class Fuzz:
 
     def open(self) -> None:
         heads = self.chance.choice((1, 2))
-        k_bits, v_bits = self.chance.choice(
-            [(16, 16)] + [(k, v) for k in PAIRS for v in PAIRS] * 2
-        )
+        k_bits, v_bits = self.chance.choice([(16, 16)] + [(k, v) for k in PAIRS for v in PAIRS] * 2)
         sinks, tail, draft = (self.chance.choice(n) for n in ((0, 4, 64), (0, 17, 64), (1, 8, 128)))
         context = self.chance.choice((50, 300, 2000))
         rows = sinks + tail + 64 + draft if k_bits < 16 else max(context, draft)
@@ -120,13 +118,17 @@ class Fuzz:
         shape = [c.heads, c.kv_heads, c.head_dim]
         if self.chance.random() < self.wild / 2:
             shape[self.chance.randrange(3)] = self.number(64)
-        pairs = self.chance.choice((0, 4, 8)) if self.chance.random() > self.wild else self.number(200)
-        facts = native._Attention(layer, *shape, 0.2, self.chance.choice((0.0, 5.0)), 1.0, 1e-6,
-                                  self.chance.choice((0, 1, 100, -5, 2**31 - 1)), pairs)  # fmt: skip
+        pairs = (
+            self.chance.choice((0, 4, 8)) if self.chance.random() > self.wild else self.number(200)
+        )
+        window, softcap = self.chance.choice((0, 1, 100, -5, 2**31 - 1)), self.chance.choice((0, 5))
+        facts = native._Attention(layer, *shape, 0.2, softcap, 1.0, 1e-6, window, pairs)
         width = max(1, (c.heads + 2 * c.kv_heads) * c.head_dim)
         qkv = self.numbers.standard_normal((count, width)).astype(np.float32)
         if self.chance.random() < self.wild / 4:
-            qkv[self.chance.randrange(count), self.chance.randrange(width)] = self.chance.choice(WILD)
+            qkv[self.chance.randrange(count), self.chance.randrange(width)] = self.chance.choice(
+                WILD
+            )
         at = cache.position + np.arange(count, dtype=np.int64)
         if self.chance.random() < self.wild / 2:
             at[self.chance.randrange(count)] = self.chance.choice((*NUMBERS, 2**62, -(2**63)))

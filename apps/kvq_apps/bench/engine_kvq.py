@@ -17,7 +17,7 @@ from kvq.formats import format_bytes
 from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.engines import Setting
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, missing, open_backend, plain_input
+from kvq_runtime.backends import Backend, Pass, Rows, missing, open_backend
 from kvq_runtime.bundle import Bundle
 
 
@@ -84,7 +84,7 @@ def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
 class KvqSequence:
     """A cache, and a snapshot of what it began with."""
 
-    def __init__(self, backend: Backend, cache: Cache, config: ModelConfig) -> None:
+    def __init__(self, backend: Backend[Cache], cache: Cache, config: ModelConfig) -> None:
         self._backend = backend
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
@@ -99,14 +99,13 @@ class KvqSequence:
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
             last = np.array([len(chunk) - 1])
-            first = self._cache.tokens
-            inputs = plain_input(chunk, first, last, rope_long=self._rope_long)
             since = perf_counter()
             # Where nothing must give way this takes microseconds.
             self._cache.begin(len(chunk))
             self.relief_s += perf_counter() - since
-            logits = self._backend.forward(self._cache, inputs)
-            self._cache.commit(len(chunk))
+            rows = Rows.plain(self._cache, chunk, last)
+            logits = self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
+            self._cache.commit(range(len(chunk)))
         return logits[0]
 
     def rollback(self) -> None:
@@ -120,7 +119,7 @@ class KvqSequence:
         self._cache.begin(rows)
         for params, frequencies, norm in self._layers.attention:
             self._cache.attend(params, qkv, positions, frequencies, norm, norm)
-        self._cache.commit(0)
+        self._cache.commit(())
         return True
 
     def close(self) -> None:
@@ -165,4 +164,4 @@ def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int =
         for params, frequencies, norm in layers.attention:
             narrow = replace(params, window_tokens=window_tokens)
             cache.attend(narrow, qkv[:count], positions, frequencies, norm, norm)
-        cache.commit(count)
+        cache.commit(range(count))

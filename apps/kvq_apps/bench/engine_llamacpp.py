@@ -18,7 +18,7 @@ from kvq.settings import cache_folder
 from kvq_apps import output
 from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_runtime.backends import ModelFiles, llama_library, plain_input
+from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
 from kvq_runtime.backends.llama_layout import CACHE_TYPES
@@ -103,10 +103,7 @@ class LlamaCppSequence:
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
             last = np.array([len(chunk) - 1])
-            self._cache.begin(len(chunk))
-            inputs = plain_input(chunk, self._cache.tokens, last, rope_long=False)
-            logits = self._backend.forward(self._cache, inputs)
-            self._cache.commit(len(chunk))
+            logits = forward_chain(self._backend, self._cache, chunk, last)
         return logits[0]
 
     def rollback(self) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 NORMAL_QUANTILE_90 = 1.2815515655446004
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend, rank_from_top
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
-from kvq.policies.spend import Steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from kvq.config import PAGE_WIDTHS, parse_kv
 from kvq.errors import UsageError
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
-from kvq.policies.spend import Steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import descend, rank_from_top
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 
 @dataclass(frozen=True, kw_only=True)

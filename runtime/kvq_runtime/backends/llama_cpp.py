@@ -17,9 +17,9 @@ from kvq.errors import BackendError, UnsupportedModelError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import (
     Estimate,
-    ForwardInput,
     ModelFacts,
     ModelFiles,
+    Pass,
     llama_library,
     llama_trial,
 )
@@ -61,7 +61,7 @@ class LlamaCppBackend:
             self.layout = _measured_layout(model, file)
             self._tokenizer = file.bundled_tokenizer or tokenizer_of(model, file)
             self.model = _facts(model, file, self._tokenizer)
-            _warn_of_wider(file, self.model.kv)
+            _warn_of_wider(file.name, file.kv, self.model.kv)
         except BaseException:
             model.close()
             raise
@@ -111,14 +111,14 @@ class LlamaCppBackend:
         self._caches.add(cache)
         return cache
 
-    def forward(self, cache: LlamaCppCache, inputs: ForwardInput) -> NDArray[np.float32]:
-        """See `Backend.forward`."""
-        if inputs.ids.shape[1] != 1 or np.any(inputs.weights != 1):
+    def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`; each sequence is a context of its own, and a pass of its own."""
+        if any(rows.ids.shape[1] != 1 or np.any(rows.weights != 1) for rows in one_pass.rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
                 "an ONNX graph"
             )
-        return cache.forward(inputs)
+        return [rows.cache.forward(rows) for rows in one_pass.rows]
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -226,15 +226,13 @@ def _possible_plan(file: GgufFile) -> KvPlan:
     return KvPlan(k_bits=_wider(file.kv.k_bits), v_bits=_wider(file.kv.v_bits), sink_tokens=0)
 
 
-def _warn_of_wider(file: GgufFile, plan: KvPlan) -> None:
-    if (plan.k_bits, plan.v_bits) != (file.kv.k_bits, file.kv.v_bits):
+def _warn_of_wider(name: str, asked: KvPlan, held: KvPlan) -> None:
+    widths = (asked.k_bits, asked.v_bits, held.k_bits, held.v_bits)
+    if widths[:2] != widths[2:]:
         logger.warning(
             "the KV plan of %s is %d:%d; llama.cpp has no 2-bit types, so its default is %d:%d",
-            file.name,
-            file.kv.k_bits,
-            file.kv.v_bits,
-            plan.k_bits,
-            plan.v_bits,
+            name,
+            *widths,
         )
 
 
