@@ -34,7 +34,8 @@ std::shared_ptr<Cache> find_cache(int64_t handle) {
 using kvq::Cache;
 
 // Runs `call` on the cache a handle names, which lives at least as long as the call.
-template <class Call> static auto with_cache(int64_t handle, Call&& call, int closed = KVQ_CLOSED) {
+template <class Call>
+static auto with_cache(int64_t handle, Call&& call, int closed = KVQ_CLOSED) {
     const std::shared_ptr<Cache> cache = kvq::find_cache(handle);
     using Result = decltype(call(*cache));
     if (!cache) return static_cast<Result>(closed);
@@ -43,7 +44,8 @@ template <class Call> static auto with_cache(int64_t handle, Call&& call, int cl
 }
 
 // Likewise, and tells what the cache holds afterwards, also where the call was refused.
-template <class Call> static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
+template <class Call>
+static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
     return with_cache(handle, [&](Cache& cache) {
         const int status = call(cache);
         if (stats) cache.stats(*stats);
@@ -82,7 +84,8 @@ int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
     return with_cache(handle, [&](Cache& cache) -> int { return cache.stats(*stats), KVQ_OK; });
 }
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
-    return with_cache(handle, [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
 int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view) {
     return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view); });
@@ -123,17 +126,19 @@ int kvq_cache_columns(int64_t handle, int32_t columns, int64_t* facts, uint8_t* 
 }
 int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* facts,
                        float* queries) {
-    return with_cache(handle,
-                      [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
 int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t* keys, uint16_t* values) {
     return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
 }
-int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
-    return with_cache(handle, [&](Cache& cache) { return cache.page(layer, head, column, bytes); }, -1);
+int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
+                       uint8_t* bytes) {
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.page(layer, head, column, bytes); }, -1);
 }
-int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, int32_t rows, uint16_t* k, uint16_t* v,
-                   int32_t* positions) {
+int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, int32_t rows, uint16_t* k,
+                   uint16_t* v, int32_t* positions) {
     return with_cache(handle,
                       [&](Cache& cache) { return cache.tail(layer, head, rows, k, v, positions); });
 }
@@ -163,22 +168,37 @@ int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, i
 
 const char* kvq_status_text(int status) {
     switch (status) {
-        case KVQ_OK: return "done";
-        case KVQ_SHORT: return "the budget has no room for these tokens";
-        case KVQ_BAD_ARGUMENT: return "an argument does not fit the cache: a shape, layer, row or position";
-        case KVQ_NOT_FINITE: return "a key or value is not finite in float16, so it cannot be cached";
+        case KVQ_OK:
+            return "done";
+        case KVQ_SHORT:
+            return "the budget has no room for these tokens";
+        case KVQ_BAD_ARGUMENT:
+            return "an argument does not fit the cache: a shape, layer, row or position";
+        case KVQ_NOT_FINITE:
+            return "a key or value is not finite in float16, so it cannot be cached";
         case KVQ_BAD_STATE:
-            return "begin, attend and commit were called out of order, begin() was not called for this "
+            return "begin, attend and commit were called out of order, begin() was not called for "
+                   "this "
                    "many tokens, or an earlier chunk failed";
-        case KVQ_NO_MEMORY: return "the system has no memory for the arena";
-        case KVQ_TOO_SMALL: return "the budget is too small";
-        case KVQ_CLOSED: return "no open cache has this handle: it was closed";
-        default: return "a status this version does not know";
+        case KVQ_NO_MEMORY:
+            return "the system has no memory for the arena";
+        case KVQ_TOO_SMALL:
+            return "the budget is too small";
+        case KVQ_CLOSED:
+            return "no open cache has this handle: it was closed";
+        default:
+            return "a status this version does not know";
     }
 }
-int kvq_abi(void) { return KVQ_ABI; }
-const char* kvq_isa(void) { return kvq::kernels().name; }
-const char* kvq_isa_available(void) { return kvq::available_kernels(); }
+int kvq_abi(void) {
+    return KVQ_ABI;
+}
+const char* kvq_isa(void) {
+    return kvq::kernels().name;
+}
+const char* kvq_isa_available(void) {
+    return kvq::available_kernels();
+}
 int kvq_isa_select(const char* name) {
     return kvq::select_kernels(name) ? KVQ_OK : KVQ_BAD_ARGUMENT;
 }

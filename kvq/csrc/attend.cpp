@@ -43,7 +43,8 @@ float* AttendJob::output(int kv_head, int row) const {
 // The running maximum, the sum and the weighted values of one row over one page range.
 float* AttendJob::partial(int kv_head, int split, int row) const {
     const int64_t rows = int64_t{arena_.config().draft_tokens} * group();
-    return arena_.partials + ((int64_t{kv_head} * splits_ + split) * rows + row) * (a_.head_dim + 2);
+    return arena_.partials +
+           ((int64_t{kv_head} * splits_ + split) * rows + row) * (a_.head_dim + 2);
 }
 
 void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int first) const {
@@ -94,7 +95,8 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int b
         const Column& column = pages_.column(c);
         const uint64_t* masks;
         if (sight.page(column, masks))
-            kernels().page(block, rotated.queries(block, column.delta), pages_.view(e, hi_view), masks);
+            kernels().page(block, rotated.queries(block, column.delta), pages_.view(e, hi_view),
+                           masks);
     }
 }
 
@@ -105,7 +107,8 @@ void AttendJob::run(size_t unit) const {
     Block block;
     Visibility sight(a_.window_tokens);
     load_rows(block, sight, kv_head, first);
-    // The newest keys and the sinks come first: they set a maximum that makes many pages negligible.
+    // The newest keys and the sinks come first: they set a maximum that makes many pages
+    // negligible.
     if (split == 0) attend_floats(block, sight, kv_head);
     attend_pages(block, sight, kv_head, pages_.columns() * split / splits_,
                  pages_.columns() * (split + 1) / splits_);

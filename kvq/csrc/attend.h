@@ -1,4 +1,5 @@
-// Attention of new tokens over one cache, as independent units of work: (KV head, rows, page range).
+// Attention of new tokens over one cache, as independent units of work: (KV head, rows, page
+// range).
 #pragma once
 #include "page_table.h"
 #include "tail.h"
@@ -15,11 +16,11 @@ extern const Parallel kSerial;
 // What a layer is given of one sequence; rows of qkv and out follow one another.
 struct Inputs {
     int tokens;
-    const float* qkv;          // [tokens, (heads + 2 kv_heads) * head_dim]
-    const int64_t* positions;  // [tokens]
-    const float* inv_freq;     // [rotary_pairs]
+    const float* qkv;              // [tokens, (heads + 2 kv_heads) * head_dim]
+    const int64_t* positions;      // [tokens]
+    const float* inv_freq;         // [rotary_pairs]
     const float *q_norm, *k_norm;  // [head_dim], or null
-    float* out;                // [tokens, heads * head_dim]
+    float* out;                    // [tokens, heads * head_dim]
 };
 
 // Everything the units of one sequence share.

@@ -44,7 +44,9 @@ Cache::Cache(uint8_t* memory, const Layout& layout)
     arena_.place(memory, layout);
 }
 
-Cache::~Cache() { std::free(memory_); }
+Cache::~Cache() {
+    std::free(memory_);
+}
 
 int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
     if (tokens < 0 || tokens > config().context_tokens) return KVQ_BAD_ARGUMENT;
@@ -100,20 +102,21 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     // A chunk closes a layer's pages as it passes, so each layer sees it once and in order.
     if (branch.staged && a.layer != branch.attended) return KVQ_BAD_STATE;
     if (a.layer < 0 || a.layer >= config().layers || a.heads != config().heads ||
-        a.kv_heads != config().kv_heads || a.head_dim != config().head_dim ||
-        a.rotary_pairs < 0 || a.rotary_pairs > a.head_dim / 2)
+        a.kv_heads != config().kv_heads || a.head_dim != config().head_dim || a.rotary_pairs < 0 ||
+        a.rotary_pairs > a.head_dim / 2)
         return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++)
         if (in.positions[t] < 0 || in.positions[t] > kMaxPosition) return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++) {
         float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
-        fill_rope(static_cast<float>(in.positions[t]), in.inv_freq, a.rotary_pairs, a.rope_factor, cos,
-                  cos + a.rotary_pairs);
+        fill_rope(static_cast<float>(in.positions[t]), in.inv_freq, a.rotary_pairs, a.rope_factor,
+                  cos, cos + a.rotary_pairs);
     }
     if (const int status = store_keys_values(a, in)) return status;
     if (branch.staged && !tail_.closes_evenly(nullptr, in.tokens, tail_.closing_pages(in.tokens)))
         return KVQ_BAD_ARGUMENT;
-    if (probes_.kept()) probes_.keep(tail_, a, in.tokens, in.qkv, in.positions, in.inv_freq, in.q_norm);
+    if (probes_.kept())
+        probes_.keep(tail_, a, in.tokens, in.qkv, in.positions, in.inv_freq, in.q_norm);
     return KVQ_OK;
 }
 
@@ -132,8 +135,8 @@ int Cache::attend(const kvq_attention& a, const Inputs& in) {
     return attend_together(a, &self, &in, 1, kSerial);
 }
 
-int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs, size_t count,
-                    const Parallel& parallel) {
+int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
+                    size_t count, const Parallel& parallel) {
     struct Share {
         std::vector<AttendJob> jobs;
         std::vector<size_t> ends;  // of each job's units
@@ -235,7 +238,8 @@ int Cache::mask(int column, uint64_t mask) {
 }
 
 int Cache::evidence(int tokens, int columns, float* facts, float* queries) {
-    if (tokens < 0 || tokens > state().tokens || columns != pages_.columns()) return KVQ_BAD_ARGUMENT;
+    if (tokens < 0 || tokens > state().tokens || columns != pages_.columns())
+        return KVQ_BAD_ARGUMENT;
     if (!probes_.kept() || tail_.unattended() || tail_.branch().staged || state().broken)
         return KVQ_BAD_STATE;
     return probes_.evidence(pages_, tail_, tokens, facts, queries);
@@ -300,9 +304,8 @@ int64_t Cache::page(int layer, int head, int column, uint8_t* bytes) const {
     const Entry& e = pages_.entry(layer * config().kv_heads + head, column);
     uint8_t* at = bytes;
     if (e.k_bits)
-        pages_.visit(e, [&](const uint8_t* part, int64_t count) {
-            at = std::copy(part, part + count, at);
-        });
+        pages_.visit(
+            e, [&](const uint8_t* part, int64_t count) { at = std::copy(part, part + count, at); });
     return at - bytes;
 }
 

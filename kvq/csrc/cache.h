@@ -17,7 +17,8 @@ public:
     std::mutex turn;  // held for the length of every call
 
     // Null: no memory.
-    static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout, int64_t budget);
+    static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
+                                       int64_t budget);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
@@ -61,7 +62,8 @@ private:
     bool read_header(const uint8_t* bytes, int64_t count, Parts& parts) const;
     bool check_table(Parts& parts) const;
     int64_t rest_bytes(const Parts& parts) const;
-    template <class Part> void visit(Part&& part) const;
+    template <class Part>
+    void visit(Part&& part) const;
 
     uint8_t* memory_;
     Arena arena_;
@@ -71,8 +73,8 @@ private:
 };
 
 // One layer over several sequences, in one dispatch: `caches` are all held, no two the same.
-int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs, size_t count,
-                    const Parallel& parallel);
+int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
+                    size_t count, const Parallel& parallel);
 
 // The cache a handle names, or null. Whoever calls it holds `turn` while it works.
 std::shared_ptr<Cache> find_cache(int64_t handle);

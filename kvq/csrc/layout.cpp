@@ -7,21 +7,29 @@
 namespace kvq {
 namespace {
 
-int64_t align(int64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+int64_t align(int64_t n) {
+    return (n + kAlign - 1) / kAlign * kAlign;
+}
 
-template <class T> int64_t size_of(int64_t count) { return count * static_cast<int64_t>(sizeof(T)); }
+template <class T>
+int64_t size_of(int64_t count) {
+    return count * static_cast<int64_t>(sizeof(T));
+}
 
-bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
+bool within(int64_t value, int64_t least, int64_t most) {
+    return value >= least && value <= most;
+}
 
 // The bounds keep every size below in 64 bits.
 bool valid(const kvq_config& c) {
-    const bool widths = (valid_width(c.k_bits) && valid_width(c.v_bits)) ||
-                        (c.k_bits == 16 && c.v_bits == 16);
+    const bool widths =
+        (valid_width(c.k_bits) && valid_width(c.v_bits)) || (c.k_bits == 16 && c.v_bits == 16);
     return widths && within(c.layers, 1, 1 << 16) && within(c.kv_heads, 1, 1 << 12) &&
            within(c.heads, 1, 1 << 12) && c.heads % c.kv_heads == 0 &&
            within(c.head_dim, 16, kMaxHeadDim) && c.head_dim % 16 == 0 &&
            within(c.sink_tokens, 0, kPageTokens) && within(c.tail_tokens, 0, kPageTokens) &&
-           within(c.draft_tokens, 1, KVQ_MOST_DRAFT_TOKENS) && within(c.context_tokens, 1, 1 << 30) &&
+           within(c.draft_tokens, 1, KVQ_MOST_DRAFT_TOKENS) &&
+           within(c.context_tokens, 1, 1 << 30) &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
            within(c.probes, 0, 1) &&
            within(c.tail_rows,
@@ -30,7 +38,8 @@ bool valid(const kvq_config& c) {
                   1 << 30);
 }
 
-// Sets starts and sizes of all regions for a table of so many columns; returns where the pool begins.
+// Sets starts and sizes of all regions for a table of so many columns; returns where the pool
+// begins.
 int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
     const int64_t streams = int64_t{c.layers} * c.kv_heads, dim = c.head_dim;
     const int64_t slots = c.probes ? probe_slots(c.draft_tokens) : 0;

@@ -10,8 +10,12 @@
 namespace kvq {
 
 constexpr int64_t kAlign = 64;
-inline bool quantized(const kvq_config& c) { return c.k_bits <= 8; }
-inline bool valid_width(int bits) { return bits == 8 || bits == 4 || bits == 2; }
+inline bool quantized(const kvq_config& c) {
+    return c.k_bits <= 8;
+}
+inline bool valid_width(int bits) {
+    return bits == 8 || bits == 4 || bits == 2;
+}
 
 // The rows after the committed tokens: they stand behind the tail's, or in the staging rows.
 struct BranchState {

@@ -160,7 +160,8 @@ void PageTable::drop_column(int column) {
     const size_t after = static_cast<size_t>(columns() - column - 1);
     for (int s = 0; s < arena_.streams(); s++) {
         release(entry_at(s, column));
-        if (after) std::memmove(&entry_at(s, column), &entry_at(s, column + 1), sizeof(Entry) * after);
+        if (after)
+            std::memmove(&entry_at(s, column), &entry_at(s, column + 1), sizeof(Entry) * after);
     }
     std::memmove(arena_.columns + column, arena_.columns + column + 1, sizeof(Column) * after);
     arena_.state->columns--;
@@ -219,8 +220,8 @@ PageView PageTable::view(const Entry& e, bool hi_view) const {
     return page;
 }
 
-// Pages lie anywhere in the pool, where no hardware prefetcher expects them. Into the second level: a
-// page is more lines than the first level can have in flight.
+// Pages lie anywhere in the pool, where no hardware prefetcher expects them. Into the second level:
+// a page is more lines than the first level can have in flight.
 void PageTable::prefetch(const Entry& e, bool hi_view) const {
     for (int slot = 0; slot < 2 * kGranulesPerSide; slot++) {
         const bool low = slot % kGranulesPerSide >= kGranulesPerSide / 2;

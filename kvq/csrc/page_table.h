@@ -1,5 +1,5 @@
-// The pages of one cache: a column of the table is one page of every stream (layer, KV head). Closes,
-// demotes and evicts as told; decides nothing.
+// The pages of one cache: a column of the table is one page of every stream (layer, KV head).
+// Closes, demotes and evicts as told; decides nothing.
 #pragma once
 #include "kernels/kernels.h"
 #include "layout.h"
@@ -20,7 +20,8 @@ public:
 
     // Bytes and columns still missing before so many pages of every stream can close.
     void missing(int pages, int64_t& bytes, int32_t& columns) const;
-    // Packs 64 rows of K and V, float16 [head_dim] each, as the page of a column that is yet to come.
+    // Packs 64 rows of K and V, float16 [head_dim] each, as the page of a column that is yet to
+    // come.
     int close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v);
     void append(int32_t pos0, int32_t first_token);
 
@@ -41,7 +42,8 @@ public:
 
     // Takes room for a page that a snapshot holds; calls part(address, bytes) on a page's bytes.
     void restore(int stream, int column, const uint8_t* widths_and_history);
-    template <class Part> void visit(const Entry& e, Part&& part) const {
+    template <class Part>
+    void visit(const Entry& e, Part&& part) const {
         part(pool_.constant(e.constants), page_constant_bytes());
         for (uint32_t g : e.granule)
             if (g != kNone) part(pool_.granule(g), arena_.sizes.granule_bytes);

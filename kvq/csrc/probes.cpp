@@ -30,7 +30,9 @@ uint8_t mass_code(float mass) {
     const float code = 255.0f + 16.0f * std::log2(std::max(mass, 1e-9f));
     return static_cast<uint8_t>(std::lround(std::clamp(code, 1.0f, 255.0f)));
 }
-float mass_of(uint8_t code) { return code ? std::exp2((code - 255.0f) / 16.0f) : 0.0f; }
+float mass_of(uint8_t code) {
+    return code ? std::exp2((code - 255.0f) / 16.0f) : 0.0f;
+}
 
 constexpr int kPeakStep = 4;        // codes a peak falls per observation: half in four of them
 constexpr float kMeanShare = 0.2f;  // of the newest observation in the running mean
@@ -40,7 +42,8 @@ constexpr float kMeanShare = 0.2f;  // of the newest observation in the running 
 void Probes::clear() {
     for (int i = 0; i < slots(); i++) arena_.probes[i] = {-1, 0};
     if (kept())
-        std::memset(arena_.layers, 0, sizeof(LayerFacts) * static_cast<size_t>(arena_.config().layers));
+        std::memset(arena_.layers, 0,
+                    sizeof(LayerFacts) * static_cast<size_t>(arena_.config().layers));
 }
 
 int64_t Probes::row_bytes() const {
@@ -76,7 +79,8 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
             rotate(q, cos, cos + a.rotary_pairs, a.rotary_pairs);
             for (int i = 0; i < dim; i++) q[i] *= a.scale;
             // A query that float16 cannot hold is no probe.
-            if (!kernels().to_half(q, rows(at, a.layer) + head * dim, dim)) arena_.probes[at].token = -1;
+            if (!kernels().to_half(q, rows(at, a.layer) + head * dim, dim))
+                arena_.probes[at].token = -1;
         }
     }
 }
@@ -108,15 +112,16 @@ void Probes::check() {
     }
 }
 
-// Fills `found` with the slots of the newest probes among the first `tokens` tokens, oldest first; one
-// lost to a rollback is left out until its slot is written again.
+// Fills `found` with the slots of the newest probes among the first `tokens` tokens, oldest first;
+// one lost to a rollback is left out until its slot is written again.
 int Probes::usable(int tokens, int* found) const {
     int count = 0;
     const auto use = [&](int64_t token) {
         const int slot = this->slot(token);
         if (arena_.probes[slot].token != token) return;
         int at = count++;
-        for (; at > 0 && arena_.probes[found[at - 1]].token > token; at--) found[at] = found[at - 1];
+        for (; at > 0 && arena_.probes[found[at - 1]].token > token; at--)
+            found[at] = found[at - 1];
         found[at] = slot;
     };
     if (tokens == 0) return 0;
@@ -131,8 +136,8 @@ int Probes::usable(int tokens, int* found) const {
     return count;
 }
 
-// Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as many
-// evenly spaced ones as a block takes, so that probes and heads take turns.
+// Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as
+// many evenly spaced ones as a block takes, so that probes and heads take turns.
 void Probes::load(Block& block, Visibility& sight, const LayerFacts& layer, int kv_head,
                   const int* slots, int count) const {
     const kvq_attention& a = layer.attention;
@@ -161,7 +166,8 @@ struct Observation {
     int stream;
     Rotated rotated;
 
-    template <class Look> void each_page(Look&& look) {
+    template <class Look>
+    void each_page(Look&& look) {
         for (int c = 0; c < pages.columns(); c++) {
             const Entry& e = pages.entry(stream, c);
             const uint64_t* masks;
@@ -213,7 +219,8 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
     const int count = usable(tokens, slots);
     const int64_t columns = pages.columns(), heads = arena_.config().kv_heads;
     const int64_t dim = arena_.config().head_dim, streams = arena_.streams();
-    std::memset(facts, 0, sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * streams * columns));
+    std::memset(facts, 0,
+                sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * streams * columns));
     std::memset(queries, 0, sizeof(float) * static_cast<size_t>(3 * streams * dim));
     for (int s = 0; s < streams; s++) {
         if (count == 0) continue;
@@ -221,8 +228,8 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
         Block block;
         Visibility sight(layer.attention.window_tokens);
         load(block, sight, layer, s % static_cast<int>(heads), slots, count);
-        Observation seen_by{block, sight, layer, pages, s,
-                            Rotated(layer.inv_freq, layer.attention.rotary_pairs)};
+        Observation seen_by{block, sight, layer,
+                            pages, s,     Rotated(layer.inv_freq, layer.attention.rotary_pairs)};
         seen_by.attend(tail, arena_.tail_positions);
         const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
         average(block, unit, queries + s * dim, queries + (streams + s) * dim,

@@ -1,14 +1,15 @@
-// Query rows kept as probes of what attention looks at, and what they see of every page: the evidence
-// that policies decide by.
+// Query rows kept as probes of what attention looks at, and what they see of every page: the
+// evidence that policies decide by.
 #pragma once
 #include "page_table.h"
 #include "tail.h"
 
 namespace kvq {
 
-// Probes are the newest of every kProbeStride tokens, and one token of every run of kPageTokens, chosen
-// by a hash. Evidence is asked for as of a token up to a draft ago, and a rejected draft may follow:
-// each ring has room for what both may overwrite, so that evidence is that of sequential decoding.
+// Probes are the newest of every kProbeStride tokens, and one token of every run of kPageTokens,
+// chosen by a hash. Evidence is asked for as of a token up to a draft ago, and a rejected draft may
+// follow: each ring has room for what both may overwrite, so that evidence is that of sequential
+// decoding.
 constexpr int kProbeStride = 8;
 constexpr int kProbes = 4;  // of each kind that are used
 
@@ -37,10 +38,11 @@ public:
     // Checks what a snapshot brought: no probe is used of layers that do not fit the cache.
     void check();
 
-    int evidence(PageTable& pages, const Tail& tail, int tokens, float* facts, float* queries) const;
+    int evidence(PageTable& pages, const Tail& tail, int tokens, float* facts,
+                 float* queries) const;
 
 private:
-    int slot(int64_t token) const;  // -1: not a probe
+    int slot(int64_t token) const;               // -1: not a probe
     uint16_t* rows(int slot, int layer) const {  // float16 [heads, head_dim]
         const kvq_config& c = arena_.config();
         return arena_.probe_rows + (int64_t{slot} * c.layers + layer) * c.heads * c.head_dim;

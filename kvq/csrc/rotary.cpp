@@ -35,7 +35,8 @@ const float* Rotated::queries(const Block& block, int32_t delta) {
         delta_ = delta;
         float cos[kMaxHeadDim / 2], sin[kMaxHeadDim / 2];
         fill_rope(-static_cast<float>(delta), inv_freq_, pairs_, 1.0f, cos, sin);
-        std::memcpy(rows_, block.q, sizeof(float) * static_cast<size_t>(block.rows * block.head_dim));
+        std::memcpy(rows_, block.q,
+                    sizeof(float) * static_cast<size_t>(block.rows * block.head_dim));
         for (int r = 0; r < block.rows; r++) rotate(rows_ + r * block.head_dim, cos, sin, pairs_);
     }
     return rows_;

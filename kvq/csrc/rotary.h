@@ -8,7 +8,8 @@ namespace kvq {
 void normalize(float* x, const float* weight, int dim, float eps);
 // Rotates pairs (i, i + pairs) of one head, in place.
 void rotate(float* x, const float* cos, const float* sin, int pairs);
-void fill_rope(float position, const float* inv_freq, int pairs, float factor, float* cos, float* sin);
+void fill_rope(float position, const float* inv_freq, int pairs, float factor, float* cos,
+               float* sin);
 
 // q . (R_delta k) = (R_-delta q) . k, so a moved page costs a rotation of the block's queries; the
 // newest is kept, as neighbours mostly move alike.

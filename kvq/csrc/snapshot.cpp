@@ -7,9 +7,9 @@
 
 namespace kvq {
 
-// A snapshot: this header, the widths pages enter at, the columns, widths and history of every entry,
-// the tail's rows in use, the probes, then every page's bytes. It names no place in the arena, so what
-// is held alone decides its bytes.
+// A snapshot: this header, the widths pages enter at, the columns, widths and history of every
+// entry, the tail's rows in use, the probes, then every page's bytes. It names no place in the
+// arena, so what is held alone decides its bytes.
 namespace {
 struct Header {
     kvq_config config;
@@ -24,7 +24,8 @@ static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
 
 // Calls part(address, bytes) on the tail's rows in use, the probes and every page, in the file's
 // order.
-template <class Part> void Cache::visit(Part&& part) const {
+template <class Part>
+void Cache::visit(Part&& part) const {
     part(arena_.tail_positions, int64_t{4} * tail_.used());
     for (int s = 0; s < arena_.streams(); s++)
         for (int side = 0; side < 2; side++)
@@ -54,8 +55,8 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
         std::memcpy(bytes, from, static_cast<size_t>(part));
         bytes += part;
     };
-    const Header header{config(),       pages_.columns(), tail_.used(), state().tokens, 0,
-                        state().budget, state().peak};
+    const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
+                        0,        state().budget,   state().peak};
     write(&header, sizeof header);
     write(arena_.entering, 2 * arena_.streams());
     write(arena_.columns, pages_.columns() * static_cast<int64_t>(sizeof(Column)));
@@ -65,7 +66,8 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
     return KVQ_OK;
 }
 
-// Where the parts of a snapshot lie and what its pages take, once everything it says has been checked.
+// Where the parts of a snapshot lie and what its pages take, once everything it says has been
+// checked.
 struct Cache::Parts {
     Header header;
     const uint8_t *entering, *columns, *entries, *rest;
@@ -78,7 +80,8 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
     std::memcpy(&h, bytes, sizeof h);
     h.config.splits = config().splits;  // how work is shared out is no part of the contents
     const int most_rows = quantized(config())
-        ? config().sink_tokens + config().tail_tokens + kPageTokens - 1 : config().tail_rows;
+                              ? config().sink_tokens + config().tail_tokens + kPageTokens - 1
+                              : config().tail_rows;
     if (std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
         h.columns < 0 || h.columns > arena_.sizes.max_columns || h.tail_used < 0 ||
         h.tail_used > most_rows || h.tokens < h.tail_used || h.tokens > config().context_tokens ||
@@ -106,7 +109,8 @@ bool Cache::check_table(Parts& parts) const {
             return false;
     }
     for (int64_t i = 0; i < int64_t{parts.header.columns} * arena_.streams(); i++) {
-        const int k_bits = parts.entries[kEntryBytes * i], v_bits = parts.entries[kEntryBytes * i + 1];
+        const int k_bits = parts.entries[kEntryBytes * i],
+                  v_bits = parts.entries[kEntryBytes * i + 1];
         if (k_bits == 0 && v_bits == 0) continue;
         if (!valid_width(k_bits) || !valid_width(v_bits)) return false;
         parts.pages++;
@@ -122,11 +126,13 @@ bool Cache::check_table(Parts& parts) const {
 
 // Bytes behind the entries: rows, probes, pages.
 int64_t Cache::rest_bytes(const Parts& parts) const {
-    const int64_t rows = parts.header.tail_used * (4 + int64_t{4} * arena_.streams() * config().head_dim);
+    const int64_t rows =
+        parts.header.tail_used * (4 + int64_t{4} * arena_.streams() * config().head_dim);
     const int64_t probes = probes_.kept()
-        ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() + probes_.row_bytes() +
-              static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
-        : 0;
+                               ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() +
+                                     probes_.row_bytes() +
+                                     static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
+                               : 0;
     return rows + probes + parts.pages * pages_.page_constant_bytes() +
            parts.planes * arena_.sizes.granule_bytes;
 }
@@ -148,7 +154,8 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     state().broken = 0;
     const uint8_t* entry = parts.entries;
     for (int s = 0; s < arena_.streams(); s++)
-        for (int c = 0; c < parts.header.columns; c++, entry += kEntryBytes) pages_.restore(s, c, entry);
+        for (int c = 0; c < parts.header.columns; c++, entry += kEntryBytes)
+            pages_.restore(s, c, entry);
     visit([&](void* to, int64_t part) {
         std::memcpy(to, parts.rest, static_cast<size_t>(part));
         parts.rest += part;

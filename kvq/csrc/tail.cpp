@@ -5,8 +5,8 @@
 
 namespace kvq {
 
-// A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are in
-// pages depends on the number of tokens alone, never on how they arrived.
+// A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are
+// in pages depends on the number of tokens alone, never on how they arrived.
 int Tail::closing_pages(int tokens) const {
     const int rows = used() + tokens - config().sink_tokens - config().tail_tokens;
     return quantized(config()) ? std::max(0, rows) / kPageTokens : 0;
@@ -41,8 +41,10 @@ int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view) {
         const int row = b.rows + i, parent = parents ? parents[i] : row - 1;
         BranchRow& added = arena_.branch[row];
         added = {parent, 0, {0, 0}};
-        if (parent >= 0) added = {parent, arena_.branch[parent].depth + 1,
-                                  {arena_.branch[parent].sees[0], arena_.branch[parent].sees[1]}};
+        if (parent >= 0)
+            added = {parent,
+                     arena_.branch[parent].depth + 1,
+                     {arena_.branch[parent].sees[0], arena_.branch[parent].sees[1]}};
         added.sees[row / 64] |= uint64_t{1} << row % 64;
         chain &= parent == row - 1;
     }
@@ -118,7 +120,8 @@ int Tail::close_layer(PageTable& pages, int layer, int count) const {
             for (int to = 0; to < total - count * kPageTokens; to++) {
                 const int from = to < sinks ? to : to + count * kPageTokens;
                 uint16_t* target = rows(stream, side) + int64_t{to} * dim;
-                if (target != row(side, from)) std::memcpy(target, row(side, from), size_t{2} * dim);
+                if (target != row(side, from))
+                    std::memcpy(target, row(side, from), size_t{2} * dim);
             }
         }
     }

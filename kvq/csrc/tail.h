@@ -20,7 +20,8 @@ public:
         return arena_.tail + (int64_t{stream} * 2 + side) * config().tail_rows * config().head_dim;
     }
     uint16_t* staging(int head, int side) const {
-        return arena_.staging + (int64_t{head} * 2 + side) * config().chunk_tokens * config().head_dim;
+        return arena_.staging +
+               (int64_t{head} * 2 + side) * config().chunk_tokens * config().head_dim;
     }
     // Where row r of the pass under way belongs, in its rows and positions.
     int64_t place(int r) const { return branch().staged ? r : used() + first_row() + r; }
@@ -49,8 +50,8 @@ public:
     void keep(const int32_t* rows, int count);
     void forget() { arena_.state->branch = {}; }
 
-    // Packs a layer's oldest rows into `pages` pages and moves what stays to the tail's start; staged
-    // rows follow the tail's.
+    // Packs a layer's oldest rows into `pages` pages and moves what stays to the tail's start;
+    // staged rows follow the tail's.
     int close_layer(PageTable& pages, int layer, int count) const;
     // Gives the closed pages their positions and the surviving rows theirs.
     void close_columns(PageTable& pages, int count, int rows);

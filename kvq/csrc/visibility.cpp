@@ -26,7 +26,8 @@ Span span_of(const int32_t* positions, int count) {
 }  // namespace
 
 // Rows of one token stand side by side and see the same.
-template <class Bits> bool Visibility::fill(Bits&& bits, const uint64_t*& masks) {
+template <class Bits>
+bool Visibility::fill(Bits&& bits, const uint64_t*& masks) {
     uint64_t any = 0;
     for (int r = 0; r < rows_; r++) {
         const bool again = r > 0 && at_[r] == at_[r - 1] && row_[r] == row_[r - 1];
@@ -61,7 +62,8 @@ bool Visibility::committed(const int32_t* positions, int count, const uint64_t*&
         [&](int r) {
             uint64_t bits = 0;
             for (int t = 0; t < count; t++)
-                bits |= static_cast<uint64_t>(positions[t] >= begin(r) && positions[t] <= at_[r]) << t;
+                bits |= static_cast<uint64_t>(positions[t] >= begin(r) && positions[t] <= at_[r])
+                        << t;
             return bits;
         },
         masks);

@@ -1,5 +1,6 @@
-// What a set of kernels offers. Includes the C++ standard library and the page layout, nothing else:
-// no cache, no framework. Each instruction set compiles kernels.inl once over its own simd header.
+// What a set of kernels offers. Includes the C++ standard library and the page layout, nothing
+// else: no cache, no framework. Each instruction set compiles kernels.inl once over its own simd
+// header.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -59,8 +60,8 @@ constexpr float kObservedMass = 1.0f / 4096.0f;
 // `visible` is one mask per row of the block, bit i for key i; null: every row sees every key.
 struct Kernels {
     const char* name;
-    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not finite
-    // in float16.
+    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not
+    // finite in float16.
     bool (*pack_k)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
     bool (*pack_v)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
     // A hi4 plane becomes the 2-bit plane of its codes' top bits, at its start.
@@ -68,11 +69,12 @@ struct Kernels {
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.
     void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
     // Attends the block to n <= 64 floating-point keys, float16 [n, D].
-    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n, const uint64_t* visible);
-    // Reads a page for rows whose softmax is complete: acc is their attention output. q as in `page`;
-    // unit turns its products with keys into natural logits.
-    void (*evidence)(const Block& block, const float* q, const PageView& page, const uint64_t* visible,
-                     float unit, PageEvidence& seen);
+    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n,
+                 const uint64_t* visible);
+    // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
+    // `page`; unit turns its products with keys into natural logits.
+    void (*evidence)(const Block& block, const float* q, const PageView& page,
+                     const uint64_t* visible, float unit, PageEvidence& seen);
     // False if any value is not finite in float16.
     bool (*to_half)(const float* x, uint16_t* out, int n);
     void (*from_half)(const uint16_t* x, float* out, int n);

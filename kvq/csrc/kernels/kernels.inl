@@ -12,7 +12,8 @@ using kvq::kNothingSeen;
 using kvq::kPageTokens;
 using kvq::PageView;
 
-// 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2, 1/2].
+// 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2,
+// 1/2].
 inline F exp2_lanes(F x) {
     x = max(x, set1(-200.0f));
     const F n = round(x);
@@ -61,10 +62,10 @@ inline void widen_constants(const uint16_t* constants, int n, int bits, Constant
 }
 
 // Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 8 bits use
-// the fine part against their hi4 plane, or rounding x would cost more than the page's own rounding;
-// narrower reads do without.
-// Returns, lane by lane, what the middle of the code range adds to sums over these codes: the fine
-// part meets hi4 alone, whose values 16 * hi stand 120 from their middle.
+// the fine part against their hi4 plane, or rounding x would cost more than the page's own
+// rounding; narrower reads do without. Returns, lane by lane, what the middle of the code range
+// adds to sums over these codes: the fine part meets hi4 alone, whose values 16 * hi stand 120 from
+// their middle.
 template <int Lanes, bool Fine>
 inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8_t* fine,
                      float* scale) {
@@ -90,8 +91,8 @@ inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8
     return centre * set1(*scale);
 }
 
-// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one loud
-// channel costs its own group only.
+// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one
+// loud channel costs its own group only.
 struct FoldedQuery {
     alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
     alignas(64) int8_t fine[kMaxHeadDim + 16];
@@ -121,8 +122,7 @@ inline void fold_query(const float* q, const Constants& k, int head_dim, FoldedQ
     const int whole = head_dim / 32;
     for (int g = 0; g < whole; g++)
         constant = constant + fold_group<4, Bits == 8>(q, k, g, kHalfRange, out);
-    if (head_dim % 32)
-        constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
+    if (head_dim % 32) constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
     out.constant = reduce_add(constant);
 }
 
@@ -195,7 +195,8 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
         F logit[N];
         for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
         for (int g = 0; g < whole; g++)
-            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g, logit);
+            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g,
+                                            logit);
         if (head_dim % 32)
             group_logits<Bits, N, kVectors / 2>(hi + whole * kVectors * 32,
                                                 lo + whole * kVectors * 32, q, whole, logit);
@@ -281,8 +282,7 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
                     }
                 }
             }
-            for (int r = 0; r < N; r++)
-                total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
+            for (int r = 0; r < N; r++) total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
         }
         for (int r = 0; r < N; r++) {
             float* out = acc + r * head_dim + 8 * group;
@@ -293,7 +293,8 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
 }
 
 // Serves `rows` rows N at a time and the rest in one go: call(count as a constant, first row).
-template <int N, class Call> inline void rows_of(int rows, Call&& call) {
+template <int N, class Call>
+inline void rows_of(int rows, Call&& call) {
     int r = 0;
     for (; r + N <= rows; r += N) call(std::integral_constant<int, N>{}, r);
     if constexpr (N > 1) {
@@ -449,7 +450,8 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
             read_values(page, dim, values, v);
             for (int t = 0; t < kPageTokens; t++) {
                 F sum = set1(0.0f);
-                for (int c = 0; c < dim; c += 8) sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
+                for (int c = 0; c < dim; c += 8)
+                    sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
                 length[t] = reduce_add(sum);
             }
             read = true;
@@ -490,12 +492,13 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
                 size = fma(x, x, size);
             }
         }
-        const float spread = reduce_add(lengths) - 2.0f * reduce_add(inner) +
-                             reduce_add(size) * reduce_add(squares);
+        const float spread =
+            reduce_add(lengths) - 2.0f * reduce_add(inner) + reduce_add(size) * reduce_add(squares);
         const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
         const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
         seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * (spread > 0.0f ? spread : 0.0f);
-        seen.value_error += reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.value_error +=
+            reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
         seen.evict_error += reduce_add(gone) / (left * left);
     }
 }
@@ -583,7 +586,9 @@ inline uint16_t half_up(float x) {  // x >= 0
     uint16_t h = float_to_half(x);
     return half_to_float(h) < x ? h + 1 : h;
 }
-inline bool finite_half(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+inline bool finite_half(uint16_t h) {
+    return (h & 0x7c00) != 0x7c00;
+}
 
 // Stores scale and min so that no value of [low, high] leaves codes 0..255.
 inline bool encode_constants(float low, float high, uint16_t* scale, uint16_t* minimum) {
@@ -626,7 +631,8 @@ bool pack_k(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t*
         store(high + c, b);
     }
     for (int c = 0; c < head_dim; c++) {
-        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c)) return false;
+        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c))
+            return false;
         scale[c] = half_to_float(constants[c]);
         minimum[c] = half_to_float(constants[head_dim + c]);
     }
@@ -671,8 +677,8 @@ bool pack_v(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t*
     return true;
 }
 
-// Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel octets of
-// one token group, for values two token octets of one channel group.
+// Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel octets
+// of one token group, for values two token octets of one channel group.
 void narrow(uint8_t* plane, int head_dim) {
     for (int m = 0; m < head_dim / 2; m++) {
         uint8_t merged[32];

@@ -31,9 +31,14 @@ struct AttentionKernel {
 OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<AttentionKernel>();
     kvq_attention& a = made->attributes;
-    const struct { const char* name; int32_t* value; } integers[] = {
-        {"layer", &a.layer}, {"num_heads", &a.heads}, {"num_kv_heads", &a.kv_heads},
-        {"head_dim", &a.head_dim}, {"window_tokens", &a.window_tokens}};
+    const struct {
+        const char* name;
+        int32_t* value;
+    } integers[] = {{"layer", &a.layer},
+                    {"num_heads", &a.heads},
+                    {"num_kv_heads", &a.kv_heads},
+                    {"head_dim", &a.head_dim},
+                    {"window_tokens", &a.window_tokens}};
     for (const auto& attribute : integers) {
         int64_t value = 0;
         if (OrtStatus* status = g_api->KernelInfoGetAttribute_int64(info, attribute.name, &value))
@@ -43,11 +48,16 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
                           " is out of range");
         *attribute.value = static_cast<int32_t>(value);
     }
-    const struct { const char* name; float* value; } floats[] = {
-        {"scale", &a.scale}, {"softcap", &a.softcap}, {"rope_factor", &a.rope_factor},
-        {"norm_eps", &a.norm_eps}};
+    const struct {
+        const char* name;
+        float* value;
+    } floats[] = {{"scale", &a.scale},
+                  {"softcap", &a.softcap},
+                  {"rope_factor", &a.rope_factor},
+                  {"norm_eps", &a.norm_eps}};
     for (const auto& attribute : floats) {
-        if (OrtStatus* status = g_api->KernelInfoGetAttribute_float(info, attribute.name, attribute.value))
+        if (OrtStatus* status =
+                g_api->KernelInfoGetAttribute_float(info, attribute.name, attribute.value))
             return status;
     }
     if (a.heads < 1 || a.kv_heads < 1 || a.head_dim < 1 || a.heads > kMostHeads ||
@@ -89,7 +99,8 @@ struct Held {
     OrtStatus* hold(const int64_t* handles, size_t count) {
         std::vector<size_t> order(count);
         std::iota(order.begin(), order.end(), size_t{0});
-        std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return handles[a] < handles[b]; });
+        std::sort(order.begin(), order.end(),
+                  [&](size_t a, size_t b) { return handles[a] < handles[b]; });
         caches.resize(count);
         for (size_t i = 0; i < count; i++) {
             const size_t s = order[i];
@@ -145,11 +156,12 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     int64_t first = 0;
     for (int64_t s = 0; s < sequences; first += rows[s++]) {
         if (rows[s] < 1 || rows[s] > tokens - first) break;
-        inputs.push_back({static_cast<int>(rows[s]), static_cast<const float*>(data[kQkv]) + first * width,
-                          static_cast<const int64_t*>(data[kPositions]) + first,
-                          static_cast<const float*>(data[kInvFreq]),
-                          static_cast<const float*>(data[kQNorm]), static_cast<const float*>(data[kKNorm]),
-                          static_cast<float*>(out) + first * a.heads * dim});
+        inputs.push_back(
+            {static_cast<int>(rows[s]), static_cast<const float*>(data[kQkv]) + first * width,
+             static_cast<const int64_t*>(data[kPositions]) + first,
+             static_cast<const float*>(data[kInvFreq]), static_cast<const float*>(data[kQNorm]),
+             static_cast<const float*>(data[kKNorm]),
+             static_cast<float*>(out) + first * a.heads * dim});
     }
     if (inputs.size() != static_cast<size_t>(sequences) || first != tokens)
         return failed("sequence_rows do not add up to the rows given, one or more each");
