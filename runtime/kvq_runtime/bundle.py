@@ -27,8 +27,10 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.gguf_file import GgufFile
 
 FORMAT = "kvq-bundle"
-# Since version 2 a bundle may hold a GGUF file alone; one with a graph still says 1.
-VERSION = 2
+# What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
+# versions have other weights and inputs.
+VERSION = 3
+GGUF_VERSION = 2
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -126,7 +128,7 @@ class Manifest:
         """The object written to `kvq.json`, its own checksum included."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION if self.weights is None else 1,
+            "version": GGUF_VERSION if self.weights is None else VERSION,
             "name": self.name,
             "model_type": self.config.model_type,
             "config": self.config.to_json(),
@@ -408,13 +410,8 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{path} is damaged ({error}); export the model again") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
-    version = data.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
-            "upgrade kvq-runtime or export the model again"
-        )
-    if version not in (1, VERSION) or data.get("checksum") != checksum(data):
+    _check_version(folder, data)
+    if data.get("checksum") != checksum(data):
         raise BundleError(f"{path} was altered after the export; export the model again")
     try:
         manifest = Manifest.from_json(data)
@@ -424,6 +421,24 @@ def _read_manifest(folder: Path) -> Manifest:
     if missing:
         raise BundleError(f"{path} lists no {min(missing)}; export the model again")
     return manifest
+
+
+def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
+            "upgrade kvq-runtime or export the model again"
+        )
+    if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
+            "export the model again"
+        )
+    if version not in (GGUF_VERSION, VERSION):
+        raise BundleError(
+            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
+        )
 
 
 def _promised(manifest: Manifest) -> set[str]:
