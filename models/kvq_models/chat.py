@@ -60,11 +60,16 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     return {entry["name"]: entry["template"] for entry in entries}.get("default")
 
 
+# Any character would do: where a message holds it, it is replaced too.
+_MARK = "\ue000"
+_PLACEHOLDER = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
+
+
 class MessageGuard:
     """Replaces control tokens in a user's messages by placeholders, and finds these again.
 
-    A placeholder is the token's number between two copies of a private-use character that no
-    message holds.
+    A placeholder is the token's number between two marks. A mark in a message becomes a
+    placeholder itself, so that no message can spell one.
     """
 
     def __init__(
@@ -73,26 +78,30 @@ class MessageGuard:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> None:
-        self._contents = sorted(contents, key=len, reverse=True)
+        self._contents = [*sorted(contents, key=len, reverse=True), _MARK]
         self._numbers = {content: number for number, content in enumerate(self._contents)}
-        self._pattern = re.compile("|".join(map(re.escape, self._contents)) or r"(?!)")
-        texts = "".join(_strings([messages, variables]))
-        self._mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in texts)
+        self._pattern = re.compile("|".join(map(re.escape, self._contents)))
         self.messages = _mapped(messages, self._hidden)
         self.variables = _mapped(variables, self._hidden)
 
     def _hidden(self, text: str) -> str:
-        return self._pattern.sub(
-            lambda match: f"{self._mark}{self._numbers[match[0]]}{self._mark}", text
-        )
+        return self._pattern.sub(lambda match: f"{_MARK}{self._numbers[match[0]]}{_MARK}", text)
 
     def split(self, text: str) -> Iterable[tuple[str, bool]]:
         """Parts of a rendered text, and whether control tokens in them are meant."""
-        for index, part in enumerate(re.split(f"{self._mark}(\\d+){self._mark}", text)):
-            if index % 2:
-                yield self._contents[int(part)], False
-            elif part:
-                yield part, True
+        plain, start = "", 0
+        for match in _PLACEHOLDER.finditer(text):
+            number = int(match[1])
+            plain += text[start : match.start()]
+            start = match.end()
+            if number < len(self._contents) - 1:
+                yield from [(plain, True)] if plain else []
+                yield self._contents[number], False
+                plain = ""
+            else:
+                plain += _MARK
+        if rest := plain + text[start:]:
+            yield rest, True
 
 
 class _GenerationTag(Extension):
@@ -123,16 +132,6 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings(list(cast(Mapping[str, Any], value).values()))
-    elif isinstance(value, Sequence):
-        for item in cast(Sequence[Any], value):
-            yield from _strings(item)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

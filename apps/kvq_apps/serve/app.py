@@ -36,6 +36,7 @@ from kvq_apps.serve.streams import (
     chunks,
     whole_answer,
 )
+from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
@@ -104,7 +105,7 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await self._body(request)
-            ask, delivery = await asyncio.to_thread(self._understood, body, served, read)
+            ask, delivery = await in_worker(request, self._understood, body, served, read)
             answered = Answered(
                 model=served.name,
                 tokenizer=served.tokenizer,
@@ -137,7 +138,8 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: ids of `content`."""
         tokenizer, fields = await self._plain(request)
-        ids = await asyncio.to_thread(
+        ids = await in_worker(
+            request,
             tokenizer.encode,
             fields.text("content"),
             special=fields.flag("parse_special"),
@@ -163,7 +165,8 @@ class _Routes:
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`: the prompt that `messages` become."""
         _, fields = await self._plain(request)
-        ask = await asyncio.to_thread(requests.chat_ask, fields, self._view(self._served()))
+        view = self._view(self._served())
+        ask = await in_worker(request, requests.chat_ask, fields, view)
         text = self._served().tokenizer.decode(ask.prompts[0], special=True)
         return JSONResponse({"prompt": text})
 
@@ -266,7 +269,7 @@ class _Routes:
         """What the routes need that ask the tokenizer only."""
         served = self._served()
         body = await self._body(request)
-        return served.tokenizer, await asyncio.to_thread(parse_object, body)
+        return served.tokenizer, await in_worker(request, parse_object, body)
 
     async def _answer(self, request: Request, shape: Shape, answered: Answered) -> Response:
         events = Events(self._engine, self._config, answered.ask)
