@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     _lenient_streams()
+    # One text at a time is encoded: the tokenizer's pool of threads would only warn about forks.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         arguments = _parse(argv)
         _set_up_logging(debug=arguments.debug)

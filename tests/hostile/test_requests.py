@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvq_apps.serve import app as app_module
 from kvq_apps.serve.server import Server
-from serving import PATIENCE_S, Rule, ask, running, send, wait_until
+from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
@@ -73,3 +74,35 @@ def test_a_client_that_leaves_while_its_request_is_read_is_noticed(
         wait_until(lambda: counts.get((COMPLETIONS, 499)), "for the leave to be noticed")
     finally:
         go_on.set()
+
+
+@pytest.mark.parametrize("unit", ["a b ", "a", "<|im_end|>", "\ue000"])
+def test_a_huge_prompt_is_refused_early_and_holds_up_nobody(unit: str) -> None:
+    """The slowest answer of `/health` was 17 s; here it is allowed one, for a busy machine."""
+    rule = Rule(context_tokens=1024)
+    text = unit * (2_000_000 // len(unit))
+    bodies = {
+        COMPLETIONS: {"prompt": text},
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+    }
+    replies: dict[str, Reply] = {}
+
+    def send_all(server: Server) -> None:
+        for path, body in bodies.items():
+            replies[path] = ask(server, path, body)
+
+    with running(rule.load) as server:
+        sender = threading.Thread(target=send_all, args=(server,))
+        sender.start()
+        slowest_s, healthy = 0.0, 0
+        while sender.is_alive():
+            began = time.monotonic()
+            healthy += ask(server, "/health").json == {"status": "ok"}
+            slowest_s = max(slowest_s, time.monotonic() - began)
+    assert healthy >= 3
+    assert slowest_s < 1
+    for reply in replies.values():
+        error = reply.json["error"]
+        assert (reply.status, error["code"]) == (400, "context_length_exceeded")
+        # Not read to its end.
+        assert 1024 < error["n_prompt_tokens"] < 150_000

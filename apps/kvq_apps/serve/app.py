@@ -41,6 +41,8 @@ from kvq_models.tokenizer import Tokenizer
 
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
+# Writing more ids than this as JSON would hold up the event loop.
+_MOST_TOKENIZED = 1 << 18
 
 Read = Callable[[Fields, ModelView], Ask]
 
@@ -138,17 +140,7 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: ids of `content`."""
         tokenizer, fields = await self._plain(request)
-        ids = await in_worker(
-            request,
-            tokenizer.encode,
-            fields.text("content"),
-            special=fields.flag("parse_special"),
-            start=fields.flag("add_special"),
-        )
-        if not fields.flag("with_pieces"):
-            return JSONResponse({"tokens": ids})
-        pieces = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
-        return JSONResponse({"tokens": pieces})
+        return JSONResponse({"tokens": await in_worker(request, _tokens, tokenizer, fields)})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of `tokens`."""
@@ -329,6 +321,21 @@ async def _handled_http(request: Request, error: Exception) -> Response:
     response = error_response(RequestError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
+
+
+def _tokens(tokenizer: Tokenizer, fields: Fields) -> list[Any]:
+    """What `/tokenize` is asked for: ids, or each with its piece."""
+    ids = tokenizer.encode(
+        fields.text("content"),
+        special=fields.flag("parse_special"),
+        start=fields.flag("add_special"),
+        most=_MOST_TOKENIZED,
+    )
+    if len(ids) > _MOST_TOKENIZED:
+        fields.refuse_with("content", f"content has more than {_MOST_TOKENIZED} tokens; split it")
+    if not fields.flag("with_pieces"):
+        return ids
+    return [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

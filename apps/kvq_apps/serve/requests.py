@@ -101,7 +101,7 @@ def chat_ask(fields: Fields, model: ModelView) -> Ask:
     _check_model(fields, model)
     messages = _messages(fields)
     try:
-        ids = model.tokenizer.chat(messages, add_generation_prompt=True)
+        ids = model.tokenizer.chat(messages, most=model.context_tokens)
     except DataError as error:
         raise RequestError(str(error), param="messages") from error
     except ModelError as error:
@@ -134,7 +134,10 @@ def completion_ask(fields: Fields, model: ModelView) -> Ask:
         prefix = fields.text("prompt")
         prompts = [
             _encoded(
-                "prompt", lambda: infill.whole_prompt(model.tokenizer, model.name, prefix, suffix)
+                "prompt",
+                lambda: infill.whole_prompt(
+                    model.tokenizer, model.name, prefix, suffix, model.context_tokens
+                ),
             )
         ]
         stop_ids = infill.stop_ids(model.tokenizer)
@@ -327,15 +330,19 @@ def _content(message: Fields, role: str) -> str:
 def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
     """The prompts of `prompt`: a string, a list of strings, of ids, or of lists of ids."""
     prompt = fields.get("prompt")
+
+    def encode(text: str) -> list[int]:
+        return model.tokenizer.encode(text, start=True, most=model.context_tokens)
+
     if isinstance(prompt, str):
-        return [_encoded("prompt", lambda: model.tokenizer.encode(prompt, start=True))]
+        return [_encoded("prompt", lambda: encode(prompt))]
     if _is_list_of(prompt, int):
         return [_ids(fields, prompt, model)]
     if _is_list_of(prompt, str) or _is_list_of(prompt, list):
         if len(prompt) > MOST_PROMPTS:
             fields.refuse("prompt", f"at most {MOST_PROMPTS} prompts")
         return [
-            _encoded("prompt", lambda text=text: model.tokenizer.encode(text, start=True))
+            _encoded("prompt", lambda text=text: encode(text))
             if isinstance(text, str)
             else _ids(fields, text, model)
             for text in prompt
@@ -380,8 +387,9 @@ def _checked(ask: Ask, model: ModelView, param: str) -> Ask:
         if not ids:
             raise RequestError(f"{param} is empty; give some text", param=param)
         if len(ids) + 1 > model.context_tokens:
+            # A text much too long is not read to its end.
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and this model's context holds "
+                f"the prompt has at least {len(ids)} tokens and this model's context holds "
                 f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
                 "larger --ctx-size",
                 param=param,
