@@ -16,9 +16,7 @@ SLICE_CHARACTERS = 1 << 15
 _SPACE_AFTER_LETTER = re.compile(r"([A-Za-z])[ Ġ▁]")
 _PROBE = " ".join(
     [f"{a}{ascii_letters[: place % 21]} {a}" for place, a in enumerate(ascii_letters)]
-    + [
-        "It's the 42 lazy Dogs; über naïve 家族 e\u0301 a\n\nline\tof code(x) <b c> {d e}\r\nend 7 up"
-    ]
+    + ["It's the 42 lazy Dogs; über naïve 家族 e\u0301 a\n\nline\tof code(x) <b c> {d e}\r\nend 7"]
 )
 
 

@@ -116,9 +116,10 @@ class SavedSessions:
         try:
             taken = self.writer.held(row.path)
             session.load(row.path) if taken is None else session.restore(taken)
-        except KvqError as error:
+        except Exception as error:  # noqa: BLE001  whatever a file holds, the request goes on
             self._count_failure()
-            logger.warning("a saved session cannot be used, its text is read again: %s", error)
+            said = error if isinstance(error, KvqError) else type(error).__name__
+            logger.warning("a saved session cannot be used, its text is read again: %s", said)
             self._forget(row.path)
             return False
         self.restored += 1
