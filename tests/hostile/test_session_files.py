@@ -174,9 +174,10 @@ def test_the_server_drops_such_a_file_and_goes_on(
     taken = snapshot.examine(path)
     whole = {"generator": dict(taken.state.generator), "identity": dict(taken.identity)}
     cache = changed.get("cache", taken.state.cache)
+    facts = whole | {key: value for key, value in changed.items() if key != "cache"}
     lengths = 8 * len(taken.state.tokens), 4 * len(taken.state.logits), len(cache)
     parts = taken.state.tokens.tobytes(), taken.state.logits.tobytes(), cache
-    write(path, header(*lengths, **(whole | changed)), *parts)
+    write(path, header(*lengths, **facts), *parts)
     with running(rule.load, sessions=1) as server:
         again = ask(server, "/v1/completions", body)
         assert not path.exists()
