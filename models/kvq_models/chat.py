@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -17,35 +18,44 @@ from typing import Any, cast
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvq.errors import ModelError
+from kvq_models.bounded_templates import BoundedEnvironment
+
+# Characters of a template's own complaint that are passed on.
+_TOLD = 500
 
 
 class ChatTemplate:
-    """One compiled template. Raises ModelError when it does not compile or refuses its messages."""
+    """One compiled template. Raises ModelError when it does not compile or refuses its messages.
+
+    Whoever made the model wrote it: what it may use and how much is bounded.
+    """
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        environment.globals.update(names)
         self.source = source
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template does not compile: {error}") from error
+        self._environment = BoundedEnvironment([_GenerationTag, loopcontrols])
+        self._environment.filters["tojson"] = _tojson
+        self._environment.bound_filters()
+        names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._environment.globals.update(names)
+        with self._environment.within(source), _said("does not compile"):
+            self._template = self._environment.from_string(source)
 
     def render(self, context: Mapping[str, Any]) -> str:
         """The prompt text for `context` (messages, add_generation_prompt, bos_token, ...)."""
-        try:
+        with self._environment.within(context), _said("refuses these messages"):
             return self._template.render(**context)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from error
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Turns whatever a template raises into a `ModelError`."""
+    try:
+        yield
+    except Exception as error:
+        told = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
+        raise ModelError(f"the model's chat template {what}: {str(told)[:_TOLD]}") from error
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
