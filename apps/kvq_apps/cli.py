@@ -3,10 +3,11 @@
 Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 reader went away.
 """
 
+import errno
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO, TextIOWrapper
@@ -16,6 +17,7 @@ from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.settings import environment, stay_offline
 from kvq_apps import options, output
+from kvq_apps.interrupt import noted_interrupts
 
 COMMANDS = {
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
@@ -39,6 +41,7 @@ EXTRAS = {
 SHELLS = ("bash", "zsh", "fish")
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(ArgumentParser):
@@ -60,7 +63,11 @@ class PrintCompletion(Action):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    with noted_interrupts() as interrupted:
+        return _run(sys.argv[1:] if argv is None else argv, interrupted)
+
+
+def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
     _lenient_streams()
     # One text at a time is encoded: the tokenizer's pool of threads would only warn about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -71,19 +78,32 @@ def main(argv: list[str] | None = None) -> int:
             stay_offline()
         with _extras_named():
             return arguments.run(arguments)
-    except KvqError as error:
-        _debug_traceback(argv)
-        return _report(error, argv, error.exit_code)
     except KeyboardInterrupt:
         output.print_note("")
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader; the interpreter's last flush must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
         _debug_traceback(argv)
-        return _report(error, argv, 1)
+        return INTERRUPTED if interrupted() else _report(_explained(error), argv)
+
+
+def _explained(error: Exception) -> Exception:
+    """A full disk is nobody's fault, and the words for it are the system's."""
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return error
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
+    where = f" to {error.filename}" if error.filename else ""
+    return UsageError(f"cannot write{where}: {error.strerror}")
+
+
+def _forget_output() -> None:
+    """What is still buffered goes nowhere; the interpreter's last flush must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -158,12 +178,12 @@ def _nearest(word: str, arguments: Namespace) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _report(error: BaseException, argv: list[str], code: int) -> int:
+def _report(error: Exception, argv: list[str]) -> int:
     try:
         output.print_error(error, as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
-    return code
+    return error.exit_code if isinstance(error, KvqError) else 1
 
 
 def _asked(switch: str, argv: list[str]) -> bool:
