@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from threading import local
 from typing import Any, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
+from jinja2.nodes import Concat, Dict, Getitem, List, Node, Output, Slice, TemplateData, Tuple
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -168,38 +169,34 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 class _SpendingCode(CodeGenerator):
     """Every block spends a step and its own text, every value made its size."""
 
-    def blockvisit(self, nodes_: Any, frame: Frame) -> None:
-        data = [
-            part.data
-            for node in nodes_
-            if isinstance(node, nodes.Output)
-            for part in node.nodes
-            if isinstance(part, nodes.TemplateData)
-        ]
-        self.writeline(f"environment.spend({sum(map(len, data))})")
-        super().blockvisit(nodes_, frame)
+    def blockvisit(self, nodes: Iterable[Node], frame: Frame) -> None:
+        body = list(nodes)
+        parts = [part for node in body if isinstance(node, Output) for part in node.nodes]
+        length = sum(len(part.data) for part in parts if isinstance(part, TemplateData))
+        self.writeline(f"environment.spend({length})")
+        super().blockvisit(body, frame)
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+    def visit_Concat(self, node: Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.joined((")
         for part in node.nodes:
             self.visit(part, frame)
             self.write(", ")
         self.write("))")
 
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+    def visit_List(self, node: List, frame: Frame) -> None:  # noqa: N802
         self._made(super().visit_List, node, frame)
 
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+    def visit_Dict(self, node: Dict, frame: Frame) -> None:  # noqa: N802
         self._made(super().visit_Dict, node, frame)
 
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+    def visit_Tuple(self, node: Tuple, frame: Frame) -> None:  # noqa: N802
         if node.ctx == "load":
             self._made(super().visit_Tuple, node, frame)
         else:
             super().visit_Tuple(node, frame)
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        if isinstance(node.arg, nodes.Slice):
+    def visit_Getitem(self, node: Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, Slice):
             self._made(super().visit_Getitem, node, frame, "made_flat")
         else:
             super().visit_Getitem(node, frame)

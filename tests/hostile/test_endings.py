@@ -19,12 +19,20 @@ from kvq_export.staging import staged
 from kvq_runtime.bundle import MANIFEST_FILE, Bundle
 from tiny import make_llama_checkpoint
 
-# What the installed script `kvq` does.
-KVQ = (
-    sys.executable,
-    "-c",
-    "import sys\nfrom kvq_apps.entry import main\nprint('begun', flush=True)\nsys.exit(main())",
-)
+# What the installed script `kvq` does; it says when it has taken Ctrl-C over.
+SCRIPT = """
+import signal, sys
+from kvq_apps.entry import main
+take = signal.signal
+def taken(*arguments):
+    signal.signal = take
+    before = take(*arguments)
+    print("begun", flush=True)
+    return before
+signal.signal = taken
+sys.exit(main())
+"""
+KVQ = (sys.executable, "-c", SCRIPT)
 
 
 @pytest.mark.parametrize("delay_ms", range(0, 700, 50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvq_apps.serve import app as app_module
+from kvq_apps.serve.owners import owner_of
+from kvq_apps.serve.saved import SavedSessions, as_ids
 from kvq_apps.serve.server import Server
 from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
 
@@ -106,3 +109,65 @@ def test_a_huge_prompt_is_refused_early_and_holds_up_nobody(unit: str) -> None:
         assert (reply.status, error["code"]) == (400, "context_length_exceeded")
         # Not read to its end.
         assert 1024 < error["n_prompt_tokens"] < 150_000
+
+
+def test_owners_are_told_apart_by_key_and_salt() -> None:
+    first, second = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    names = [
+        owner_of(headers, salt, keyed=True) for headers in (first, second) for salt in ("", "a")
+    ]
+    assert len({*names, ""}) == 5
+    assert owner_of(first, "", keyed=True) == names[0]
+    assert owner_of(first, "", keyed=False) == owner_of({}, "", keyed=True) == ""
+    assert owner_of({}, "Bearer one", keyed=True) != names[0]
+
+
+def test_saved_sessions_are_found_by_their_owner_only(rule: Rule, tmp_path: Path) -> None:
+    tokens = as_ids([70] * 50)
+    session = rule.session()
+    session.prefill(tokens.tolist())
+    saved = SavedSessions(tmp_path, "rule", 1 << 20)
+    saved.save(session, tokens, None, "0123456789abcdef")
+    saved.writer.close()
+    for found in (saved, SavedSessions(tmp_path, "rule", 1 << 20)):
+        assert found.best(tokens)[1] == found.best(tokens, "fedcba9876543210")[1] == 0
+        assert found.best(tokens, "0123456789abcdef")[1] == 50
+
+
+def test_a_field_nobody_reads_is_named_once(
+    served: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "user": "me", "tempreature": 0}
+    for _ in range(2):
+        assert ask(served, COMPLETIONS, body).status == 200
+    assert caplog.text.count("'tempreature'") == 1
+    assert "'user'" not in caplog.text
+
+
+def test_the_length_of_a_chat_has_llama_servers_name_too(rule: Rule, served: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    two = ask(served, CHAT, body | {"n_predict": 2}).json
+    assert two["usage"]["completion_tokens"] == 2
+    none = ask(served, CHAT, body | {"n_predict": 0}).json
+    assert (none["usage"]["completion_tokens"], none["choices"][0]["finish_reason"]) == (
+        0,
+        "length",
+    )
+
+
+def test_penalties_reach_the_sampler(served: Server) -> None:
+    """Every letter is in the prompt six times; the rule's letter leads by 8."""
+    body = {"prompt": string.ascii_lowercase * 6, "max_tokens": 1, "temperature": 0}
+    body |= {"repeat_last_n": 1000}
+    letter = ask(served, COMPLETIONS, body).json["choices"][0]["text"]
+    for penalties, same in (
+        ({"presence_penalty": 2.0}, True),
+        ({"frequency_penalty": 1.0}, True),
+        ({"frequency_penalty": 2.0}, False),
+        ({"frequency_penalty": 1.0, "presence_penalty": 2.0}, False),
+    ):
+        reply = ask(served, COMPLETIONS, body | penalties).json
+        assert (reply["choices"][0]["text"] == letter) == same
+    for name in ("presence_penalty", "frequency_penalty"):
+        reply = ask(served, COMPLETIONS, {"prompt": "a", name: 2.5})
+        assert (reply.status, reply.json["error"]["param"]) == (400, name)

@@ -5,7 +5,9 @@ in a worker thread, what the engine does comes back through the job's outbox.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,6 +28,7 @@ from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
 from kvq_apps.serve.outbox import Failed
+from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.protocol import PROTOCOL
 from kvq_apps.serve.requests import Ask, ModelView
 from kvq_apps.serve.shapes import SHAPES, Answered, Shape
@@ -39,10 +42,19 @@ from kvq_apps.serve.streams import (
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
 # Writing more ids than this as JSON would hold up the event loop.
 _MOST_TOKENIZED = 1 << 18
+# Fields that change no answer.
+_MEANT_FOR_OTHERS = {
+    *("id_slot", "metadata", "prompt_cache_key", "safety_identifier", "samplers", "service_tier"),
+    *("store", "t_max_prompt_ms", "timings_per_token", "user"),
+}
+# Whoever invents names does not fill the log.
+_MOST_UNREAD = 100
 
 Read = Callable[[Fields, ModelView], Ask]
 
@@ -100,6 +112,7 @@ class _Routes:
     def __init__(self, engine: EngineThread, config: ServeConfig) -> None:
         self._engine = engine
         self._config = config
+        self._unread: set[str] = set()
 
     def generating(self, path: str, read: Read) -> Callable[[Request], Any]:
         """The handler of a route that makes the model write."""
@@ -107,7 +120,9 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await self._body(request)
-            ask, delivery = await in_worker(request, self._understood, body, served, read)
+            ask, delivery = await in_worker(
+                request, self._understood, body, request.headers, served, read
+            )
             answered = Answered(
                 model=served.name,
                 tokenizer=served.tokenizer,
@@ -253,9 +268,22 @@ class _Routes:
             raise RequestError("the request's body did not arrive in time", status=408) from None
         return b"".join(parts)
 
-    def _understood(self, body: bytes, served: Served, read: Read) -> tuple[Ask, requests.Delivery]:
+    def _understood(
+        self, body: bytes, headers: Mapping[str, str], served: Served, read: Read
+    ) -> tuple[Ask, requests.Delivery]:
         fields = parse_object(body)
-        return read(fields, self._view(served)), requests.delivery(fields)
+        keyed = self._config.api_key is not None
+        owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
+        found = replace(read(fields, self._view(served)), owner=owner), requests.delivery(fields)
+        self._name_unread(fields)
+        return found
+
+    def _name_unread(self, fields: Fields) -> None:
+        """Says once of each field that nothing read it: a client may believe it was heard."""
+        for name in fields.unread() - _MEANT_FOR_OTHERS:
+            if name not in self._unread and len(self._unread) < _MOST_UNREAD:
+                self._unread.add(name)
+                logger.warning("the field %r of a request is not known here: ignored", name[:80])
 
     async def _plain(self, request: Request) -> tuple[Tokenizer, Fields]:
         """What the routes need that ask the tokenizer only."""

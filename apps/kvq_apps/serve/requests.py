@@ -48,7 +48,8 @@ class Ask:
     model's own. `indent`: end before a line with fewer leading spaces; `time_limit_ms`: end at
     the first line break after this long. `top_logprobs` alternatives come with every token.
     `transient`: an editor's request, whose session is not worth keeping on disk. `heal`: the
-    prompts are texts, whose last tokens may be generated again.
+    prompts are texts, whose last tokens may be generated again. `owner`: only sessions of the same
+    one may be reused (see `owners`).
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -67,6 +68,7 @@ class Ask:
     truncated: bool = False
     transient: bool = False
     heal: bool = False
+    owner: str = ""
 
     @property
     def num_answers(self) -> int:
@@ -110,18 +112,29 @@ def chat_ask(fields: Fields, model: ModelView) -> Ask:
     logprobs = fields.flag("logprobs")
     if count and not logprobs:
         fields.refuse_with("top_logprobs", "top_logprobs needs logprobs to be true")
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") else "max_tokens"
     return _checked(
         replace(
             _openai_ask(fields, model, "chat"),
             prompts=(tuple(ids),),
-            max_tokens=fields.whole(name, 1, _MOST_TOKENS, 0) or None,
+            max_tokens=_chat_tokens(fields),
             logprobs=logprobs,
             top_logprobs=count,
         ),
         model,
         "messages",
     )
+
+
+def _chat_tokens(fields: Fields) -> int | None:
+    """The length asked for: OpenAI's two names, or llama-server's, whose 0 only reads the prompt.
+
+    llama.vim warms its instruct model up with `n_predict` 0.
+    """
+    for name in ("max_completion_tokens", "max_tokens"):
+        if fields.get(name) is not None:
+            return fields.whole(name, 1, _MOST_TOKENS, 0)
+    limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
+    return None if limit < 0 else limit
 
 
 def completion_ask(fields: Fields, model: ModelView) -> Ask:
@@ -253,6 +266,8 @@ def _sampling(fields: Fields, model: ModelView) -> Sampling:
         repeat_window_tokens=fields.whole(
             "repeat_last_n", 0, 1 << 20, default.repeat_window_tokens
         ),
+        presence_penalty=fields.number("presence_penalty", -2, 2, default.presence_penalty),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, default.frequency_penalty),
         logit_bias=_logit_bias(fields, model),
     )
 
@@ -420,11 +435,6 @@ _HARMLESS: dict[str, Sequence[Any]] = {
     "best_of": (1,),
 }
 _NO_TOOLS = "leave it out: this server calls no tools"
-_NO_PENALTY = "use repeat_penalty and repeat_last_n"
-_SAMPLING_UNSUPPORTED = {
-    "frequency_penalty": _NO_PENALTY,
-    "presence_penalty": _NO_PENALTY,
-}
 _CHAT_UNSUPPORTED = {
     "tools": _NO_TOOLS,
     "tool_choice": _NO_TOOLS,
@@ -434,17 +444,14 @@ _CHAT_UNSUPPORTED = {
     "modalities": "this model writes text only",
     "audio": "this model writes text only",
     "prediction": "leave it out",
-    **_SAMPLING_UNSUPPORTED,
 }
 _COMPLETION_UNSUPPORTED = {
     "echo": "the prompt is yours already",
     "best_of": "use n",
-    **_SAMPLING_UNSUPPORTED,
 }
 _NATIVE_UNSUPPORTED = {
     "grammar": "leave it out",
     "json_schema": "leave it out",
     "n_probs": "use /v1/completions with logprobs",
     "mirostat": "use temperature, top_k, top_p and min_p",
-    **_SAMPLING_UNSUPPORTED,
 }

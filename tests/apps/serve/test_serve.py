@@ -297,7 +297,7 @@ BAD = [
     (CHAT, chat("hi", top_logprobs=2), 400, "top_logprobs"),
     (CHAT, chat("hi", tools=[{"type": "function"}]), 400, "tools"),
     (CHAT, chat("hi", response_format={"type": "json_schema"}), 400, "response_format"),
-    (CHAT, chat("hi", presence_penalty=0.5), 400, "presence_penalty"),
+    (CHAT, chat("hi", presence_penalty=2.5), 400, "presence_penalty"),
     (CHAT, chat("hi", model="other"), 404, "model"),
     (CHAT, chat("hi", x_kvq={"priority": "now"}), 400, "x_kvq.priority"),
     (COMPLETIONS, {}, 400, "prompt"),
