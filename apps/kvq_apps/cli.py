@@ -183,6 +183,8 @@ def _report(error: Exception, argv: list[str]) -> int:
         output.print_error(error, as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
+    except OSError:
+        _forget_output()
     return error.exit_code if isinstance(error, KvqError) else 1
 
 

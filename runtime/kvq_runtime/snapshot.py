@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvq.errors import SnapshotError
 
 FORMAT = "kvq-session"
-VERSION = 2
+VERSION = 3
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32

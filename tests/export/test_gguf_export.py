@@ -263,6 +263,7 @@ def tensors(bundle: Bundle) -> Sequence[Any]:
     return gguf.GGUFReader(bundle.path / GGUF_FILE).tensors
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(
         tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 17, hidden_size=256

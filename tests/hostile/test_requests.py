@@ -12,8 +12,8 @@ import pytest
 
 from kvq_apps.serve import app as app_module
 from kvq_apps.serve.owners import owner_of
-from kvq_apps.serve.saved import SavedSessions, as_ids
 from kvq_apps.serve.server import Server
+from kvq_runtime.serving.saving import SavedSessions, as_ids
 from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -42,7 +42,8 @@ def test_a_message_of_every_private_use_character_is_answered(rule: Rule, served
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     reply = ask(served, CHAT, body)
     assert reply.status == 200
-    assert text in rule.tokenizer.decode(token for ids in rule.backend.passes for token in ids)
+    rows = [ids for one_pass in rule.backend.passes for ids in one_pass]
+    assert text in rule.tokenizer.decode(token for ids in rows for token in ids)
 
 
 @pytest.mark.parametrize("fault", [StopIteration(), KeyError("x"), RecursionError(), MemoryError()])
@@ -69,12 +70,12 @@ def test_a_client_that_leaves_while_its_request_is_read_is_noticed(
         raise AssertionError("nobody waits for this")
 
     monkeypatch.setattr(app_module, "parse_object", slow)
-    counts = served.engine.counts.requests
+    left = f'path="{COMPLETIONS}",status="499"'.encode()
     connection = send(served, COMPLETIONS, {"prompt": "ab"})
     assert reading.wait(PATIENCE_S)
     connection.close()
     try:
-        wait_until(lambda: counts.get((COMPLETIONS, 499)), "for the leave to be noticed")
+        wait_until(lambda: left in ask(served, "/metrics").body, "for the leave to be noticed")
     finally:
         go_on.set()
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvq.config import KvPlan
 from kvq.errors import SnapshotError
 from kvq_runtime import snapshot
+from kvq_runtime.backends.rule import RuleCache
+from kvq_runtime.config import SessionConfig
 from kvq_runtime.snapshot import MAGIC, SessionState
-from list_cache import ListCache
 from serving import Rule, ask, running
 
 VOCAB_SIZE = 10
@@ -100,6 +102,11 @@ def test_a_header_that_claims_the_whole_file_is_refused(tmp_path: Path) -> None:
             snapshot.read(path, IDENTITY)
 
 
+def empty_cache() -> RuleCache:
+    config = SessionConfig(plan=KvPlan(), context_tokens=100, budget_bytes=1 << 20)
+    return RuleCache(config, chunk_tokens=10, capacity_tokens=100)
+
+
 def state(**changed: Any) -> SessionState:
     whole: dict[str, Any] = {
         "tokens": np.array([1, 2, 3], np.int64),
@@ -129,7 +136,7 @@ def test_contents_the_model_cannot_have_are_refused(changed: dict[str, Any]) -> 
 
 
 def test_a_cache_of_more_tokens_than_the_session_is_put_back() -> None:
-    cache = ListCache()
+    cache = empty_cache()
     cache.ids = [7, 8]
     found = snapshot.restored("one.kvq", state(cache=b"[1, 2, 3, 4]"), vocab_size=VOCAB_SIZE)
     with pytest.raises(SnapshotError, match="3 tokens and a cache of 4"):
@@ -138,7 +145,7 @@ def test_a_cache_of_more_tokens_than_the_session_is_put_back() -> None:
 
 
 def test_what_is_right_goes_on_where_it_was() -> None:
-    cache = ListCache()
+    cache = empty_cache()
     found = snapshot.restored("one.kvq", state(), vocab_size=VOCAB_SIZE)
     snapshot.fill("one.kvq", cache, found)
     assert (found.tokens, cache.ids) == ([1, 2, 3], [1, 2])

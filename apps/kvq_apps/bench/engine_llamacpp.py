@@ -18,9 +18,9 @@ from kvq.settings import cache_folder
 from kvq_apps import output
 from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_runtime.backends import ModelFiles, llama_library, plain_input
+from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
-from kvq_runtime.backends.llama_cpp import LlamaCppBackend
+from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
 from kvq_runtime.backends.llama_layout import CACHE_TYPES
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionRequest
@@ -45,9 +45,10 @@ class LlamaCppEngine:
     def __init__(self, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
-            self._backend = LlamaCppBackend(_same_weights(cast(Bundle, files)), threads=threads)
+            same = _same_weights(cast(Bundle, files))
+            self._backend = LlamaCppBackend(same, threads=threads)
             plans = PEER_PLANS.items()
-            self._plans = {kv: plan for kv, plan in plans if not self._backend.refusal(plan)}
+            self._plans = {kv: plan for kv, plan in plans if not refusal(same, plan)}
         else:
             self._backend = LlamaCppBackend(files, threads=threads)
             self._plans = {setting.kv: _plan(setting.kv) for setting in settings}
@@ -102,10 +103,7 @@ class LlamaCppSequence:
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
             last = np.array([len(chunk) - 1])
-            self._cache.begin(len(chunk))
-            inputs = plain_input(chunk, self._cache.tokens, last, rope_long=False)
-            logits = self._backend.forward(self._cache, inputs)
-            self._cache.commit(len(chunk))
+            logits = forward_chain(self._backend, self._cache, chunk, last)
         return logits[0]
 
     def rollback(self) -> None:

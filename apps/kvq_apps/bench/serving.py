@@ -236,9 +236,9 @@ def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -
         ready.wait()
         if fault:
             raise fault[0]
-        served = server.engine.served
+        served = server.pool.served
         assert served is not None
-        facts = {"model": served.name, "kv": served.kv, "kv_budget": served.arena_bytes}
+        facts = {"model": served.name, "kv": served.kv, "kv_budget": served.slot_bytes}
         yield _Asker(address, facts, served.stop_ids)
     finally:
         server.stop()

@@ -132,7 +132,7 @@ def _refuse_endless(prompt: str, engine: "Engine", session: "Session") -> None:
     if len(head) < len(prompt) and len(engine.tokenizer.encode(head)) > 2 * limit:
         raise UsageError(
             f"the prompt has more than {2 * limit} tokens and the context holds {limit}; shorten "
-            f"the prompt or raise {session.what_limits}"
+            f"the prompt or raise {session.config.what_limits}"
         )
 
 

@@ -16,9 +16,9 @@ from kvq_apps import options, output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
-    from kvq_apps.serve.engine_thread import Served
     from kvq_apps.serve.instances import Instance
     from kvq_apps.serve.server import Server
+    from kvq_runtime.serving.pool import Served
 
 logger = logging.getLogger(__name__)
 
@@ -212,12 +212,12 @@ def _announce(served: "Served", url: str, sessions: int, *, as_json: bool) -> No
                 "kv": served.kv,
                 "context": served.context_tokens,
                 "sessions": sessions,
-                "kv_budget": served.arena_bytes,
-                "kv_budget_total": served.arena_bytes * sessions,
+                "kv_budget": served.slot_bytes,
+                "kv_budget_total": served.slot_bytes * sessions,
             }
         )
     output.print_note(
         f"serving {served.name} at {url}; {sessions} sessions of "
-        f"{format_bytes(served.arena_bytes)} (KV {served.kv}), "
-        f"{format_bytes(served.arena_bytes * sessions)} together"
+        f"{format_bytes(served.slot_bytes)} (KV {served.kv}), "
+        f"{format_bytes(served.slot_bytes * sessions)} together"
     )

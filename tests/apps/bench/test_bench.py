@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.cache import Cache, budget_for_tokens
+from caches import budget_for_tokens, open_cache
+from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import engine_kvq, gguf_file, shapes
@@ -228,7 +229,7 @@ def test_filling_stores_what_attending_would(make: Make) -> None:
     caches = []
     for window in (1, 0):
         plan, shape = KvPlan(), config.cache_shape
-        cache = Cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
+        cache = open_cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
         engine_kvq.fill(cache, config, 400, window_tokens=window)
         caches.append(cache)
     quick, exact = caches

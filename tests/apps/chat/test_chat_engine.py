@@ -18,23 +18,22 @@ from kvq.formats import format_bytes
 from kvq_apps.chat import desk as desk_module
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
-from kvq_apps.chat.local import LocalClient, common_prefix
+from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.config import Sampling
 from serving import process
+from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("chat")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=1024)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=1024))
 
 
 def local(bundle: str, **session: Any) -> LocalClient:
@@ -81,7 +80,7 @@ def test_a_resumed_chat_goes_on_as_if_never_closed(bundle: str, tmp_path: Path) 
     resumed.close()
 
 
-def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) -> None:
+def test_a_snapshot_of_other_settings_is_refused(bundle: str, shelf: Shelf, tmp_path: Path) -> None:
     client = local(bundle)
     client.open()
     answer(client, "hello")
@@ -95,10 +94,7 @@ def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) ->
         _, stats = answer(client, "hello")
         assert stats.cached_tokens == 0
         client.close()
-    checkpoint = make_llama_checkpoint(
-        tmp_path / "other", max_position_embeddings=1024, rope_theta=500_000.0
-    )
-    other = export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path
+    other = shelf.bundle(max_position_embeddings=1024, rope_theta=500_000.0)
     client = local(str(other))
     client.open()
     with pytest.raises(SnapshotError, match="another"):
@@ -204,12 +200,6 @@ def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
         assert app.desk.stats.encoded_tokens <= 1
 
     run(second, local(bundle), latest=True, **options)
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([], [1]) == 0
 
 
 # Over HTTP
@@ -349,6 +339,7 @@ def endless_bundle(folder: Path) -> str:
     return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

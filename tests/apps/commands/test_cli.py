@@ -21,23 +21,9 @@ from kvq.formats import format_bytes
 from kvq_apps import options, output
 from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime.session import Step
-from tiny import make_llama_checkpoint
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_checkpoint(tmp_path_factory.mktemp("cli") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def bundle(checkpoint: Path) -> str:
-    destination = checkpoint.parent / "bundle"
-    return str(export_model(checkpoint, destination, ExportOptions(quality=False)).path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,7 @@ import pytest
 from kvq_apps import configuration, options
 from kvq_apps.cli import _parse, main
 from kvq_apps.serve import instances
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime import device
-from tiny import make_llama_checkpoint
 
 USER = """
 [model]
@@ -287,20 +285,19 @@ def test_doctor_names_the_places(
 
 
 def test_doctor_says_whether_the_model_fits(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    options = ExportOptions(quality=False, calibrate=False)
-    bundle = export_model(make_llama_checkpoint(home / "tiny"), home / "bundle", options).path
+    folder = Path(shutil.copytree(bundle, home / "bundle"))
     assert doctor(capsys, "-m", "nano")["model"] == {
         "name": "nano",
         "state": "is exported on first use",
     }
-    found = doctor(capsys, "-m", str(bundle))["model"]
+    found = doctor(capsys, "-m", str(folder))["model"]
     assert (found["state"], found["kv"], found["context"]) == ("ok", "4:2", 512)
     assert found["fits"] is (device.probe().memory_free_bytes > 0 or None)
-    (bundle / "model.onnx").unlink()
-    found = doctor(capsys, "-m", str(bundle))["model"]
+    (folder / "model.onnx").unlink()
+    found = doctor(capsys, "-m", str(folder))["model"]
     assert found["state"].startswith("cannot be used: ")
     assert "model.onnx is missing" in found["state"]
 

@@ -14,9 +14,7 @@ from kvq_apps.cli import main
 from kvq_apps.evaluation import sweep
 from kvq_apps.evaluation.cache_setting import CacheSetting
 from kvq_apps.evaluation.tasks import Material
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 TEXT = Path(__file__).read_text()
 CONTEXT = 700
@@ -29,10 +27,8 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("sweep")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=1024)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=1024))
 
 
 @pytest.fixture(scope="module")

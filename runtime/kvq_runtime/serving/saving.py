@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError
-from kvq_apps.serve.writer import Parcel, Writer
+from kvq_runtime.sequence import common_prefix
+from kvq_runtime.serving.writer import Parcel, Writer
 from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
@@ -192,13 +193,6 @@ class SavedSessions:
         with contextlib.suppress(OSError):
             return sorted(self._folder.glob(pattern))
         return []
-
-
-def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def as_ids(tokens: Sequence[int]) -> Ids:
