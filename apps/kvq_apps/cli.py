@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
-from kvq.settings import environment, stay_offline
+from kvq.settings import encode_in_one_thread, environment, stay_offline
 from kvq_apps import options, output
 from kvq_apps.interrupt import noted_interrupts
 
@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
     _lenient_streams()
-    # One text at a time is encoded: the tokenizer's pool of threads would only warn about forks.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    encode_in_one_thread()
     try:
         arguments = _parse(argv)
         _set_up_logging(debug=arguments.debug)
