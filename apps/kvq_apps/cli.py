@@ -3,10 +3,11 @@
 Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 reader went away.
 """
 
+import errno
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO, TextIOWrapper
@@ -14,9 +15,9 @@ from typing import Any, NoReturn
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
-from kvq.settings import environment, stay_offline
+from kvq.settings import encode_in_one_thread, environment, stay_offline
 from kvq_apps import flags, layers, output
-from kvq_apps.interrupt import INTERRUPTED
+from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
 from kvq_apps.owners import HelpText
 
 COMMANDS = {
@@ -40,6 +41,7 @@ EXTRAS = {
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(ArgumentParser):
@@ -64,8 +66,13 @@ class PrintCompletion(Action):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    with noted_interrupts() as interrupted:
+        return _run(sys.argv[1:] if argv is None else argv, interrupted)
+
+
+def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
     _lenient_streams()
+    encode_in_one_thread()
     try:
         arguments = _parse(argv)
         _set_up_logging(debug=arguments.debug)
@@ -73,19 +80,32 @@ def main(argv: list[str] | None = None) -> int:
             stay_offline()
         with _extras_named():
             return arguments.run(arguments)
-    except KvqError as error:
-        _debug_traceback(argv)
-        return _report(error, argv, error.exit_code)
     except KeyboardInterrupt:
         output.print_note("")
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader; the interpreter's last flush must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
         _debug_traceback(argv)
-        return _report(error, argv, 1)
+        return INTERRUPTED if interrupted() else _report(_explained(error), argv)
+
+
+def _explained(error: Exception) -> Exception:
+    """A full disk is nobody's fault, and the words for it are the system's."""
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return error
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
+    where = f" to {error.filename}" if error.filename else ""
+    return UsageError(f"cannot write{where}: {error.strerror}")
+
+
+def _forget_output() -> None:
+    """What is still buffered goes nowhere; the interpreter's last flush must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -160,12 +180,14 @@ def _nearest(word: str, arguments: Namespace) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _report(error: BaseException, argv: list[str], code: int) -> int:
+def _report(error: Exception, argv: list[str]) -> int:
     try:
         output.print_error(error, as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
-    return code
+    except OSError:
+        _forget_output()
+    return error.exit_code if isinstance(error, KvqError) else 1
 
 
 def _asked(switch: str, argv: list[str]) -> bool:

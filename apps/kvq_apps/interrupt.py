@@ -1,6 +1,7 @@
 """Ctrl-C as a question a loop can ask, so that it ends between two steps; its exit code."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,3 +25,27 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C ended something, in whatever words.
+
+    An import that is interrupted may raise ImportError instead of KeyboardInterrupt.
+    """
+    pressed = False
+
+    def press(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

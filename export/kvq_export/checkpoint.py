@@ -19,6 +19,8 @@ from kvq.errors import CheckpointError
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
 
+# The two names of one matrix where a model ties its head to its embedding.
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 FLOAT_DTYPES: dict[str, DTypeLike] = {
@@ -70,6 +72,9 @@ class Checkpoint:
                     f"{_and_more(missing)}; download the file again"
                 )
             tensors |= entries
+        if _EMBEDDING not in tensors and _HEAD in tensors:
+            # Of tied weights some tools keep only the other name; `check` refuses it elsewhere.
+            tensors[_EMBEDDING] = tensors[_HEAD]
         return cls(folder=folder, tensors=tensors)
 
     def check(self, sources: Mapping[str, WeightSource]) -> None:
@@ -87,6 +92,11 @@ class Checkpoint:
             )
         for source in sources.values():
             self._check_shapes(source)
+        if _HEAD in wanted and self.tensors[_EMBEDDING] is self.tensors[_HEAD]:
+            raise CheckpointError(
+                f"tensor {_EMBEDDING!r} is missing from {self.folder}, and config.json does not "
+                "tie it to the head (tie_word_embeddings): the weights are incomplete"
+            )
         known = set(wanted)
         extra = [name for name in self.tensors if name not in known and not _ignorable(name)]
         if extra:
@@ -258,7 +268,7 @@ def _weight_files(folder: Path) -> dict[Path, Sequence[str]]:
 
 def _ignorable(name: str) -> bool:
     """Buffers some exporters save; the output head of a model that ties it."""
-    return name.endswith(("rotary_emb.inv_freq", "attn.masked_bias")) or name == "lm_head.weight"
+    return name.endswith(("rotary_emb.inv_freq", "attn.masked_bias")) or name == _HEAD
 
 
 def _and_more(names: Sequence[str]) -> str:

@@ -1,30 +1,39 @@
 """A folder that appears whole or not at all. Knows nothing of what is in it."""
 
+import os
+import re
 import secrets
 import shutil
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvq.errors import BundleError
 from kvq_runtime.bundle import MANIFEST_FILE
+
+if sys.platform != "win32":
+    import fcntl
 
 
 @contextmanager
 def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
     """A new folder beside `destination`, renamed to it at the end and removed on any failure.
 
-    An existing bundle is replaced with `force` only, anything else never. Raises `BundleError`,
-    also in place of an `OSError` of the body.
+    An existing bundle is replaced with `force` only, anything else never. What an export of this
+    name that was killed left behind is removed. Raises `BundleError`, also in place of an
+    `OSError` of the body.
     """
+    _clear_leftovers(destination)
     _check_destination(destination, force=force)
     mark = secrets.token_hex(4)
     folder = destination.with_name(f".{destination.name}.{mark}.partial")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        yield folder
-        _move(folder, destination, destination.with_name(f".{destination.name}.{mark}.old"))
+        with _held(folder):
+            yield folder
+            _move(folder, destination, destination.with_name(f".{destination.name}.{mark}.old"))
     except OSError as error:
         raise BundleError(
             f"{destination} cannot be written: {error.strerror or error}; "
@@ -42,6 +51,48 @@ def require_space(folder: Path, num_bytes: int) -> None:
             f"the bundle takes {num_bytes / 2**20:.0f} MiB, the disk of {folder.parent} has "
             f"{free / 2**20:.0f} MiB free; make room or choose another folder with -o"
         )
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[None, None, None]:
+    """Holds the folder's lock, which ends with the process however that ends; Windows has none."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(destination: Path) -> None:
+    """Ends what a killed export was about to do: its half is removed, an old bundle put back."""
+    known = destination.name and destination.parent.is_dir()
+    if not known or sys.platform == "win32":
+        return
+    hidden = re.compile(rf"\.{re.escape(destination.name)}\.([0-9a-f]{{8}})\.(partial|old)")
+    found = [
+        (match[1], match[2])
+        for path in destination.parent.iterdir()
+        if (match := hidden.fullmatch(path.name))
+    ]
+    for mark in sorted({mark for mark, _ in found}):
+        partial, old = (
+            destination.with_name(f".{destination.name}.{mark}.{kind}")
+            for kind in ("partial", "old")
+        )
+        with suppress(OSError):
+            if partial.is_dir():
+                with _held(partial):  # refused while its export lives
+                    shutil.rmtree(partial)
+            if not old.is_dir():
+                continue
+            if destination.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(destination)
 
 
 def _check_destination(destination: Path, *, force: bool) -> None:

@@ -265,13 +265,13 @@ class ReferenceCache:
         first = self.branch_rows - self._pass_rows
         before = self._branch_positions[:first]
         self._branch_positions = np.concatenate([before, positions])
-        empty = [_Rows(half[:0, 0], half[:0, 0]) for half in halves] * k.shape[1]
+        empty = [_Rows(half[:0, 0], half[:0, 0]) for half in halves[:1]] * k.shape[1]
         self._branch[layer] = [
             _Rows(
                 np.concatenate([rows.k[:first], halves[0][:, head]]),
                 np.concatenate([rows.v[:first], halves[1][:, head]]),
             )
-            for head, rows in zip(range(k.shape[1]), self._branch.get(layer, empty), strict=False)
+            for head, rows in enumerate(self._branch.get(layer) or empty)
         ]
         self._attended.add(layer)
 

@@ -56,3 +56,11 @@ def terminal_is_dumb() -> bool:
 
 def _folder(variable: str, usual: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / usual) / "kvq"
+
+
+def encode_in_one_thread() -> None:
+    """Keeps the tokenizer from a pool of threads, which only warns about forks here.
+
+    One text at a time is encoded; what a user has set stays.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -17,35 +18,44 @@ from typing import Any, cast
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvq.errors import ModelError
+from kvq_models.bounded_templates import BoundedEnvironment
+
+# Characters of a template's own complaint that are passed on.
+_TOLD = 500
 
 
 class ChatTemplate:
-    """One compiled template. Raises ModelError when it does not compile or refuses its messages."""
+    """One compiled template. Raises ModelError when it does not compile or refuses its messages.
+
+    Whoever made the model wrote it: what it may use and how much is bounded.
+    """
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        environment.globals.update(names)
         self.source = source
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template does not compile: {error}") from error
+        self._environment = BoundedEnvironment([_GenerationTag, loopcontrols])
+        self._environment.filters["tojson"] = _tojson
+        self._environment.bound_filters()
+        names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._environment.globals.update(names)
+        with self._environment.within(source), _said("does not compile"):
+            self._template = self._environment.from_string(source)
 
     def render(self, context: Mapping[str, Any]) -> str:
         """The prompt text for `context` (messages, add_generation_prompt, bos_token, ...)."""
-        try:
+        with self._environment.within(context), _said("refuses these messages"):
             return self._template.render(**context)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from error
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Turns whatever a template raises into a `ModelError`."""
+    try:
+        yield
+    except Exception as error:
+        told = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
+        raise ModelError(f"the model's chat template {what}: {str(told)[:_TOLD]}") from error
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -60,11 +70,16 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
     return {entry["name"]: entry["template"] for entry in entries}.get("default")
 
 
+# Any character would do: where a message holds it, it is replaced too.
+_MARK = "\ue000"
+_PLACEHOLDER = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
+
+
 class MessageGuard:
     """Replaces control tokens in a user's messages by placeholders, and finds these again.
 
-    A placeholder is the token's number between two copies of a private-use character that no
-    message holds.
+    A placeholder is the token's number between two marks. A mark in a message becomes a
+    placeholder itself, so that no message can spell one.
     """
 
     def __init__(
@@ -73,26 +88,30 @@ class MessageGuard:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> None:
-        self._contents = sorted(contents, key=len, reverse=True)
+        self._contents = [*sorted(contents, key=len, reverse=True), _MARK]
         self._numbers = {content: number for number, content in enumerate(self._contents)}
-        self._pattern = re.compile("|".join(map(re.escape, self._contents)) or r"(?!)")
-        texts = "".join(_strings([messages, variables]))
-        self._mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in texts)
+        self._pattern = re.compile("|".join(map(re.escape, self._contents)))
         self.messages = _mapped(messages, self._hidden)
         self.variables = _mapped(variables, self._hidden)
 
     def _hidden(self, text: str) -> str:
-        return self._pattern.sub(
-            lambda match: f"{self._mark}{self._numbers[match[0]]}{self._mark}", text
-        )
+        return self._pattern.sub(lambda match: f"{_MARK}{self._numbers[match[0]]}{_MARK}", text)
 
     def split(self, text: str) -> Iterable[tuple[str, bool]]:
         """Parts of a rendered text, and whether control tokens in them are meant."""
-        for index, part in enumerate(re.split(f"{self._mark}(\\d+){self._mark}", text)):
-            if index % 2:
-                yield self._contents[int(part)], False
-            elif part:
-                yield part, True
+        plain, start = "", 0
+        for match in _PLACEHOLDER.finditer(text):
+            number = int(match[1])
+            plain += text[start : match.start()]
+            start = match.end()
+            if number < len(self._contents) - 1:
+                yield from [(plain, True)] if plain else []
+                yield self._contents[number], False
+                plain = ""
+            else:
+                plain += _MARK
+        if rest := plain + text[start:]:
+            yield rest, True
 
 
 class _GenerationTag(Extension):
@@ -123,16 +142,6 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings(list(cast(Mapping[str, Any], value).values()))
-    elif isinstance(value, Sequence):
-        for item in cast(Sequence[Any], value):
-            yield from _strings(item)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

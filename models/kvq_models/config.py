@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import isfinite
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -82,9 +83,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be a model. Raises ModelError."""
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self._check_numbers()
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads "
@@ -95,15 +94,25 @@ class ModelConfig:
                 f"{len(self.layers)} layers are described, num_hidden_layers is {self.num_layers}"
             )
         for layer in self.layers:
-            if not 0 <= layer.rope < len(self.ropes) or layer.window_tokens < 0:
-                raise ModelError(
-                    f"a layer has rope {layer.rope} and window {layer.window_tokens} tokens"
-                )
+            _check_count("a layer's window_tokens", layer.window_tokens, least=0)
+            _check_count("a layer's rope", layer.rope, least=0, most=len(self.ropes) - 1)
         for rope in self.ropes:
             if not rope.inv_freq or 2 * len(rope.inv_freq) > self.head_dim:
                 raise ModelError(
                     f"a rotary table turns {2 * len(rope.inv_freq)} of {self.head_dim} dimensions"
                 )
+
+    def _check_numbers(self) -> None:
+        for name in _POSITIVE:
+            _check_count(name, getattr(self, name), least=1)
+        for name in _REAL:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                raise ModelError(f"{name} is {value!r}; it must be a finite number")
+        if self.activation not in get_args(Activation):
+            raise ModelError(f"the activation {self.activation!r} is none of {Activation}")
+        for token in (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id):
+            _check_count("a token id", token, least=0)
 
     @property
     def qkv_width(self) -> int:
@@ -186,6 +195,26 @@ _POSITIVE = (
     "intermediate_size",
     "context_length",
 )
+
+
+_REAL = (
+    "norm_eps",
+    "attention_scale",
+    "attention_softcap",
+    "final_softcap",
+    "embedding_scale",
+    "norm_offset",
+)
+# What native code counts with.
+_MOST = (1 << 31) - 1
+
+
+def _check_count(name: str, value: Any, *, least: int, most: int = _MOST) -> None:
+    """Raises ModelError unless `value` is a whole number from `least` to `most`."""
+    if type(value) is not int or value < least:
+        raise ModelError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    if value > most:
+        raise ModelError(f"{name} is {value}; it must be at most {most}")
 
 
 def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:

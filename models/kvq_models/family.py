@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.errors import CheckpointError
 from kvq_models.config import ModelConfig
 from kvq_models.keys import Key, read_keys
+
+MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,14 @@ class Family:
         Raises UnsupportedModelError for keys or values this family does not compute,
         CheckpointError for missing or malformed ones.
         """
-        return self.build(read_keys(self.model_type, self.keys, config_json))
+        values = read_keys(self.model_type, self.keys, config_json)
+        # Each layer takes memory here, before any of its weights is looked for.
+        if values["num_hidden_layers"] > MOST_LAYERS:
+            raise CheckpointError(
+                f"config.json has num_hidden_layers = {values['num_hidden_layers']}; at most "
+                f"{MOST_LAYERS} are possible"
+            )
+        return self.build(values)
 
     def weights(self, config: ModelConfig) -> dict[str, WeightSource]:
         """Every canonical weight of the model, in the order of the forward pass."""

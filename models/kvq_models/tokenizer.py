@@ -27,7 +27,10 @@ from kvq_models.family import Family
 from kvq_models.piece_index import PieceIndex
 from kvq_models.pieces import byte_pieces, piece_decoder
 from kvq_models.registry import read_json
+from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
 
+# Texts this short take less than what it costs to let other threads run.
+_SHORT_CHARACTERS = 1 << 11
 _CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
@@ -51,8 +54,11 @@ class Vocabulary(Protocol):
         """Ids it can name."""
         ...
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Ids of a Unicode text; control tokens in it are recognised only if `special`."""
+    def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
+        """Ids of a Unicode text; control tokens in it are recognised only if `special`.
+
+        Of a text of more than `most` tokens, more than `most` of them: the rest may be left out.
+        """
         ...
 
     def piece_bytes(self, token: int) -> bytes:
@@ -144,15 +150,18 @@ class Tokenizer:
         """The text of the chat template, if the model has one."""
         return None if self._template is None else self._template.source
 
-    def encode(self, text: str, *, special: bool = False, start: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = False, start: bool = False, most: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         Control tokens written in the text are ordinary characters unless `special`; `start` puts
-        before it what the model expects at the beginning of a text. Raises DataError for text
-        that is not Unicode.
+        before it what the model expects at the beginning of a text. Of a text of more than `most`
+        tokens, more than `most` of them: that it is too long is known before it is read to its
+        end. Raises DataError for text that is not Unicode.
         """
         _check_unicode(text)
-        ids = self._vocabulary.encode(text, special=special)
+        ids = self._vocabulary.encode(text, special=special, most=most)
         if not special:
             ids = [part for token in ids for part in self._spelled(token)]
         return [*self.control.start, *ids] if start else ids
@@ -183,11 +192,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation; `variables` go to the template (tools, ...).
 
-        Control tokens in the messages stay ordinary characters. Raises ModelError when the model
-        has no template or the template refuses the messages.
+        Control tokens in the messages stay ordinary characters; `most` is that of `encode`.
+        Raises ModelError when the model has no template or the template refuses the messages.
         """
         if self._template is None:
             raise ModelError(
@@ -206,7 +216,9 @@ class Tokenizer:
         )
         ids: list[int] = []
         for part, is_template in guard.split(text):
-            ids += self.encode(part, special=is_template)
+            ids += self.encode(part, special=is_template, most=most)
+            if most is not None and len(ids) > most:
+                break
         return ids
 
     def _content(self, token: int | None) -> str:
@@ -251,7 +263,9 @@ class JsonVocabulary:
         self._library = _load(json.dumps(definition))
         self._library.no_truncation()
         self._library.no_padding()
-        self._library_lock = Lock()
+        # Held by whoever encodes, and by whoever is next: a long text keeps nobody out.
+        self._library_lock, self._next_lock = Lock(), Lock()
+        self._rstrips = [token["content"] for token in added if token.get("rstrip")]
         self._piece_bytes, self.strips_space = piece_decoder(definition.get("decoder"))
 
     @property
@@ -259,11 +273,39 @@ class JsonVocabulary:
         """See `Vocabulary.size`."""
         return self._library.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """See `Vocabulary.encode`."""
-        with self._library_lock:
+    def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
+        """See `Vocabulary.encode`. Other threads run meanwhile."""
+
+        def encode(part: str) -> list[int]:
+            return self._encode(part, special)
+
+        if len(text) <= SLICE_CHARACTERS:
+            return encode(text)
+        ids: list[int] = []
+        for part in self._slices.of(text):
+            ids += encoded_up_to(most, part, encode)
+            if most is not None and len(ids) > most:
+                break
+        return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        with self._next_lock:
+            self._library_lock.acquire()
+        try:
             self._library.encode_special_tokens = not special
-            return self._library.encode(text, add_special_tokens=False).ids
+            if len(text) <= _SHORT_CHARACTERS:
+                return self._library.encode(text, add_special_tokens=False).ids
+            # Unlike `encode`, this lets other threads run.
+            (found,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+            return found.ids
+        finally:
+            self._library_lock.release()
+
+    @cached_property
+    def _slices(self) -> Slices:
+        """Made for the first long text."""
+        pieces = [*self._library.get_vocab(), *(f"{content} " for content in self._rstrips)]
+        return Slices(pieces, lambda text: self._encode(text, special=False))
 
     def piece_bytes(self, token: int) -> bytes:
         """See `Vocabulary.piece_bytes`."""

@@ -25,6 +25,7 @@ from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.graph_check import check_graph
 
 FORMAT = "kvq-bundle"
 # What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
@@ -40,6 +41,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 # Codes of this width are stored two to a byte.
 NIBBLE_BITS = 4
+_WIDTHS = {NIBBLE_BITS, 8}
 
 # Hashes of files this large are remembered between runs; smaller ones are read every time.
 REMEMBERED_BYTES = 16 << 20
@@ -66,12 +68,15 @@ class WeightInfo:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
         """Raises KeyError, TypeError or ValueError for another object."""
-        return cls(
+        info = cls(
             bits=int(data["bits"]),
             block=int(data["block"]),
             embedding_bits=int(data["embedding_bits"]),
             num_bytes=int(data["bytes"]),
         )
+        if info.block < 1 or info.num_bytes < 0 or not {info.bits, info.embedding_bits} <= _WIDTHS:
+            raise ValueError(f"weights cannot be stored as {dict(data)}")
+        return info
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +210,9 @@ class Bundle:
         for name, info in manifest.files.items():
             _check_file(folder, name, info, memory if verify == "full" else None)
         memory.save()
+        stored = manifest.weights
+        if stored is not None:
+            check_graph(folder / MODEL_FILE, manifest.config, bits=stored.bits, block=stored.block)
         return cls(path=folder, manifest=manifest)
 
     @property
@@ -450,7 +458,7 @@ def _promised(manifest: Manifest) -> set[str]:
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:
     file = folder / name
-    if Path(name).name != name or name in (".", ".."):
+    if Path(name).name != name or name in (".", "..") or "\0" in name:
         raise BundleError(f"{folder / MANIFEST_FILE} names a file outside the bundle: {name!r}")
     try:
         found_bytes = file.stat().st_size

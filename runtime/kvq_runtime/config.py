@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class Sampling:
     """How the next token is chosen.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 switch their
-    filter off. `repeat_penalty` looks at the last `repeat_window_tokens` tokens of the session,
-    prompt included. `logit_bias` maps token ids to what is added to their logits.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for the
+    other penalties switch their filter off. Penalties look at the last `repeat_window_tokens`
+    tokens of the session, prompt included; a negative one asks for repetition. `logit_bias` maps
+    token ids to what is added to their logits.
     """
 
     temperature: float = 0.8
@@ -33,6 +34,8 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_window_tokens: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,6 +47,15 @@ class Sampling:
         _require(
             "repeat-last-n", self.repeat_window_tokens, self.repeat_window_tokens >= 0, "0 or more"
         )
+
+        for name in ("presence", "frequency"):
+            penalty = getattr(self, f"{name}_penalty")
+            _require(f"{name}-penalty", penalty, isfinite(penalty), "a finite number (0: off)")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether recent tokens become less likely, or more."""
+        return self.repeat_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def greedy(self) -> bool:

@@ -1,6 +1,6 @@
 """From logits to a token: pure functions over numpy arrays. Knows no model, cache or text.
 
-The filters run in llama.cpp's order: logit bias, repetition penalty, top-k, top-p, min-p,
+The filters run in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p,
 temperature. Top-p and min-p therefore look at probabilities before the temperature.
 """
 
@@ -122,15 +122,22 @@ def _biased(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def _penalized(logits: Floats, sampling: Sampling, history: Sequence[int]) -> Floats:
-    """Divides positive and multiplies negative logits of recent tokens, each token once."""
+    """Logits of recent tokens made smaller, as llama.cpp does.
+
+    Once for each token: a positive logit is divided by `repeat_penalty`, a negative one
+    multiplied. Then `presence_penalty` is taken off, and `frequency_penalty` for each time that
+    the token is there (OpenAI's formula).
+    """
     window = sampling.repeat_window_tokens
-    if sampling.repeat_penalty == 1 or window == 0 or not history:
+    if not sampling.penalizes or window == 0 or not history:
         return logits
-    recent = np.unique(np.asarray(history[-window:], np.int64))
+    recent, counts = np.unique(np.asarray(history[-window:], np.int64), return_counts=True)
     logits = logits.copy()
     seen = logits[recent]
     penalty = sampling.repeat_penalty
-    logits[recent] = np.where(seen > 0, seen / penalty, seen * penalty)
+    seen = np.where(seen > 0, seen / penalty, seen * penalty)
+    fewer = counts * sampling.frequency_penalty + sampling.presence_penalty
+    logits[recent] = seen - fewer.astype(logits.dtype)
     return logits
 
 

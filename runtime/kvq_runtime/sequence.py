@@ -145,7 +145,7 @@ class Sequence(Generic[C]):
     @contextmanager
     def branch(self) -> Iterator["Branch[C]"]:
         """Rows after the cached tokens; those that are not committed inside are forgotten."""
-        branch = Branch(self.cache, self._logits, self._adopt)
+        branch = Branch(self.cache, self._logits, self._commit)
         try:
             yield branch
         finally:
@@ -211,8 +211,12 @@ class Sequence(Generic[C]):
     def restore(self, state: SequenceState[C]) -> None:
         """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
         self.cache.load_state(state.cache)
-        self._tokens = state.tokens.tolist()
-        self._logits = None if state.logits is None else state.logits.copy()
+        self.adopt(state.tokens.tolist(), state.logits)
+
+    def adopt(self, tokens: list[int], logits: Logits | None) -> None:
+        """Takes `tokens`, of which its cache holds the first, and the logits of the last one held."""
+        self._tokens = tokens
+        self._logits = None if logits is None else logits.copy()
 
     def close(self) -> None:
         """Frees the cache's memory."""
@@ -220,7 +224,7 @@ class Sequence(Generic[C]):
             self._closed = True
             self._cache.close()
 
-    def _adopt(self, ids: list[int], logits: Logits | None) -> None:
+    def _commit(self, ids: list[int], logits: Logits | None) -> None:
         """A branch's path is cached now."""
         first = self.cache.tokens - len(ids)
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]

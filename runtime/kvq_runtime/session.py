@@ -247,12 +247,13 @@ class Session(Generic[C]):
 
         Raises `SnapshotError` for a damaged or newer file, another model or another KV plan.
         """
-        self._become(snapshot.read(Path(path), self._identity()))
+        self._become(path, snapshot.read(Path(path), self._identity()))
 
     def restore(self, taken: snapshot.Snapshot) -> None:
         """Becomes what `capture` took; `SnapshotError` if of another model or KV plan."""
-        snapshot.check_agrees("the session in memory", taken.identity, self._identity())
-        self._become(taken.state)
+        what = "the session in memory"
+        snapshot.check_agrees(what, taken.identity, self._identity())
+        self._become(what, taken.state)
 
     def stats(self) -> SessionStats:
         """Counts, rates and bytes so far."""
@@ -325,13 +326,13 @@ class Session(Generic[C]):
         self.sequence.keep(num_tokens)
         self._prompt_end = min(self._prompt_end, num_tokens)
 
-    def _become(self, state: snapshot.SessionState) -> None:
-        logits = state.logits if len(state.logits) else None
-        self.sequence.restore(
-            sequences.SequenceState(tokens=state.tokens, logits=logits, cache=state.cache)
-        )
+    def _become(self, what: Path | str, state: snapshot.SessionState) -> None:
+        """Everything is checked before anything is replaced."""
+        found = snapshot.restored(what, state, vocab_size=self._backend.model.vocab_size)
+        snapshot.fill(what, self.sequence.cache, found)
+        self.sequence.adopt(found.tokens, found.logits if len(found.logits) else None)
         self._prompt_end = len(self.sequence)
-        self._generator.bit_generator.state = state.generator
+        self._generator = found.generator
 
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ VERSION = 3
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
+# Of an item of each part: tokens, logits, cache.
+_ITEM_BYTES = (8, 4, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,33 @@ class SessionState:
     logits: NDArray[np.float32]
     generator: Mapping[str, Any]
     cache: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """A checked `SessionState`, ready to be used: its random numbers go on where they were."""
+
+    tokens: list[int]
+    logits: NDArray[np.float32]
+    generator: np.random.Generator
+    cache: bytes
+
+
+class Restorable(Protocol):
+    """The cache a session has: `load_state` leaves it as it was when it refuses."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        ...
+
+    def state(self) -> bytes:
+        """Everything held."""
+        ...
+
+    def load_state(self, state: bytes) -> None:
+        """Becomes what `state` gave. Raises `SnapshotError`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +102,44 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
 
 
 def read(path: Path, identity: Mapping[str, Any]) -> SessionState:
-    """The state saved at `path`, every byte checked. Raises `SnapshotError`."""
+    """The state saved at `path`, checked as `examine` does. Raises `SnapshotError`."""
     taken = examine(path)
     check_agrees(path, taken.identity, identity)
     return taken.state
 
 
+def restored(what: Path | str, state: SessionState, *, vocab_size: int) -> Restored:
+    """`state`, found at `what`, checked against the model. Raises `SnapshotError`."""
+    tokens, logits = state.tokens, state.logits
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise _damaged(what, f"holds tokens that are not the model's 0 to {vocab_size - 1}")
+    if len(logits) not in (0, vocab_size) or not np.isfinite(logits).all():
+        raise _damaged(what, f"holds no {vocab_size} finite logits")
+    generator = np.random.default_rng(0)
+    generator.bit_generator.state = _generator_state(what, state.generator)
+    return Restored(
+        tokens=tokens.tolist(), logits=logits.copy(), generator=generator, cache=state.cache
+    )
+
+
+def fill(what: Path | str, cache: Restorable, found: Restored) -> None:
+    """Gives `cache` what `found` holds; unchanged when that is refused. Raises `SnapshotError`.
+
+    The cache's tokens are the first of the session's: how many is known when it is loaded.
+    """
+    before = cache.state()
+    cache.load_state(found.cache)
+    if cache.tokens > len(found.tokens):
+        told = f"holds {len(found.tokens)} tokens and a cache of {cache.tokens}"
+        cache.load_state(before)
+        raise _damaged(what, told)
+
+
 def examine(path: Path) -> Snapshot:
-    """What is saved at `path`, whatever it is of; every byte checked. Raises `SnapshotError`."""
+    """What is saved at `path`, whatever it is of: its digest, types and lengths are right.
+
+    Raises `SnapshotError`. What depends on the model is left to `restored`.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -90,7 +149,7 @@ def examine(path: Path) -> Snapshot:
     state = SessionState(
         tokens=np.frombuffer(tokens, "<i8").astype(np.int64),
         logits=np.frombuffer(logits, "<f4").astype(np.float32),
-        generator=header["generator"],
+        generator=_generator_state(path, header["generator"]),
         cache=cache,
     )
     return Snapshot(identity=header["identity"], state=state)
@@ -115,13 +174,37 @@ def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
             f"{path} is truncated or was altered after it was saved; save the session again"
         )
     offset = _PREFIX.size + _PREFIX.unpack_from(content)[1]
-    header = json.loads(content[_PREFIX.size : offset])
-    if header["format"] != FORMAT or header["version"] != VERSION:
+    try:
+        header: Any = json.loads(content[_PREFIX.size : offset])
+        kind, version = header["format"], header["version"]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise _damaged(path, "has a header that is none") from error
+    if kind != FORMAT or version != VERSION:
         raise SnapshotError(
-            f"{path} is a {header['format']} file of version {header['version']}; this kvq reads "
+            f"{path} is a {kind} file of version {version}; this kvq reads "
             f"{FORMAT} version {VERSION}: upgrade kvq-runtime or save the session again"
         )
+    types = {"identity": dict, "generator": dict, "part_bytes": list}
+    if not all(isinstance(header.get(key), type) for key, type in types.items()):
+        raise _damaged(path, "has a header that lacks something")
     return header, offset
+
+
+def _generator_state(what: Path | str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state`, which a bit generator takes and gives back."""
+    generator = np.random.default_rng(0).bit_generator
+    try:
+        generator.state = state
+        taken = generator.state == state
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
+        raise _damaged(what, "holds a random state that is none") from error
+    if not taken:
+        raise _damaged(what, "holds a random state that is none")
+    return state
+
+
+def _damaged(what: Path | str, how: str) -> SnapshotError:
+    return SnapshotError(f"{what} {how}; it is damaged: save the session again")
 
 
 def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -134,13 +217,18 @@ def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str
             )
 
 
-def _parts(path: Path, content: bytes, offset: int, lengths: list[int]) -> list[bytes]:
+def _parts(path: Path, content: bytes, offset: int, lengths: list[Any]) -> list[bytes]:
+    """Tokens, logits and cache, whose bytes are all that is left."""
+    whole = all(type(length) is int and length >= 0 for length in lengths)
+    end = len(content) - _DIGEST_BYTES
+    if not whole or len(lengths) != len(_ITEM_BYTES) or offset + sum(lengths) != end:
+        raise _damaged(path, "holds parts of the wrong length")
     parts: list[bytes] = []
-    for length in lengths:
+    for length, item_bytes in zip(lengths, _ITEM_BYTES, strict=True):
+        if length % item_bytes:
+            raise _damaged(path, "holds parts of the wrong length")
         parts.append(content[offset : offset + length])
         offset += length
-    if offset != len(content) - _DIGEST_BYTES:
-        raise SnapshotError(f"{path} holds parts of the wrong length; save the session again")
     return parts
 
 

@@ -354,3 +354,13 @@ def test_unknown_decoder_is_named() -> None:
 def test_text_that_is_not_unicode(byte_level: Tokenizer) -> None:
     with pytest.raises(DataError, match="not valid Unicode at character 1"):
         byte_level.encode("a\udcff")
+
+
+def test_no_character_need_be_free_for_control_tokens_to_stay_text(byte_level: Tokenizer) -> None:
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    text = f"{private} \ue0000\ue000 \ue0001\ue000 <|im_end|>\ue000<|im_start|> \ue00099999\ue000"
+    ids = byte_level.chat([{"role": "user", "content": text}])
+    assert text in byte_level.decode(ids)
+    said = byte_level.chat([{"role": "user", "content": "said"}])
+    controls = [[one for one in given if byte_level.is_control(one)] for given in (ids, said)]
+    assert controls[0] == controls[1]

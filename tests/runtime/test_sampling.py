@@ -54,6 +54,19 @@ def test_repetition_penalty_weakens_each_recent_token_once() -> None:
     np.testing.assert_array_equal(logits, [2.0, 1.0, -1.0, 0.0])
 
 
+def test_presence_counts_once_and_frequency_each_time() -> None:
+    logits = np.array([2.0, 1.0, -1.0, 0.0], np.float32)
+    sampling = plain(presence_penalty=0.5, frequency_penalty=0.25, repeat_window_tokens=3)
+    # token 1 is outside the window, token 0 is in it twice
+    weights = np.exp([2.0 - 0.5 - 2 * 0.25, 1.0, -1.0 - 0.5 - 0.25, 0.0])
+    actual = distribution(logits, sampling, [1, 0, 2, 0])
+    np.testing.assert_allclose(actual, weights / weights.sum(), rtol=1e-6)
+    both = plain(repeat_penalty=2.0, frequency_penalty=-1.0, repeat_window_tokens=1)
+    weights = np.exp([2.0 / 2 + 1, 1.0, -1.0, 0.0])
+    actual = distribution(logits, both, [2, 0])
+    np.testing.assert_allclose(actual, weights / weights.sum(), rtol=1e-6)
+
+
 def test_equal_logits_keep_the_order_of_their_ids() -> None:
     logits = np.zeros(5, np.float32)
     ids, probabilities = candidates(logits, plain(top_k=3), [])

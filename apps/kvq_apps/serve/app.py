@@ -5,8 +5,10 @@ in a worker thread, what the engine does comes back through the job's outbox.
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,6 +26,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import PROTOCOL
 from kvq_apps.serve.requests import ModelView
@@ -35,13 +38,25 @@ from kvq_apps.serve.streams import (
     chunks,
     whole_answer,
 )
+from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import Served, SessionPool
 from kvq_runtime.serving.request import GenerationRequest, leaving
 
+logger = logging.getLogger(__name__)
+
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
+# Writing more ids than this as JSON would hold up the event loop.
+_MOST_TOKENIZED = 1 << 18
+# Fields that change no answer.
+_MEANT_FOR_OTHERS = {
+    *("id_slot", "metadata", "prompt_cache_key", "safety_identifier", "samplers", "service_tier"),
+    *("store", "t_max_prompt_ms", "timings_per_token", "user"),
+}
+# Whoever invents names does not fill the log.
+_MOST_UNREAD = 100
 
 Read = Callable[[Fields, ModelView], GenerationRequest]
 
@@ -100,6 +115,7 @@ class _Routes:
         self.answered: Counter[tuple[str, int]] = Counter()
         self._pool = pool
         self._config = config
+        self._unread: set[str] = set()
 
     def generating(self, path: str, read: Read) -> Callable[[Request], Any]:
         """The handler of a route that makes the model write."""
@@ -107,7 +123,9 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await self._body(request)
-            asked, delivery = await asyncio.to_thread(self._understood, body, served, read)
+            asked, delivery = await in_worker(
+                request, self._understood, body, request.headers, served, read
+            )
             answered = Answered(
                 model=served.name,
                 tokenizer=served.tokenizer,
@@ -140,16 +158,7 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: ids of `content`."""
         tokenizer, fields = await self._plain(request)
-        ids = await asyncio.to_thread(
-            tokenizer.encode,
-            fields.text("content"),
-            special=fields.flag("parse_special"),
-            start=fields.flag("add_special"),
-        )
-        if not fields.flag("with_pieces"):
-            return JSONResponse({"tokens": ids})
-        pieces = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
-        return JSONResponse({"tokens": pieces})
+        return JSONResponse({"tokens": await in_worker(request, _tokens, tokenizer, fields)})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of `tokens`."""
@@ -166,7 +175,8 @@ class _Routes:
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`: the prompt that `messages` become."""
         _, fields = await self._plain(request)
-        chat = await asyncio.to_thread(requests.chat_request, fields, self._view(self._served()))
+        view = self._view(self._served())
+        chat = await in_worker(request, requests.chat_request, fields, view)
         text = self._served().tokenizer.decode(chat.prompts[0], special=True)
         return JSONResponse({"prompt": text})
 
@@ -262,16 +272,27 @@ class _Routes:
         return b"".join(parts)
 
     def _understood(
-        self, body: bytes, served: Served, read: Read
+        self, body: bytes, headers: Mapping[str, str], served: Served, read: Read
     ) -> tuple[GenerationRequest, requests.Delivery]:
         fields = parse_object(body)
-        return read(fields, self._view(served)), requests.delivery(fields)
+        keyed = self._config.api_key is not None
+        owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
+        found = replace(read(fields, self._view(served)), owner=owner), requests.delivery(fields)
+        self._name_unread(fields)
+        return found
+
+    def _name_unread(self, fields: Fields) -> None:
+        """Says once of each field that nothing read it: a client may believe it was heard."""
+        for name in fields.unread() - _MEANT_FOR_OTHERS:
+            if name not in self._unread and len(self._unread) < _MOST_UNREAD:
+                self._unread.add(name)
+                logger.warning("the field %r of a request is not known here: ignored", name[:80])
 
     async def _plain(self, request: Request) -> tuple[Tokenizer, Fields]:
         """What the routes need that ask the tokenizer only."""
         served = self._served()
         body = await self._body(request)
-        return served.tokenizer, await asyncio.to_thread(parse_object, body)
+        return served.tokenizer, await in_worker(request, parse_object, body)
 
     async def _answer(self, request: Request, shape: Shape, answered: Answered) -> Response:
         events = Events(self._pool, self._config, answered.request)
@@ -331,6 +352,21 @@ async def _handled_http(request: Request, error: Exception) -> Response:
     response = error_response(RequestError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
+
+
+def _tokens(tokenizer: Tokenizer, fields: Fields) -> list[Any]:
+    """What `/tokenize` is asked for: ids, or each with its piece."""
+    ids = tokenizer.encode(
+        fields.text("content"),
+        special=fields.flag("parse_special"),
+        start=fields.flag("add_special"),
+        most=_MOST_TOKENIZED,
+    )
+    if len(ids) > _MOST_TOKENIZED:
+        fields.refuse_with("content", f"content has more than {_MOST_TOKENIZED} tokens; split it")
+    if not fields.flag("with_pieces"):
+        return ids
+    return [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

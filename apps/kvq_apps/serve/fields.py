@@ -28,10 +28,16 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
         self._prefix = prefix
+        self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
         """The value as it came, None when absent."""
+        self._read.add(name)
         return self._values.get(name)
+
+    def unread(self) -> frozenset[str]:
+        """The fields that were given and that nobody asked for."""
+        return frozenset(self._values) - self._read
 
     def names(self) -> tuple[str, ...]:
         """The names of all fields."""

@@ -68,7 +68,7 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _check_model(fields, model)
     messages = _messages(fields)
     try:
-        ids = model.tokenizer.chat(messages, add_generation_prompt=True)
+        ids = model.tokenizer.chat(messages, most=model.context_tokens)
     except DataError as error:
         raise RequestError(str(error), param="messages") from error
     except ModelError as error:
@@ -77,18 +77,29 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     logprobs = fields.flag("logprobs")
     if count and not logprobs:
         fields.refuse_with("top_logprobs", "top_logprobs needs logprobs to be true")
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") else "max_tokens"
     return _checked(
         replace(
             _openai_request(fields, model, "chat"),
             prompts=(tuple(ids),),
-            max_tokens=fields.whole(name, 1, _MOST_TOKENS, 0) or None,
+            max_tokens=_chat_tokens(fields),
             logprobs=logprobs,
             top_logprobs=count,
         ),
         model,
         "messages",
     )
+
+
+def _chat_tokens(fields: Fields) -> int | None:
+    """The length asked for: OpenAI's two names, or llama-server's, whose 0 only reads the prompt.
+
+    llama.vim warms its instruct model up with `n_predict` 0.
+    """
+    for name in ("max_completion_tokens", "max_tokens"):
+        if fields.get(name) is not None:
+            return fields.whole(name, 1, _MOST_TOKENS, 0)
+    limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
+    return None if limit < 0 else limit
 
 
 def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
@@ -101,7 +112,10 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
         prefix = fields.text("prompt")
         prompts = [
             _encoded(
-                "prompt", lambda: infill.whole_prompt(model.tokenizer, model.name, prefix, suffix)
+                "prompt",
+                lambda: infill.whole_prompt(
+                    model.tokenizer, model.name, prefix, suffix, model.context_tokens
+                ),
             )
         ]
         stop_ids = infill.stop_ids(model.tokenizer)
@@ -217,6 +231,8 @@ def _sampling(fields: Fields, model: ModelView) -> Sampling:
         repeat_window_tokens=fields.whole(
             "repeat_last_n", 0, 1 << 20, default.repeat_window_tokens
         ),
+        presence_penalty=fields.number("presence_penalty", -2, 2, default.presence_penalty),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, default.frequency_penalty),
         logit_bias=_logit_bias(fields, model),
     )
 
@@ -294,15 +310,19 @@ def _content(message: Fields, role: str) -> str:
 def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
     """The prompts of `prompt`: a string, a list of strings, of ids, or of lists of ids."""
     prompt = fields.get("prompt")
+
+    def encode(text: str) -> list[int]:
+        return model.tokenizer.encode(text, start=True, most=model.context_tokens)
+
     if isinstance(prompt, str):
-        return [_encoded("prompt", lambda: model.tokenizer.encode(prompt, start=True))]
+        return [_encoded("prompt", lambda: encode(prompt))]
     if _is_list_of(prompt, int):
         return [_ids(fields, prompt, model)]
     if _is_list_of(prompt, str) or _is_list_of(prompt, list):
         if len(prompt) > MOST_PROMPTS:
             fields.refuse("prompt", f"at most {MOST_PROMPTS} prompts")
         return [
-            _encoded("prompt", lambda text=text: model.tokenizer.encode(text, start=True))
+            _encoded("prompt", lambda text=text: encode(text))
             if isinstance(text, str)
             else _ids(fields, text, model)
             for text in prompt
@@ -347,8 +367,9 @@ def _checked(request: GenerationRequest, model: ModelView, param: str) -> Genera
         if not ids:
             raise RequestError(f"{param} is empty; give some text", param=param)
         if len(ids) + 1 > model.context_tokens:
+            # A text much too long is not read to its end.
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and this model's context holds "
+                f"the prompt has at least {len(ids)} tokens and this model's context holds "
                 f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
                 "larger --ctx-size",
                 param=param,
@@ -379,11 +400,6 @@ _HARMLESS: dict[str, Sequence[Any]] = {
     "best_of": (1,),
 }
 _NO_TOOLS = "leave it out: this server calls no tools"
-_NO_PENALTY = "use repeat_penalty and repeat_last_n"
-_SAMPLING_UNSUPPORTED = {
-    "frequency_penalty": _NO_PENALTY,
-    "presence_penalty": _NO_PENALTY,
-}
 _CHAT_UNSUPPORTED = {
     "tools": _NO_TOOLS,
     "tool_choice": _NO_TOOLS,
@@ -393,17 +409,14 @@ _CHAT_UNSUPPORTED = {
     "modalities": "this model writes text only",
     "audio": "this model writes text only",
     "prediction": "leave it out",
-    **_SAMPLING_UNSUPPORTED,
 }
 _COMPLETION_UNSUPPORTED = {
     "echo": "the prompt is yours already",
     "best_of": "use n",
-    **_SAMPLING_UNSUPPORTED,
 }
 _NATIVE_UNSUPPORTED = {
     "grammar": "leave it out",
     "json_schema": "leave it out",
     "n_probs": "use /v1/completions with logprobs",
     "mirostat": "use temperature, top_k, top_p and min_p",
-    **_SAMPLING_UNSUPPORTED,
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvq.errors import DataError
 from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.slices import encoded_up_to
 from kvq_models.tokenizer import Tokenizer, looks_like_control
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.gguf_file import GgufFile
@@ -54,8 +55,11 @@ class LlamaVocabulary:
         adds_space = file.contents.metadata.get(f"{_KEYS}add_space_prefix", marks_words)
         self.strips_space = marks_words and bool(adds_space)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """See `Vocabulary.encode`."""
+    def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
+        """See `Vocabulary.encode`; llama.cpp lets other threads run."""
+        return encoded_up_to(most, text, lambda part: self._encode(part, special=special))
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
         return [
             token
             for part in self._parts(text)

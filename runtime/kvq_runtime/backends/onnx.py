@@ -79,8 +79,11 @@ class OnnxBackend(PagedBackend):
         try:
             logits = cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
         except _run_errors() as error:
-            raise CacheError(f"the model could not be computed: {error}") from error
-        return np.split(logits, np.cumsum([len(own.wanted) for own in rows])[:-1])
+            raise CacheError(f"the model could not be computed: {_told(error)}") from error
+        wanted = [len(own.wanted) for own in rows]
+        if logits.shape != (sum(wanted), self.model.vocab_size):
+            raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
+        return np.split(logits, np.cumsum(wanted)[:-1])
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -112,12 +115,22 @@ def _open(bundle: Bundle, threads: int) -> "InferenceSession":
     path = bundle.model_path
     try:
         options.register_custom_ops_library(str(native.library_path()))
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        # Its fallback is the same provider again, and a banner on stdout.
+        return onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
     except _load_errors() as error:
         raise BundleError(
-            f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {error}; "
+            f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {_told(error)}; "
             "export the bundle again with this version of kvq"
         ) from error
+
+
+def _told(error: Exception) -> str:
+    """What ONNX Runtime says; a message that repeats a file's bytes may be no text."""
+    if isinstance(error, UnicodeDecodeError):
+        return cast(bytes, error.object).decode("utf-8", errors="replace")
+    return str(error)
 
 
 def _load_errors() -> tuple[type[Exception], ...]:
@@ -132,4 +145,4 @@ def _load_errors() -> tuple[type[Exception], ...]:
 def _run_errors() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises when a node fails; a wrong argument of ours is not among them."""
     state = import_module(_STATE)
-    return state.Fail, state.RuntimeException, state.EPFail
+    return state.Fail, state.RuntimeException, state.EPFail, UnicodeDecodeError

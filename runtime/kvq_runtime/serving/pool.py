@@ -243,7 +243,10 @@ class SessionPool:
         try:
             request = job.request
             slot = served.slots.lease(
-                request.prompts[0], reuse=request.reuse, transient=request.transient
+                request.prompts[0],
+                owner=request.owner,
+                reuse=request.reuse,
+                transient=request.transient,
             )
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)

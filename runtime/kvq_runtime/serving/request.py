@@ -35,7 +35,8 @@ class GenerationRequest:
     the first line break after this long. `top_logprobs` alternatives come with every token.
     `rank` is a value of `scheduler.PRIORITIES`. `reuse`: begin from what another request of this
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
-    `heal`: the prompts are texts, whose last tokens may be generated again.
+    `heal`: the prompts are texts, whose last tokens may be generated again. `owner`: whose
+    sessions may be found again, empty where everyone's may.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -54,6 +55,7 @@ class GenerationRequest:
     truncated: bool = False
     transient: bool = False
     heal: bool = False
+    owner: str = ""
 
     @property
     def num_answers(self) -> int:

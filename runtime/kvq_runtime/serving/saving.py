@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int64]
 
+# Between an owner and the rest of a file's name.
+_OWNED = "-"
 # A file still being written is younger than this.
 _STALE_S = 3600
 
@@ -40,6 +42,11 @@ class SavedSession:
 
     path: Path
     tokens: Ids
+
+    @property
+    def owner(self) -> str:
+        """Who may find it (see `owners`): the beginning of its file's name."""
+        return self.path.name.rpartition(_OWNED)[0]
 
 
 class SavedSessions:
@@ -66,25 +73,27 @@ class SavedSessions:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def best(self, ids: Ids) -> tuple[SavedSession | None, int]:
-        """The session that shares the longest beginning with `ids`, and its length."""
+    def best(self, ids: Ids, owner: str = "") -> tuple[SavedSession | None, int]:
+        """The session of `owner` that shares the longest beginning with `ids`, and its length."""
         best, length = None, 0
         with self._lock:
-            rows = tuple(self._rows)
+            rows = [row for row in self._rows if row.owner == owner]
         for row in rows:
             shared = common_prefix(row.tokens, ids)
             if shared > length:
                 best, length = row, shared
         return best, length
 
-    def save(self, session: Session, tokens: Ids, replaces: SavedSession | None) -> SavedSession:
+    def save(
+        self, session: Session, tokens: Ids, replaces: SavedSession | None, owner: str = ""
+    ) -> SavedSession:
         """Copies `session` to be written, over `replaces` if that is an earlier state of the text.
 
         The writer must have room. The row returned is found by `best` from now on; when writing
         it fails, that is logged and counted, and what was there before is found again. One that
         is larger than all that may be kept is not written.
         """
-        row = SavedSession(path=self._path_for(tokens, replaces), tokens=tokens)
+        row = SavedSession(path=self._path_for(tokens, replaces, owner), tokens=tokens)
         if not self.fits(session):
             return row
         with self._lock:
@@ -117,9 +126,10 @@ class SavedSessions:
         try:
             taken = self.writer.held(row.path)
             session.load(row.path) if taken is None else session.restore(taken)
-        except KvqError as error:
+        except Exception as error:  # noqa: BLE001  whatever a file holds, the request goes on
             self._count_failure()
-            logger.warning("a saved session cannot be used, its text is read again: %s", error)
+            said = error if isinstance(error, KvqError) else type(error).__name__
+            logger.warning("a saved session cannot be used, its text is read again: %s", said)
             self._forget(row.path)
             return False
         self.restored += 1
@@ -153,12 +163,12 @@ class SavedSessions:
         if before is None:
             _unlink(row.path)
 
-    def _path_for(self, tokens: Ids, replaces: SavedSession | None) -> Path:
-        if replaces is not None:
+    def _path_for(self, tokens: Ids, replaces: SavedSession | None, owner: str) -> Path:
+        if replaces is not None and replaces.owner == owner:
             kept = common_prefix(replaces.tokens, tokens)
             if 2 * kept >= len(replaces.tokens):
                 return replaces.path
-        return self._folder / f"{secrets.token_hex(8)}.kvq"
+        return self._folder / f"{owner}{_OWNED if owner else ''}{secrets.token_hex(8)}.kvq"
 
     def _forget(self, path: Path) -> None:
         with self._lock:

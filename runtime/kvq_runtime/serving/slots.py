@@ -22,6 +22,7 @@ class Slot:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.tokens: Ids = as_ids(())
+        self.owner = ""
         self.saved: SavedSession | None = None
         self.busy = False
         self.dirty = False
@@ -42,6 +43,16 @@ class Slot:
             self._squeezed = False
         return cached
 
+    def shared(self, ids: Ids, owner: str) -> int:
+        """Tokens it shares with a text of `owner`; what others gave it is not told by its speed."""
+        return common_prefix(self.tokens, ids) if self.owner == owner else 0
+
+    def give_to(self, owner: str) -> None:
+        """Belongs to `owner` from now on; what it holds of another's text is forgotten."""
+        if self.owner != owner:
+            self.session.rollback(len(self.session.tokens))
+            self.owner = owner
+
     def settle(self) -> None:
         """Notes what the session holds after a request; what that left unread is forgotten."""
         unread = self.session.pending_tokens
@@ -51,8 +62,9 @@ class Slot:
         self.dirty = True
         self.released_at = monotonic()
 
-    def replaced(self, saved: SavedSession | None) -> None:
-        """Notes that the content is now that of `saved`, or none."""
+    def replaced(self, saved: SavedSession | None, owner: str) -> None:
+        """Notes that the content is now that of `saved`, which is `owner`'s, or none."""
+        self.owner = owner
         self.tokens = as_ids(self.session.tokens)
         self._squeezed = self._overflows(len(self.tokens))
         self.saved = saved
@@ -71,8 +83,10 @@ class Slots:
         self.saved = saved
         self.all = [Slot(open_session()) for _ in range(count)]
 
-    def lease(self, ids: Sequence[int], *, reuse: bool, transient: bool = False) -> Slot | None:
-        """A free slot for a text, the one that shares most with it; there must be one.
+    def lease(
+        self, ids: Sequence[int], *, owner: str, reuse: bool, transient: bool = False
+    ) -> Slot | None:
+        """A free slot for a text of `owner`, the one that shares most with it; there must be one.
 
         A slot that would lose more than it shares is left alone when another is free, and what
         a slot holds is copied, to be saved, before something else takes its place; None while
@@ -82,25 +96,27 @@ class Slots:
         wanted = as_ids(ids)
         free = [slot for slot in self.all if not slot.busy]
         spent = [slot for slot in free if slot.transient]
-        slot = _closest(spent if transient and spent else free, wanted)
+        slot = _closest(spent if transient and spent else free, wanted, owner)
         if not (transient and slot.transient):
-            slot = self._for_keeps(slot, free, wanted, reuse=reuse)
+            slot = self._for_keeps(slot, free, wanted, owner, reuse=reuse)
         if slot is None:
             return None
+        slot.give_to(owner)
         slot.transient = transient
         slot.busy = True
         return slot
 
     def _for_keeps(
-        self, closest: Slot, free: Sequence[Slot], wanted: Ids, *, reuse: bool
+        self, closest: Slot, free: Sequence[Slot], wanted: Ids, owner: str, *, reuse: bool
     ) -> Slot | None:
         """A slot for `wanted` that costs no other text more than it must; None: not yet."""
-        shared = common_prefix(closest.tokens, wanted) if reuse else 0
-        row, on_disk = self.saved.best(wanted) if reuse else (None, 0)
+        shared = closest.shared(wanted, owner) if reuse else 0
+        row, on_disk = self.saved.best(wanted, owner) if reuse else (None, 0)
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
             slot = self._make_free(free)
             if slot is not None:
-                slot.replaced(row if self.saved.load(slot.session, row) else None)
+                slot.give_to(owner)
+                slot.replaced(row if self.saved.load(slot.session, row) else None, owner)
             return slot
         loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
         return self._make_free(free) if loses_more and not closest.transient else closest
@@ -160,7 +176,7 @@ class Slots:
 
     def _save(self, slot: Slot) -> None:
         if self._worth_saving(slot):
-            slot.saved = self.saved.save(slot.session, slot.tokens, slot.saved)
+            slot.saved = self.saved.save(slot.session, slot.tokens, slot.saved, slot.owner)
         slot.dirty = False
 
     def _empty(self, slot: Slot) -> None:
@@ -174,6 +190,6 @@ class Slots:
         slot.saved = None
 
 
-def _closest(slots: Sequence[Slot], wanted: Ids) -> Slot:
+def _closest(slots: Sequence[Slot], wanted: Ids, owner: str) -> Slot:
     """The slot whose text begins most like `wanted`; of several, the one unused for longest."""
-    return max(slots, key=lambda one: (common_prefix(one.tokens, wanted), -one.released_at))
+    return max(slots, key=lambda one: (one.shared(wanted, owner), -one.released_at))

@@ -291,7 +291,7 @@ BAD = [
     (CHAT, chat("hi", top_logprobs=2), 400, "top_logprobs"),
     (CHAT, chat("hi", tools=[{"type": "function"}]), 400, "tools"),
     (CHAT, chat("hi", response_format={"type": "json_schema"}), 400, "response_format"),
-    (CHAT, chat("hi", presence_penalty=0.5), 400, "presence_penalty"),
+    (CHAT, chat("hi", presence_penalty=2.5), 400, "presence_penalty"),
     (CHAT, chat("hi", model="other"), 404, "model"),
     (CHAT, chat("hi", x_kvq={"priority": "now"}), 400, "x_kvq.priority"),
     (COMPLETIONS, {}, 400, "prompt"),
@@ -1186,6 +1186,23 @@ def test_more_conversations_than_arenas_go_to_disk_and_back(tmp_path: Path) -> N
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     folders = {stat.S_IMODE(path.parent.stat().st_mode) for path in files}
     assert folders == {0o700}
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_a_prompt_is_found_again_by_its_owner_only(sessions: int, tmp_path: Path) -> None:
+    rule = Rule(folder=tmp_path)
+    prompt = [70] * 50 + [71] * 50
+
+    def found(salt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
+        return cached(ask(server, COMPLETIONS, body))
+
+    with running(rule.load, sessions=sessions, idle_save_s=0.0) as server:
+        assert [found(salt) for salt in ("a", "a", "b", "", "b")] == [0, 100, 0, 0, 100]
+        # with one slot the text comes back from the disk, and from its owner's file
+        wait_until(lambda: metric(server, "sessions_saved_total") >= 1)
+        assert found("c") == 0
+        assert found("a") == 100
 
 
 def test_a_short_common_beginning_does_not_destroy_a_long_session(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""Whether a bundle's graph computes the model its manifest describes. Reads only what that takes.
+
+The graph is read by hand, as protobuf's wire format (onnx.proto names the fields): importing a
+library for it takes longer than opening the model.
+"""
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import BundleError
+from kvq_models.config import ModelConfig
+
+# Fields of onnx.proto's messages.
+_GRAPH = 7
+_NODES, _OUTPUTS = 1, 12
+_NODE_NAME, _OPERATOR, _ATTRIBUTES = 3, 4, 5
+_ATTRIBUTE_NAME, _FLOAT, _INTEGER = 1, 2, 3
+_VALUE_TYPE, _TENSOR_TYPE, _SHAPE, _DIMENSION, _SIZE = 2, 1, 2, 1, 1
+
+_LAYER = "/model/layers."
+_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
+
+Fields = Mapping[int, list[Any]]
+
+
+def check_graph(path: Path, config: ModelConfig, *, bits: int, block: int) -> None:
+    """Raises `BundleError` where the graph at `path` is not that of `config`.
+
+    Compared are every attention node, the shape and blocks of every linear layer, the activation,
+    and the width of the logits. `bits` and `block` are those of linear layers that are not the
+    head, whose bits may be the embedding's.
+    """
+    try:
+        (graph,) = _message(path.read_bytes())[_GRAPH]
+        fields = _message(graph)
+        nodes = [_node(content) for content in fields[_NODES]]
+        widths = [_last_dimension(content) for content in fields[_OUTPUTS]]
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, struct.error) as error:
+        raise BundleError(f"{path} is no graph; export the model again") from error
+    found = {name: (operator, attributes) for name, operator, attributes in nodes}
+    wanted = _wanted(config, bits, block)
+    wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
+    others = {operator for _, operator, _ in nodes} & set(_ACTIVATIONS.values())
+    if wrong:
+        raise _refused(path, wrong[0])
+    if others - {_ACTIVATIONS[config.activation]}:
+        raise _refused(path, "the activation")
+    if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
+        raise _refused(path, "the number of layers")
+    if widths != [config.vocab_size]:
+        raise _refused(path, "the shape of the logits")
+
+
+def _refused(path: Path, what: str) -> BundleError:
+    return BundleError(
+        f"{path} does not compute the model that kvq.json describes: {what} differs; "
+        "export the model again"
+    )
+
+
+def _wanted(config: ModelConfig, bits: int, block: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Operator and attributes of the nodes that decide what is computed, by name."""
+    hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
+    shapes = {
+        "attn/qkv": (hidden, config.qkv_width),
+        "attn/o": (heads_width, hidden),
+        "mlp/gate_up": (hidden, 2 * config.intermediate_size),
+        "mlp/down": (config.intermediate_size, hidden),
+    }
+    stored = {"bits": bits, "block_size": block}
+    wanted: dict[str, tuple[str, dict[str, Any]]] = {
+        "/model/head/MatMulNBits": ("MatMulNBits", {"K": hidden, "N": config.vocab_size}),
+    }
+    for layer in range(config.num_layers):
+        for name, (columns, rows) in shapes.items():
+            facts = {"K": columns, "N": rows} | stored
+            wanted[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
+        attention = asdict(config.attention(layer))
+        wanted[f"{_LAYER}{layer}/attn/Attention"] = ("Attention", attention)
+    return wanted
+
+
+def _agrees(
+    wanted: tuple[str, Mapping[str, Any]], found: tuple[str, Mapping[str, Any]] | None
+) -> bool:
+    if found is None or found[0] != wanted[0]:
+        return False
+    return all(
+        name in found[1] and np.float32(found[1][name]) == np.float32(value)
+        if isinstance(value, float)
+        else found[1].get(name) == value
+        for name, value in wanted[1].items()
+    )
+
+
+def _node(content: bytes) -> tuple[str, str, dict[str, Any]]:
+    """Name, operator and numeric attributes of a node."""
+    fields = _message(content)
+    attributes: dict[str, Any] = {}
+    for attribute in map(_message, fields[_ATTRIBUTES]):
+        numbers = attribute[_INTEGER] or attribute[_FLOAT]
+        attributes[_text(attribute, _ATTRIBUTE_NAME)] = numbers[-1] if numbers else None
+    return _text(fields, _NODE_NAME), _text(fields, _OPERATOR), attributes
+
+
+def _text(fields: Fields, number: int) -> str:
+    return b"".join(fields[number][-1:]).decode()
+
+
+def _last_dimension(content: bytes) -> int | None:
+    """The last size of a declared value, None when it is open."""
+    fields = _message(content)
+    for number in (_VALUE_TYPE, _TENSOR_TYPE, _SHAPE):
+        fields = _message(fields[number][-1])
+    sizes = _message(fields[_DIMENSION][-1])[_SIZE]
+    return sizes[-1] if sizes else None
+
+
+def _message(content: bytes) -> Fields:
+    """The values of a message by field number: integers, floats, bytes."""
+    fields: defaultdict[int, list[Any]] = defaultdict(list)
+    for number, value in _fields(content):
+        fields[number].append(value)
+    return fields
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        match key & 7:
+            case 0:
+                value, at = _varint(content, at)
+                yield key >> 3, value - (1 << 64) if value >> 63 else value
+            case 1:
+                yield key >> 3, content[at : at + 8]
+                at += 8
+            case 2:
+                size, at = _varint(content, at)
+                if at + size > len(content):
+                    raise ValueError("a field is cut off")
+                yield key >> 3, content[at : at + size]
+                at += size
+            case 5:
+                yield key >> 3, struct.unpack_from("<f", content, at)[0]
+                at += 4
+            case kind:
+                raise ValueError(f"a field of kind {kind}")
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value & ((1 << 64) - 1), at
+        if shift > 63:
+            raise ValueError("a number is too long")

@@ -1,0 +1,159 @@
+"""The short tests of this folder, at random and for long: `python tests/hostile/long.py [SECONDS]`.
+
+Ends with 1 at the first hang, raw error or growth, naming the seed that shows it again.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from test_chat_templates import HOSTILE, MESSAGES
+from test_requests import CHAT, COMPLETIONS, PRIVATE_USE
+from test_session_files import IDENTITY, VOCAB_SIZE, empty_cache, header, state, write
+
+from kvq.errors import KvqError, ModelError, SnapshotError
+from kvq_apps.serve.server import Server
+from kvq_models.chat import ChatTemplate
+from kvq_runtime import snapshot
+from serving import Rule, connect, read_all, request_bytes, running
+
+HOUR_S = 3600.0
+# What a round may leave behind for good: caches of libraries, a log's buffer.
+GROWTH_KIB = 200_000
+PIECES = [
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "for a in range(99999)",
+    "endfor",
+    "if 1",
+    "endif",
+    "set x =",
+    "x",
+]
+PIECES += [
+    "~",
+    "*",
+    "|",
+    "'a'",
+    "9999999",
+    "messages",
+    "tojson",
+    "join",
+    "macro f()",
+    "endmacro",
+    " ",
+]
+TEXTS = ["a b ", "a", "<|im_end|>", "\ue000", PRIVATE_USE, "家", "\u0301", "\ud800", "\0", " "]
+FIELDS = ["n", "stop", "seed", "top_k", "logprobs", "suffix", "max_tokens", "logit_bias", "stream"]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    1 << 70,
+    1e308,
+    "x",
+    [],
+    [[]],
+    {},
+    {"1": 5},
+    ["a", ""],
+]
+
+
+def templates(chance: random.Random) -> None:
+    source = chance.choice([*HOSTILE.values(), "".join(chance.choices(PIECES, k=30))])
+    for _ in range(chance.randrange(4)):
+        place = chance.randrange(len(source) + 1)
+        source = source[:place] + chance.choice(PIECES) + source[place:]
+    with suppress(ModelError):
+        ChatTemplate(source).render({"messages": MESSAGES})
+
+
+def session_files(chance: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "one.kvq"
+        content = bytearray(json.dumps(header(8, 4, 8)).encode())
+        for _ in range(chance.randrange(5)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        write(path, bytes(content), chance.randbytes(20))
+        with suppress(SnapshotError):
+            taken = snapshot.read(path, IDENTITY)
+            found = snapshot.restored(path, taken, vocab_size=VOCAB_SIZE)
+            snapshot.fill(path, empty_cache(), found)
+    snapshot.restored("one", state(), vocab_size=VOCAB_SIZE)
+
+
+def requests(chance: random.Random, server: Server) -> None:
+    text = chance.choice(TEXTS) * chance.choice([1, 10, 10_000, 500_000])
+    path = chance.choice([CHAT, COMPLETIONS, "/infill", "/completion", "/tokenize", "/detokenize"])
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text[:2_000_000]}],
+        "prompt": text[:2_000_000],
+        "content": text[:2_000_000],
+        "max_tokens": 2,
+        "n_predict": 2,
+    }
+    body |= {name: chance.choice(VALUES) for name in chance.choices(FIELDS, k=2)}
+    raw = request_bytes("POST", path, body)
+    with connect(server) as connection:
+        whole, status = chance.random() < 0.7, b""
+        # A body that is refused is not read to its end.
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(raw if whole else raw[: len(raw) // 2])
+            status = read_all(connection)[9:12] if whole else b""
+        assert status in (b"", b"200", b"400", b"404", b"408", b"413", b"429", b"499"), status
+
+
+def held() -> tuple[int, int, int]:
+    kib = resource.getpagesize() // 1024 * int(Path("/proc/self/statm").read_text().split()[1])
+    return kib, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def main() -> None:
+    """Runs until the time is over."""
+    end_s = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else HOUR_S)
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
+    seed, before = 0, (0, 0, 0)
+    with running(Rule(context_tokens=1024).load, sessions=2) as server:
+        while time.monotonic() < end_s:
+            began = time.monotonic()
+            try:
+                chance = random.Random(seed)
+                templates(chance)
+                session_files(chance)
+                requests(chance, server)
+            except (Exception, KvqError) as error:
+                raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
+            took_s, now = time.monotonic() - began, held()
+            if took_s > 60:
+                raise SystemExit(f"seed {seed}: took {took_s:.0f} s")
+            before = now if seed == 300 else before
+            if seed > 300 and any(
+                found > first + room
+                for found, first, room in zip(now, before, (GROWTH_KIB, 20, 20), strict=True)
+            ):
+                raise SystemExit(f"seed {seed}: grew from {before} to {now}")
+            seed += 1
+    print(f"{seed} rounds, KiB, descriptors and threads now {held()}, early {before}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Bundles and checkpoints that lie, with every hash right: refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from kvq.errors import BundleError, CheckpointError, KvqError
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_models.registry import read_checkpoint
+from kvq_runtime.bundle import MANIFEST_FILE, MODEL_FILE, Bundle, checksum, file_sha256
+from kvq_runtime.engine import Engine
+from tiny import make_llama_checkpoint
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    source = make_llama_checkpoint(folder / "source")
+    return export_model(source, folder / "bundle", ExportOptions(quality=False)).path
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "bundle"))
+
+
+def sealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
+    """Makes the manifest true to its files again, after a change of both."""
+    data = json.loads((folder / MANIFEST_FILE).read_text())
+    file = folder / MODEL_FILE
+    data["files"][MODEL_FILE] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    change(data)
+    data["checksum"] = checksum(data)
+    (folder / MANIFEST_FILE).write_text(json.dumps(data))
+    return folder
+
+
+def layer(data: dict[str, Any]) -> dict[str, Any]:
+    return data["config"]["layers"][0]
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "window 2^63": lambda d: layer(d).update(window_tokens=1 << 63),
+    "window of text": lambda d: layer(d).update(window_tokens="8"),
+    "window": lambda d: layer(d).update(window_tokens=8),
+    "rope": lambda d: layer(d).update(rope=1),
+    "NUL in a file name": lambda d: d["files"].update({"a\0b": d["files"][MODEL_FILE]}),
+    "vocabulary of NaN": lambda d: d["config"].update(vocab_size=float("nan")),
+    "vocabulary": lambda d: d["config"].update(vocab_size=d["config"]["vocab_size"] - 1),
+    "hidden size": lambda d: d["config"].update(hidden_size=d["config"]["hidden_size"] * 2),
+    "activation": lambda d: d["config"].update(activation="gelu_tanh"),
+    "activation zz": lambda d: d["config"].update(activation="zz"),
+    "eos -1": lambda d: d["config"].update(eos_token_ids=[-1]),
+    "context 2^62": lambda d: d["config"].update(context_length=1 << 62),
+    "infinite scale": lambda d: d["config"].update(attention_scale=float("inf")),
+    "scale": lambda d: d["config"].update(attention_scale=0.5),
+    "fewer layers": lambda d: d["config"].update(num_layers=1, layers=d["config"]["layers"][:1]),
+    "block 0": lambda d: d["weights"].update(block=0),
+    "block": lambda d: d["weights"].update(block=2 * d["weights"]["block"]),
+    "bits 5": lambda d: d["weights"].update(bits=5),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_is_not_its_graphs_is_refused(name: str, folder: Path) -> None:
+    sealed(folder, MANIFESTS[name])
+    with pytest.raises(BundleError):
+        Bundle.open(folder)
+
+
+def changed_graph(folder: Path, change: Callable[[ir.Graph], object]) -> Path:
+    model = ir.load(folder / MODEL_FILE)
+    change(model.graph)
+    ir.save(model, folder / MODEL_FILE)
+    return sealed(folder)
+
+
+def attention(graph: ir.Graph) -> ir.Node:
+    return next(node for node in graph if node.op_type == "Attention")
+
+
+def set_attribute(name: str, value: Any) -> Callable[[ir.Graph], object]:
+    return lambda graph: attention(graph).attributes.add(
+        ir.AttrFloat32(name, value) if isinstance(value, float) else ir.AttrInt64(name, value)
+    )
+
+
+def narrow_logits(graph: ir.Graph) -> None:
+    graph.outputs[0].shape = ir.Shape(["R", 5])
+
+
+GRAPHS: dict[str, Callable[[ir.Graph], object]] = {
+    "heads 2^32 + 4": set_attribute("num_heads", (1 << 32) + 4),
+    "layer": set_attribute("layer", 1),
+    "scale": set_attribute("scale", 3.0),
+    "window": set_attribute("window_tokens", 64),
+    "a window of -1": set_attribute("window_tokens", -1),
+    "no scale": lambda graph: attention(graph).attributes.pop("scale"),
+    "logits": narrow_logits,
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_that_is_not_its_manifests_is_refused(name: str, folder: Path) -> None:
+    changed_graph(folder, GRAPHS[name])
+    with pytest.raises(BundleError, match="does not compute the model"):
+        Bundle.open(folder)
+
+
+def test_an_unchanged_graph_opens(folder: Path) -> None:
+    assert Bundle.open(changed_graph(folder, lambda _: None)).has_onnx
+
+
+def test_flipped_graphs_never_raise_anything_else(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (folder / MODEL_FILE).read_bytes()
+    chance = np.random.default_rng(0)
+    for _ in range(60):
+        raw = bytearray(content)
+        for place in chance.integers(0, len(raw), 3):
+            raw[place] = chance.integers(0, 256)
+        (folder / MODEL_FILE).write_bytes(raw)
+        sealed(folder)
+        with (
+            suppress(KvqError),
+            Engine.open(folder, threads=1) as engine,
+            engine.session() as session,
+        ):
+            session.prefill([1, 2, 3])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_cut_graph_is_refused(folder: Path) -> None:
+    content = (folder / MODEL_FILE).read_bytes()
+    for size in range(0, len(content) - 1, 97):
+        (folder / MODEL_FILE).write_bytes(content[:size])
+        sealed(folder)
+        with pytest.raises(BundleError):
+            Bundle.open(folder)
+
+
+def test_a_thousand_million_layers_take_no_memory(tmp_path: Path) -> None:
+    folder = make_llama_checkpoint(tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 10**9}
+    path.write_text(json.dumps(config))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="num_hidden_layers = 1000000000"):
+        read_checkpoint(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000

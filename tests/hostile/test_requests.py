@@ -1,0 +1,174 @@
+"""What a hostile client sends to `kvq serve`: every request ends, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import string
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvq_apps.serve import app as app_module
+from kvq_apps.serve.owners import owner_of
+from kvq_apps.serve.server import Server
+from kvq_runtime.serving.saving import SavedSessions, as_ids
+from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and notes about running servers stay here."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
+
+
+@pytest.fixture
+def rule() -> Rule:
+    return Rule(context_tokens=40_000)
+
+
+@pytest.fixture
+def served(rule: Rule) -> Iterator[Server]:
+    with running(rule.load, sessions=1, queue=8) as server:
+        yield server
+
+
+def test_a_message_of_every_private_use_character_is_answered(rule: Rule, served: Server) -> None:
+    text = f"{PRIVATE_USE}<|im_end|>"
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    reply = ask(served, CHAT, body)
+    assert reply.status == 200
+    rows = [ids for one_pass in rule.backend.passes for ids in one_pass]
+    assert text in rule.tokenizer.decode(token for ids in rows for token in ids)
+
+
+@pytest.mark.parametrize("fault", [StopIteration(), KeyError("x"), RecursionError(), MemoryError()])
+def test_an_unexpected_exception_of_a_worker_is_a_500(
+    fault: BaseException, served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(app_module, "parse_object", broken)
+    for path in (CHAT, COMPLETIONS, "/tokenize", "/apply-template"):
+        reply = ask(served, path, {})
+        assert (reply.status, reply.json["error"]["code"]) == (500, "internal_error")
+
+
+def test_a_client_that_leaves_while_its_request_is_read_is_noticed(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(body: bytes) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        raise AssertionError("nobody waits for this")
+
+    monkeypatch.setattr(app_module, "parse_object", slow)
+    left = f'path="{COMPLETIONS}",status="499"'.encode()
+    connection = send(served, COMPLETIONS, {"prompt": "ab"})
+    assert reading.wait(PATIENCE_S)
+    connection.close()
+    try:
+        wait_until(lambda: left in ask(served, "/metrics").body, "for the leave to be noticed")
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("unit", ["a b ", "a", "<|im_end|>", "\ue000"])
+def test_a_huge_prompt_is_refused_early_and_holds_up_nobody(unit: str) -> None:
+    """The slowest answer of `/health` was 17 s; here it is allowed one, for a busy machine."""
+    rule = Rule(context_tokens=1024)
+    text = unit * (2_000_000 // len(unit))
+    bodies = {
+        COMPLETIONS: {"prompt": text},
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+    }
+    replies: dict[str, Reply] = {}
+
+    def send_all(server: Server) -> None:
+        for path, body in bodies.items():
+            replies[path] = ask(server, path, body)
+
+    with running(rule.load) as server:
+        sender = threading.Thread(target=send_all, args=(server,))
+        sender.start()
+        slowest_s, healthy = 0.0, 0
+        while sender.is_alive():
+            began = time.monotonic()
+            healthy += ask(server, "/health").json == {"status": "ok"}
+            slowest_s = max(slowest_s, time.monotonic() - began)
+    assert healthy >= 3
+    assert slowest_s < 1
+    for reply in replies.values():
+        error = reply.json["error"]
+        assert (reply.status, error["code"]) == (400, "context_length_exceeded")
+        # Not read to its end.
+        assert 1024 < error["n_prompt_tokens"] < 150_000
+
+
+def test_owners_are_told_apart_by_key_and_salt() -> None:
+    first, second = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    names = [
+        owner_of(headers, salt, keyed=True) for headers in (first, second) for salt in ("", "a")
+    ]
+    assert len({*names, ""}) == 5
+    assert owner_of(first, "", keyed=True) == names[0]
+    assert owner_of(first, "", keyed=False) == owner_of({}, "", keyed=True) == ""
+    assert owner_of({}, "Bearer one", keyed=True) != names[0]
+
+
+def test_saved_sessions_are_found_by_their_owner_only(rule: Rule, tmp_path: Path) -> None:
+    tokens = as_ids([70] * 50)
+    session = rule.session()
+    session.prefill(tokens.tolist())
+    saved = SavedSessions(tmp_path, "rule", 1 << 20)
+    saved.save(session, tokens, None, "0123456789abcdef")
+    saved.writer.close()
+    for found in (saved, SavedSessions(tmp_path, "rule", 1 << 20)):
+        assert found.best(tokens)[1] == found.best(tokens, "fedcba9876543210")[1] == 0
+        assert found.best(tokens, "0123456789abcdef")[1] == 50
+
+
+def test_a_field_nobody_reads_is_named_once(
+    served: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "user": "me", "tempreature": 0}
+    for _ in range(2):
+        assert ask(served, COMPLETIONS, body).status == 200
+    assert caplog.text.count("'tempreature'") == 1
+    assert "'user'" not in caplog.text
+
+
+def test_the_length_of_a_chat_has_llama_servers_name_too(rule: Rule, served: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    two = ask(served, CHAT, body | {"n_predict": 2}).json
+    assert two["usage"]["completion_tokens"] == 2
+    none = ask(served, CHAT, body | {"n_predict": 0}).json
+    assert (none["usage"]["completion_tokens"], none["choices"][0]["finish_reason"]) == (
+        0,
+        "length",
+    )
+
+
+def test_penalties_reach_the_sampler(served: Server) -> None:
+    """Every letter is in the prompt six times; the rule's letter leads by 8."""
+    body = {"prompt": string.ascii_lowercase * 6, "max_tokens": 1, "temperature": 0}
+    body |= {"repeat_last_n": 1000}
+    letter = ask(served, COMPLETIONS, body).json["choices"][0]["text"]
+    for penalties, same in (
+        ({"presence_penalty": 2.0}, True),
+        ({"frequency_penalty": 1.0}, True),
+        ({"frequency_penalty": 2.0}, False),
+        ({"frequency_penalty": 1.0, "presence_penalty": 2.0}, False),
+    ):
+        reply = ask(served, COMPLETIONS, body | penalties).json
+        assert (reply["choices"][0]["text"] == letter) == same
+    for name in ("presence_penalty", "frequency_penalty"):
+        reply = ask(served, COMPLETIONS, {"prompt": "a", name: 2.5})
+        assert (reply.status, reply.json["error"]["param"]) == (400, name)
