@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq.policies import POLICIES
 from kvq_apps.cli import main
 from serving import process
 from shelf import Shelf
@@ -81,6 +82,17 @@ def test_what_cannot_run_is_still_there() -> None:
     assert len(shown) > 25
     for start in CANNOT_RUN:
         assert any(one.text.startswith(start) for one in shown), start
+
+
+def test_the_table_of_policies_has_every_one() -> None:
+    section = (ROOT / "kvq/README.md").read_text().partition("\n## Policies\n")[2]
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == sorted(POLICIES)
+
+
+def test_links_lead_somewhere() -> None:
+    for path in READMES:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+            assert ":" in link or (path.parent / link).exists(), (path, link)
 
 
 @pytest.fixture
