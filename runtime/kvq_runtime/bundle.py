@@ -9,8 +9,6 @@ A manifest of this version may carry keys unknown here; they are kept in the fil
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,6 +19,7 @@ import numpy as np
 
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError, KvqError
+from kvq.files import replace_file
 from kvq.policies import Sensitivity
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
@@ -28,8 +27,10 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.gguf_file import GgufFile
 
 FORMAT = "kvq-bundle"
-# Since version 2 a bundle may hold a GGUF file alone; one with a graph still says 1.
-VERSION = 2
+# What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
+# versions have other weights and inputs.
+VERSION = 3
+GGUF_VERSION = 2
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -127,7 +128,7 @@ class Manifest:
         """The object written to `kvq.json`, its own checksum included."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION if self.weights is None else 1,
+            "version": GGUF_VERSION if self.weights is None else VERSION,
             "name": self.name,
             "model_type": self.config.model_type,
             "config": self.config.to_json(),
@@ -362,13 +363,8 @@ class HashMemory:
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".hashes-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump(self.rows, stream)
-                os.replace(name, self.path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            with replace_file(self.path) as stream:
+                stream.write(json.dumps(self.rows).encode())
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, *, bits: int, columns: int) -> np.ndarray:
@@ -414,13 +410,8 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{path} is damaged ({error}); export the model again") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
-    version = data.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
-            "upgrade kvq-runtime or export the model again"
-        )
-    if version not in (1, VERSION) or data.get("checksum") != checksum(data):
+    _check_version(folder, data)
+    if data.get("checksum") != checksum(data):
         raise BundleError(f"{path} was altered after the export; export the model again")
     try:
         manifest = Manifest.from_json(data)
@@ -430,6 +421,24 @@ def _read_manifest(folder: Path) -> Manifest:
     if missing:
         raise BundleError(f"{path} lists no {min(missing)}; export the model again")
     return manifest
+
+
+def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
+            "upgrade kvq-runtime or export the model again"
+        )
+    if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
+            "export the model again"
+        )
+    if version not in (GGUF_VERSION, VERSION):
+        raise BundleError(
+            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
+        )
 
 
 def _promised(manifest: Manifest) -> set[str]:

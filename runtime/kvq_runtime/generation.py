@@ -169,6 +169,12 @@ class Generation:
         self._stops = StopStrings(options.stop_strings)
 
     @property
+    def room(self) -> int:
+        """How many tokens it can still choose."""
+        limit = self._options.max_tokens
+        return self._room if limit is None else min(self._room, limit - self._new)
+
+    @property
     def begun(self) -> bool:
         """Whether a token that is not the prompt's was chosen."""
         return self._new > 0

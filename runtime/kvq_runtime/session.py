@@ -77,11 +77,6 @@ class Session(Generic[C]):
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
 
-    @property
-    def what_limits(self) -> str:
-        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
-        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
-
     def prefill(
         self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
@@ -153,7 +148,7 @@ class Session(Generic[C]):
         if self.sequence.room < 1:
             raise UsageError(
                 f"the context of {self.config.context_tokens} tokens is full; "
-                f"raise {self.what_limits} or roll the session back"
+                f"raise {self.config.what_limits} or roll the session back"
             )
         return Generation(
             self._vocabulary,
@@ -171,8 +166,8 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
-        due, draft = sequence.due(), self._draft()
-        first, held = len(due), len(sequence)
+        due, held = sequence.due(), len(sequence)
+        first, draft = len(due), self._draft(generation, len(due))
         with sequence.branch() as branch:
             passed = yield from branch.extend(
                 [*due, *draft.ids],
@@ -183,7 +178,7 @@ class Session(Generic[C]):
             taken = generation.take(passed.logits, draft, cancel=cancel)
             branch.commit([*range(first), *(first + place for place in taken.path)])
         sequence.append([taken.token])
-        if first or draft.ids:
+        if first:
             self._measure(held, first + len(taken.path), passed.seconds)
         chosen_s = watch.lap()
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
@@ -291,10 +286,13 @@ class Session(Generic[C]):
             progress(total - left, total)
         return True
 
-    def _draft(self) -> Draft:
-        """What the drafter guesses, as far as the context and the branch have room for it."""
-        room = min(self.sequence.room - 1, self.config.draft_tokens - self.pending_tokens)
-        if self.drafter is None or room < 1:
+    def _draft(self, generation: Generation, due: int) -> Draft:
+        """What the drafter guesses, as far as the answer and the branch have room for it.
+
+        Where nothing is due the next token needs no pass, and a draft would cost one.
+        """
+        room = min(generation.room - 1, self.config.draft_tokens - due)
+        if self.drafter is None or due == 0 or room < 1:
             return NO_DRAFT
         return self.drafter.propose(self.tokens, room)
 
@@ -320,7 +318,7 @@ class Session(Generic[C]):
             used = f", of which {held} are used" if held else ""
             raise UsageError(
                 f"the prompt has {count} tokens and the context holds {limit}{used}; shorten "
-                f"the prompt or raise {self.what_limits}"
+                f"the prompt or raise {self.config.what_limits}"
             )
 
     def _keep(self, num_tokens: int) -> None:

@@ -56,8 +56,16 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=3)),
-        "version 3, newer than the 2 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=4)),
+        "version 4, newer than the 3 this kvq reads; upgrade kvq-runtime",
+    ),
+    "older version": (
+        lambda f: rewrite(f, lambda d: d.update(version=1)),
+        "of version 1, whose graph this kvq no longer runs; export the model again",
+    ),
+    "older version with a GGUF file": (
+        lambda f: rewrite(f, lambda d: d.update(version=2)),
+        "of version 2, whose graph this kvq no longer runs; export the model again",
     ),
     "altered manifest": (
         lambda f: rewrite(f, lambda d: d["kv"].update(k_bits=8), seal=False),

@@ -68,6 +68,7 @@ class OnnxBackend(PagedBackend):
             "input_weights": rows.weights,
             "position_ids": rows.positions,
             "cache": np.array([rows.cache.handle], np.int64),
+            "sequence_rows": np.array([len(rows.ids)], np.int64),
             "logit_rows": rows.wanted,
         }
         if self._has_long_rope:
