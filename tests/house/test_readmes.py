@@ -32,7 +32,14 @@ ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
-PIPED = {"": b"Hello\n", 'echo "Hello"': b"Hello\n", "git diff": b"-old\n+new\n"}
+LICENSE = (ROOT / "LICENSE").read_bytes()
+PIPED = {
+    "": b"Hello\n",
+    'echo "Hello"': b"Hello\n",
+    'echo "What is a list?"': b"What is a list?\n",
+    "git diff": b"-old\n+new\n",
+    "cat LICENSE": LICENSE[:2000],
+}
 CANNOT_RUN = {
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
@@ -56,10 +63,13 @@ def place(path: Path, text: str, start: int) -> str:
 
 
 def blocks() -> Iterator[Example]:
+    """Each block, after the one before it where the text says that it goes on from there."""
     for path in READMES:
-        text = path.read_text()
+        text, before = path.read_text(), ""
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            yield Example(place(path, text, match.start()), match[1])
+            goes_on = text[: match.start()].rstrip().endswith("from the block above:")
+            before = f"{before}\n{match[1]}" if goes_on else match[1]
+            yield Example(place(path, text, match.start()), before)
 
 
 def commands() -> Iterator[Example]:
@@ -106,6 +116,7 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(made)
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
+    (tmp_path / "LICENSE").write_bytes(LICENSE[:6000])
     (tmp_path / "held_out").mkdir()
     shutil.copy(__file__, tmp_path / "held_out/program.py")
     monkeypatch.chdir(tmp_path)
