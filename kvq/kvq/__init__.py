@@ -1,7 +1,7 @@
 """kvq: a quantised KV cache in a hard byte budget, and the runtime around it.
 
 Names load on first use, so that `import kvq` costs nothing and pulls in neither torch nor
-ONNX Runtime.
+ONNX Runtime. `__init__.pyi` says the same to type checkers.
 """
 
 from importlib import import_module
@@ -9,29 +9,37 @@ from typing import Any
 
 _NAMES = {
     "AttentionParams": "kvq.config",
+    "BackendError": "kvq.errors",
     "Budget": "kvq.config",
+    "BudgetError": "kvq.errors",
+    "BundleError": "kvq.errors",
     "Cache": "kvq.cache",
+    "CacheError": "kvq.errors",
     "CacheShape": "kvq.config",
     "CacheSpec": "kvq.sizing",
-    "Engine": "kvq_runtime.engine",
+    "CheckpointError": "kvq.errors",
+    "DataError": "kvq.errors",
+    "Draft": "kvq_runtime.drafter",
+    "Drafter": "kvq_runtime.drafter",
+    "Engine": "kvq_apps.engine",
+    "Generation": "kvq_runtime.generation",
+    "GenerationOptions": "kvq_runtime.generation",
     "KvPlan": "kvq.config",
     "KvqError": "kvq.errors",
-    "Sampling": "kvq_runtime.sampling",
+    "ModelError": "kvq.errors",
+    "Sampling": "kvq_runtime.config",
+    "Sequence": "kvq_runtime.sequence",
     "Session": "kvq_runtime.session",
+    "SessionStats": "kvq_runtime.metrics",
+    "SnapshotError": "kvq.errors",
+    "Step": "kvq_runtime.generation",
+    "UnsupportedModelError": "kvq.errors",
+    "UsageError": "kvq.errors",
+    "Vocabulary": "kvq_runtime.generation",
+    "heal": "kvq_runtime.healing",
 }
 
-__all__ = [
-    "AttentionParams",
-    "Budget",
-    "Cache",
-    "CacheShape",
-    "CacheSpec",
-    "Engine",
-    "KvPlan",
-    "KvqError",
-    "Sampling",
-    "Session",
-]
+__all__ = sorted(_NAMES)  # noqa: PLE0605  the table above, in the same order
 __version__ = "0.1.0"
 
 

@@ -1,25 +1,37 @@
 """Loads a model once and opens sessions on it. Knows backends by name only."""
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self, overload
 
-from kvq.config import Budget, parse_budget
+from kvq.config import Budget, parse_budget, parse_kv
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends, device
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
-from kvq_runtime.generation import Vocabulary
+from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import is_gguf
+from kvq_runtime.healing import heal
 from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
+# Of an answer whose length nobody said.
+DEFAULT_MAX_TOKENS = 256
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 
 class Engine:
-    """One model's weights in memory, and the way to sessions on them."""
+    """One model's weights in memory, and the way to sessions on them.
+
+    `complete` and `chat` answer once; `session` opens a text that grows. Any thread may call
+    them, also several at once; `close` is for when none does.
+    """
 
     def __init__(
         self, files: ModelFiles, *, threads: int | None = None, backend: str = "auto"
@@ -31,11 +43,10 @@ class Engine:
         self.backend = backends.open_backend(backend, files, threads=self.threads)
         self._tokenizer = self.backend.tokenizer()
         self._longest_context = self.model.context_length
+        self._closed = False
 
     @classmethod
-    def open(
-        cls, path: Path | str, *, threads: int | None = None, backend: str = "auto"
-    ) -> "Engine":
+    def open(cls, path: Path | str, *, threads: int | None = None, backend: str = "auto") -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
         `threads` None: the physical cores this process may use. `backend` auto: the fastest that
@@ -58,9 +69,96 @@ class Engine:
             )
         return self._tokenizer
 
+    @overload
+    def complete(
+        self,
+        text: str,
+        max_tokens: int | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        session: Mapping[str, Any] = ...,
+        **generation: Any,
+    ) -> str: ...
+
+    @overload
+    def complete(
+        self,
+        text: str,
+        max_tokens: int | None = ...,
+        *,
+        stream: Literal[True],
+        session: Mapping[str, Any] = ...,
+        **generation: Any,
+    ) -> Iterator[Step]: ...
+
+    def complete(
+        self,
+        text: str,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        *,
+        stream: bool = False,
+        session: Mapping[str, Any] = _NOTHING,
+        **generation: Any,
+    ) -> str | Iterator[Step]:
+        """What follows `text`, as text or, with `stream`, as steps while they are made.
+
+        Runs in a session of its own that is closed at the end. `session` holds arguments of
+        `session`, such as {"kv_budget": "64MiB"}; what else is given goes to `Session.generate`,
+        such as `sampling`. The end of `text` is healed, see `healing.heal`. `max_tokens` None:
+        until the model ends the text or the context is full. Raises what `session`,
+        `Session.prefill` and `Session.generate` raise, a stream when its first step is asked for.
+        """
+        self._check_open()
+        ids, begin_with = heal(self.tokenizer, self.tokenizer.encode(text, start=True))
+        generation |= {"max_tokens": max_tokens, "begin_with": begin_with}
+        return self._answer(ids, session, generation, stream=stream)
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        session: Mapping[str, Any] = ...,
+        **generation: Any,
+    ) -> str: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = ...,
+        *,
+        stream: Literal[True],
+        session: Mapping[str, Any] = ...,
+        **generation: Any,
+    ) -> Iterator[Step]: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        *,
+        stream: bool = False,
+        session: Mapping[str, Any] = _NOTHING,
+        **generation: Any,
+    ) -> str | Iterator[Step]:
+        """The model's answer to `messages`, each {"role": ..., "content": ...}; else as `complete`.
+
+        A text stands for one message of the user. Raises `ModelError` for a model without a chat
+        template, or whose template refuses the messages.
+        """
+        self._check_open()
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        ids = self.tokenizer.chat(messages, add_generation_prompt=True)
+        return self._answer(ids, session, generation | {"max_tokens": max_tokens}, stream=stream)
+
     def session(
         self,
         *,
+        kv: str | None = None,
         kv_budget: Budget | str | int | None = None,
         k_bits: int | None = None,
         v_bits: int | None = None,
@@ -71,15 +169,18 @@ class Engine:
     ) -> Session:
         """A new, empty sequence. What is None comes from the model and its backend.
 
+        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
         `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what 8192 tokens (or a
         shorter context) need. Raises `UsageError`, `BackendError` for what the backend cannot
         do, and `BudgetError` for a budget too small, naming the smallest that works.
         """
+        self._check_open()
+        both = (None, None) if kv is None else parse_kv(kv)
         budget = Budget() if kv_budget is None else kv_budget
         request = SessionRequest(
             kv_budget=budget if isinstance(budget, Budget) else parse_budget(budget),
-            k_bits=k_bits,
-            v_bits=v_bits,
+            k_bits=both[0] if k_bits is None else k_bits,
+            v_bits=both[1] if v_bits is None else v_bits,
             context_tokens=context_tokens,
             policy=policy,
             chunk_tokens=chunk_tokens,
@@ -95,13 +196,43 @@ class Engine:
 
     def close(self) -> None:
         """Gives the weights' memory back; sessions of this engine end with it."""
+        self._closed = True
         self.backend.close()
 
-    def __enter__(self) -> "Engine":
+    def __repr__(self) -> str:
+        model, state = self.model, "closed, " if self._closed else ""
+        return (
+            f"<kvq.Engine {model.name!r}: {state}{self.backend.name}, threads={self.threads}, "
+            f"context_tokens={model.context_length}, kv={model.kv.k_bits}:{model.kv.v_bits}>"
+        )
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this engine is closed; open the model again")
+
+    def _answer(
+        self,
+        ids: Sequence[int],
+        session: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        *,
+        stream: bool,
+    ) -> str | Iterator[Step]:
+        steps = self._steps(ids, session, generation)
+        return steps if stream else "".join(step.text for step in steps)
+
+    def _steps(
+        self, ids: Sequence[int], session: Mapping[str, Any], generation: Mapping[str, Any]
+    ) -> Iterator[Step]:
+        with self.session(**session) as opened:
+            opened.prefill(ids)
+            yield from opened.generate(**generation)
 
     def _warn_beyond_training(self, context_tokens: int) -> None:
         """Warns once per length of a context longer than the model knows."""

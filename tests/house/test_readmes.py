@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq.policies import POLICIES
 from kvq_apps.cli import main
 from serving import process
 from shelf import Shelf
@@ -31,7 +32,14 @@ ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
-PIPED = {"": b"Hello\n", 'echo "Hello"': b"Hello\n", "git diff": b"-old\n+new\n"}
+LICENSE = (ROOT / "LICENSE").read_bytes()
+PIPED = {
+    "": b"Hello\n",
+    'echo "Hello"': b"Hello\n",
+    'echo "What is a list?"': b"What is a list?\n",
+    "git diff": b"-old\n+new\n",
+    "cat LICENSE": LICENSE[:2000],
+}
 CANNOT_RUN = {
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
@@ -55,10 +63,13 @@ def place(path: Path, text: str, start: int) -> str:
 
 
 def blocks() -> Iterator[Example]:
+    """Each block, after the one before it where the text says that it goes on from there."""
     for path in READMES:
-        text = path.read_text()
+        text, before = path.read_text(), ""
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            yield Example(place(path, text, match.start()), match[1])
+            goes_on = text[: match.start()].rstrip().endswith("from the block above:")
+            before = f"{before}\n{match[1]}" if goes_on else match[1]
+            yield Example(place(path, text, match.start()), before)
 
 
 def commands() -> Iterator[Example]:
@@ -83,6 +94,17 @@ def test_what_cannot_run_is_still_there() -> None:
         assert any(one.text.startswith(start) for one in shown), start
 
 
+def test_the_table_of_policies_has_every_one() -> None:
+    section = (ROOT / "kvq/README.md").read_text().partition("\n## Policies\n")[2]
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == sorted(POLICIES)
+
+
+def test_links_lead_somewhere() -> None:
+    for path in READMES:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+            assert ":" in link or (path.parent / link).exists(), (path, link)
+
+
 @pytest.fixture
 def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder the reader stands in, with all that the READMEs name; no model named is tiny."""
@@ -94,6 +116,7 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(made)
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
+    (tmp_path / "LICENSE").write_bytes(LICENSE[:6000])
     (tmp_path / "held_out").mkdir()
     shutil.copy(__file__, tmp_path / "held_out/program.py")
     monkeypatch.chdir(tmp_path)

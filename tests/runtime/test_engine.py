@@ -16,6 +16,8 @@ from kvq_export.export import export_model
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from kvq_runtime.healing import heal
+from kvq_runtime.session import Session
 from logits import generated, prompt
 from shelf import Shelf
 from tiny import make_checkpoint
@@ -246,3 +248,57 @@ def test_a_missing_library_is_a_reason_not_a_crash(
     assert [record.message for record in caplog.records] == [
         "using the slow reference backend: it was not built"
     ]
+
+
+def test_completing_a_text_heals_it_as_a_session_would(engine: Engine) -> None:
+    text = "the cache holds pag"
+    ids, begin_with = heal(engine.tokenizer, engine.tokenizer.encode(text, start=True))
+    assert begin_with
+    with engine.session() as session:
+        session.prefill(ids)
+        steps = list(session.generate(12, sampling=GREEDY, begin_with=begin_with))
+    assert engine.complete(text, max_tokens=12, sampling=GREEDY) == "".join(
+        step.text for step in steps
+    )
+    assert list(engine.complete(text, 12, stream=True, sampling=GREEDY)) == steps
+
+
+def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    with engine.session(seed=4) as session:
+        session.prefill(engine.tokenizer.chat(messages))
+        steps = list(session.generate(10))
+    options = {"seed": 4}
+    assert list(engine.chat(messages, 10, stream=True, session=options)) == steps
+    assert engine.chat("hello", 10, session=options) == "".join(step.text for step in steps)
+
+
+def test_what_an_answer_asks_of_its_session_reaches_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Session] = []
+    real = Engine.session
+    monkeypatch.setattr(
+        Engine, "session", lambda *a, **options: opened.append(real(*a, **options)) or opened[-1]
+    )
+    engine.complete("the", 2, session={"kv": "8:2", "v_bits": 4, "kv_budget": "1MiB"})
+    (session,) = opened
+    assert (session.config.plan.k_bits, session.config.plan.v_bits) == (8, 4)
+    assert session.config.budget_bytes == 1 << 20
+    with pytest.raises(UsageError, match="this session is closed"):
+        session.prefill([5])
+    with pytest.raises(TypeError, match="kv_budgt"):
+        engine.complete("the", session={"kv_budgt": "1MiB"})
+    with pytest.raises(UsageError, match=r"--kv '4/2' is not possible: write K:V widths"):
+        engine.session(kv="4/2")
+
+
+def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
+    engine = Engine.open(folder, backend="reference", threads=2)
+    shown = "'bundle': reference, threads=2, context_tokens=512, kv=4:2>"
+    assert repr(engine) == f"<kvq.Engine {shown}"
+    engine.close()
+    assert repr(engine) == f"<kvq.Engine {shown.replace(' ', ' closed, ', 1)}"
+    for use in (engine.session, lambda: engine.complete("a"), lambda: engine.chat("a")):
+        with pytest.raises(UsageError, match="this engine is closed; open the model again"):
+            use()

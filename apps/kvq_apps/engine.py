@@ -1,0 +1,29 @@
+"""The engine of `import kvq`: one that takes every name of a model the command line takes.
+
+It lives up here because a name may mean a checkpoint, which is exported first, and the runtime
+knows no exporter: it opens what an export left.
+"""
+
+from pathlib import Path
+from typing import Self
+
+from kvq_apps.model_path import resolve_model
+from kvq_runtime import engine
+
+
+class Engine(engine.Engine):
+    """One model's weights in memory, and the way to sessions on them."""
+
+    @classmethod
+    def open(
+        cls, path: Path | str | None = None, *, threads: int | None = None, backend: str = "auto"
+    ) -> Self:
+        """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
+
+        Without one it is `default`, the embedded model; `nano` is a smaller one. A checkpoint is
+        exported into the user's cache folder the first time, with a note on stderr; the hub is
+        asked for an id that is not there yet. `threads` and `backend` as in the base class.
+        Raises `ModelError`, `BundleError`, `BackendError` or `UsageError`.
+        """
+        found = resolve_model(None if path is None else str(path))
+        return super().open(found, threads=threads, backend=backend)

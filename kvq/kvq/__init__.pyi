@@ -1,0 +1,31 @@
+from kvq.cache import Cache as Cache
+from kvq.config import AttentionParams as AttentionParams
+from kvq.config import Budget as Budget
+from kvq.config import CacheShape as CacheShape
+from kvq.config import KvPlan as KvPlan
+from kvq.errors import BackendError as BackendError
+from kvq.errors import BudgetError as BudgetError
+from kvq.errors import BundleError as BundleError
+from kvq.errors import CacheError as CacheError
+from kvq.errors import CheckpointError as CheckpointError
+from kvq.errors import DataError as DataError
+from kvq.errors import KvqError as KvqError
+from kvq.errors import ModelError as ModelError
+from kvq.errors import SnapshotError as SnapshotError
+from kvq.errors import UnsupportedModelError as UnsupportedModelError
+from kvq.errors import UsageError as UsageError
+from kvq.sizing import CacheSpec as CacheSpec
+from kvq_apps.engine import Engine as Engine
+from kvq_runtime.config import Sampling as Sampling
+from kvq_runtime.drafter import Draft as Draft
+from kvq_runtime.drafter import Drafter as Drafter
+from kvq_runtime.generation import Generation as Generation
+from kvq_runtime.generation import GenerationOptions as GenerationOptions
+from kvq_runtime.generation import Step as Step
+from kvq_runtime.generation import Vocabulary as Vocabulary
+from kvq_runtime.healing import heal as heal
+from kvq_runtime.metrics import SessionStats as SessionStats
+from kvq_runtime.sequence import Sequence as Sequence
+from kvq_runtime.session import Session as Session
+
+__version__: str
