@@ -214,7 +214,7 @@ class Sequence(Generic[C]):
         self.adopt(state.tokens.tolist(), state.logits)
 
     def adopt(self, tokens: list[int], logits: Logits | None) -> None:
-        """Takes `tokens`, of which its cache holds the first, and the logits of the last one held."""
+        """Takes `tokens`, of which its cache holds the first, and the last held one's logits."""
         self._tokens = tokens
         self._logits = None if logits is None else logits.copy()
 
