@@ -29,7 +29,6 @@ import caches
 import tiny
 from kvq.cache import Cache
 from kvq.config import KvPlan
-from kvq_apps.evaluation.text import kl_divergence
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.reference import forward
@@ -38,6 +37,7 @@ from kvq_runtime.backends import Pass, Rows, missing
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from logits import divergence, log_softmax
 
 logger = logging.getLogger(__name__)
 
@@ -271,16 +271,6 @@ def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
     largest, root_mean_square = ROUNDED_TOLERANCE
     np.testing.assert_allclose(found, rounded, rtol=0, atol=largest)
     assert np.sqrt(np.square(found - rounded).mean()) < root_mean_square
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
-
-
-def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence in nats of logits `found` from `wanted`."""
-    return float(kl_divergence(log_softmax(wanted), log_softmax(found)).mean())
 
 
 # With float activations: what is left is the float16 of keys and values

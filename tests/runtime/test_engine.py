@@ -16,7 +16,7 @@ from kvq_export.export import export_model
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session
+from logits import generated, prompt
 from shelf import Shelf
 from tiny import make_checkpoint
 
@@ -42,15 +42,6 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         pytest.skip(reason)
     with Engine.open(folder, backend=request.param, threads=2) as engine:
         yield engine
-
-
-def prompt(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(6, 300, count).tolist()
-
-
-def generated(session: Session, count: int) -> list[int]:
-    steps = session.generate(count, sampling=GREEDY, stop_ids=[])
-    return [step.token for step in steps]
 
 
 def test_every_row_of_the_table_is_preferred_somewhere() -> None:

@@ -43,7 +43,8 @@ from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
-from kvq_runtime.session import Session
+from logits import generated, prompt
+from pairs import relative_rms
 from tiny import COMMON, CONTROL_TOKENS, byte_level_tokenizer, make_llama_checkpoint
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -94,21 +95,9 @@ def windowed(make: Make) -> Iterator[Engine]:
         yield engine
 
 
-def prompt(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(6, 300, count).tolist()
-
-
-def generated(session: Session, count: int) -> list[int]:
-    return [step.token for step in session.generate(count, sampling=GREEDY, stop_ids=[])]
-
-
 def all_logits(engine: Engine, ids: list[int], **options: Any) -> np.ndarray:
     with engine.session(**options) as session:
         return np.concatenate(list(session.logits(ids)))
-
-
-def relative_rms(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
 # It computes the model

@@ -406,7 +406,7 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
     def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvq_runtime.snapshot.os.fsync", full)
+    monkeypatch.setattr("kvq.files.os.fsync", full)
     session = open_session()
     session.prefill([7])
     with pytest.raises(SnapshotError, match="No space left on device"):

@@ -3,7 +3,7 @@
 Knows how to fill a cache without weights; measures nothing.
 """
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -26,7 +26,7 @@ class KvqEngine:
 
     name = "kvq"
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
@@ -39,7 +39,6 @@ class KvqEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        """See `Engine.sequence`."""
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
@@ -49,11 +48,10 @@ class KvqEngine:
         return KvqSequence(self._backend, cache, self._bundle.config)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
+        """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
         return self._spec(setting, tokens).budget_bytes
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._backend.close()
 
     def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
@@ -94,7 +92,7 @@ class KvqSequence:
         self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`; a long input goes through in chunks, as in a session."""
+        """See `BenchSequence.forward`; a long input goes through in chunks, as in a session."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -109,11 +107,10 @@ class KvqSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`; trimming would not reopen the pages closed since."""
+        """See `BenchSequence.rollback`; trimming would not reopen the pages closed since."""
         self._cache.load_state(self._beginning)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`."""
         qkv = self._layers.random_rows(rows)
         positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
         self._cache.begin(rows)
@@ -123,7 +120,6 @@ class KvqSequence:
         return True
 
     def close(self) -> None:
-        """See `Sequence.close`."""
         self._cache.close()
         self._beginning = b""
 

@@ -5,8 +5,7 @@ Flash attention is on and weights are repacked, llama.cpp's fast paths. Knows no
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -42,7 +41,7 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
 
-    def __init__(self, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, files: ModelFiles, *, threads: int, settings: Sequence[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
             same = _same_weights(cast(Bundle, files))
@@ -62,7 +61,6 @@ class LlamaCppEngine:
         return llama_library.missing()
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
-        """See `Engine.sequence`."""
         plan = self._plans[setting.kv]
         request = SessionRequest(
             k_bits=plan.k_bits,
@@ -74,11 +72,9 @@ class LlamaCppEngine:
         return LlamaCppSequence(self._backend, cache, plan, depth)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`."""
         return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._backend.close()
 
 
@@ -98,7 +94,6 @@ class LlamaCppSequence:
         self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -107,15 +102,13 @@ class LlamaCppSequence:
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`."""
         self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`; its attention is inside the graph."""
+        """See `BenchSequence.attend`; its attention is inside the graph."""
         return False
 
     def close(self) -> None:
-        """See `Sequence.close`."""
         self._cache.close()
 
     def _fill(self, plan: KvPlan) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvq_apps import configuration, options
+from kvq_apps import configuration, flags, options
 from kvq_apps.cli import _parse, main
 from kvq_apps.serve import instances
 from kvq_runtime import device
@@ -187,7 +187,7 @@ def test_a_checkout_does_not_say_who_may_listen(
     name = configuration.FLAG_OF[row]
     text = f'[{section}]\n{key} = "http://example.org"\n'
     project_file.write_text(text)
-    assert getattr(parsed(command=section), options.field(name)) is None
+    assert getattr(parsed(command=section), flags.field(name)) is None
     assert warnings(capsys) == [
         f"warning: {project_file}:2: {row} counts in {user_file} only, because a project's file "
         "comes from others; this line is not used"
@@ -195,8 +195,8 @@ def test_a_checkout_does_not_say_who_may_listen(
     user_file.write_text(text)
     project_file.unlink()
     value = "http://example.org"
-    wanted = [value] if options.FLAGS[name].repeats else value
-    assert getattr(parsed(command=section), options.field(name)) == wanted
+    wanted = [value] if flags.FLAGS[name].repeats else value
+    assert getattr(parsed(command=section), flags.field(name)) == wanted
 
 
 def test_a_model_beside_the_file(project_file: Path) -> None:
@@ -212,8 +212,8 @@ def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> N
     sample |= {"model.top-p": 1, "kv.kbits": 4, "kv.vbits": 4, "model.min-p": 0.1}
     rows: list[str] = []
     for row, name in configuration.FLAG_OF.items():
-        flag = options.FLAGS[name]
-        usual = True if flag.switch else flag.choices[0] if flag.choices else 2
+        flag = flags.FLAGS[name]
+        usual = True if flag.switch else next(iter(flag.choices)) if flag.choices else 2
         rows.append(f"{row} = {json.dumps(sample.get(row, usual))}")
     user_file.write_text("\n".join(rows))
     settings = configuration.load()[-1]
