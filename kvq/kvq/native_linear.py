@@ -27,7 +27,7 @@ class _Linear(ctypes.Structure):
         ("matrix", _Matrix),
         ("panels", POINTER(c_uint8)),
         *((name, POINTER(c_float)) for name in ("x", "norm", "bias", "residual", "out")),
-        *((name, c_int32) for name in ("tokens", "activation", "view", "exact_panels")),
+        *((name, c_int32) for name in ("tokens", "activation", "view", "exact_panels", "first_row")),
         ("norm_eps", c_float),
     )
 
@@ -56,19 +56,21 @@ def linear(
     residual: Float | None = None,
     view: View = "full",
     exact_panels: int = 0,
+    first_row: int = 0,
 ) -> Float:
     """`residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
 
     The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
     `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_panels` as in
-    `reference_linear.linear_in_two_passes`, 0 for all. Raises `BackendError`.
+    `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
+    taken for zeros. Raises `BackendError`.
     """
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
     call = _Linear(
         _matrix(form), _bytes(panels), _floats(x), _floats(norm), _floats(bias),
         _floats(residual), _floats(out), len(x), ACTIVATIONS.index(activation),
-        VIEWS.index(view), exact_panels, norm_eps,
+        VIEWS.index(view), exact_panels, first_row, norm_eps,
     )  # fmt: skip
     _check(native.library().kvq_linear_run(ctypes.byref(call)))
     return out

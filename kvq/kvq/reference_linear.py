@@ -1,22 +1,23 @@
-"""What `kvq::Linear` and `kvq::Embed` mean: the bytes of a weight matrix, and the arithmetic over them.
+"""What `kvq::Linear` and `kvq::Embed` mean: the bytes of weights, and the arithmetic over them.
 
-Owns the layout of weights and the definition native kernels are proved against. Knows no model and no
-file; how codes and scales are chosen is the exporter's business.
+Owns the layout of a stored matrix and the definition native kernels are proved against. Knows no
+model and no file; how codes and scales are chosen is the exporter's business.
 
-**Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block keeps
-unsigned codes and one float16 scale: `weight = scale * SCALE_UNIT * (code - 2**(bits - 1))`. Sixteen
-rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
+**Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block
+keeps unsigned codes and one float16 scale: `weight = scale * SCALE_UNIT * (code - 2**(bits - 1))`.
+Sixteen rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
 
     plane   [blocks][block / 8][16 rows][4]   the codes, or of 8-bit codes the upper nibbles
     scales  [blocks][16 rows] float16         padded to 64 bytes
     low     as plane                          8 bits only: the lower nibbles
 
-Byte c of row r in group j of eight columns holds column 8j + c in its low nibble and 8j + 4 + c in its
-high one. At 8 bits plane and scales alone are a matrix of 4 bits (the view `hi`): a code is then taken
-for the middle of the sixteen it may be, `16 * hi + 7.5`.
+Byte c of row r in group j of eight columns holds column 8j + c in its low nibble, 8j + 4 + c in its
+high one. At 8 bits plane and scales alone are a matrix of 4 bits (the view `hi`): a code is then
+taken for the middle of the sixteen it may be, `16 * hi + 7.5`.
 
 **Activations** are rounded to int8 block by block: `scale = max|x| / 127`, `level = rint(x * (127 /
-max|x|))`, ties to even. A block below 1e-30 counts as zeros; one that is not finite makes its row NaN.
+max|x|))`, ties to even. A block below 1e-30 counts as zeros; one that is not finite makes its row
+NaN.
 
 **Products.** Within a block they are exact integers; blocks are added in order, each by one fused
 multiply-add in float32: `total = fma(dot, weight_scale * (SCALE_UNIT * activation_scale), total)`.
@@ -114,9 +115,15 @@ def unpack(form: PanelFormat, panels: Bytes) -> tuple[Bytes, NDArray[np.float16]
 def restore(form: PanelFormat, panels: Bytes) -> Float:
     """The weights of P panels, float32 [P * 16, columns], rows of padding included."""
     codes, scales = unpack(form, panels)
-    levels = codes.astype(np.float32) - np.float32(1 << (form.bits - 1))
-    unit = np.repeat(scales.astype(np.float32) * SCALE_UNIT, form.block, axis=1)
-    return (levels * unit)[:, : form.columns]
+    return dequantize(codes, scales.astype(np.float32) * SCALE_UNIT, form.bits)[:, : form.columns]
+
+
+def dequantize(codes: Bytes, scales: Float, bits: int) -> Float:
+    """`scale * (code - 2**(bits - 1))`: codes uint8 [N, K], scales float32 [N, blocks] -> [N, K]."""
+    values = codes.astype(np.float32).reshape(*scales.shape, -1)
+    values -= np.float32(1 << (bits - 1))
+    values *= scales[..., None]
+    return values.reshape(codes.shape)
 
 
 def round_rows(x: Float, block: int) -> tuple[NDArray[np.int8], Float]:
@@ -180,8 +187,10 @@ def _signed(form: PanelFormat, codes: Bytes, view: View) -> tuple[NDArray[np.int
 
 def _plane(form: PanelFormat, nibbles: Bytes) -> Bytes:
     """Nibbles [P * 16, blocks * block] -> bytes [P, plane_bytes]."""
-    split = nibbles.reshape(form.panels, PANEL_ROWS, -1, 2, 4).transpose(0, 2, 1, 4, 3)
-    return (split[..., 0] | split[..., 1] << 4).reshape(form.panels, -1)
+    quads = np.ascontiguousarray(nibbles).view(np.uint32).reshape(form.panels, PANEL_ROWS, -1, 2)
+    grouped = quads.swapaxes(1, 2)
+    plane = grouped[..., 0] | grouped[..., 1] << np.uint32(4)
+    return plane.reshape(form.panels, -1).view(np.uint8)
 
 
 def _nibbles(form: PanelFormat, plane: Bytes) -> Bytes:

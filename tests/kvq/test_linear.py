@@ -205,6 +205,20 @@ def test_bytes_read_are_those_a_view_needs() -> None:
     assert read(1) == read(16) == form.panels * form.panel_bytes
     assert read(1, view="hi") == half
     assert read(1, exact_panels=20) == half + 20 * form.panel_bytes
+    assert read(3, first_row=2000) == 0
+    assert read(3, first_row=1990) == form.panel_bytes
+
+
+@needs_native
+def test_rows_left_out_are_zeros() -> None:
+    form = PanelFormat(rows=50, columns=200, bits=8, block=64)
+    *_, panels = matrix(form)
+    x, residual = activations(9, 200), activations(9, 50)
+    full = linear(form, panels, x, residual=residual)
+    for first in (1, 16, 21, 48, 50):
+        found = linear(form, panels, x, residual=residual, first_row=first)
+        np.testing.assert_array_equal(found[:, :first], residual[:, :first])
+        np.testing.assert_array_equal(found[:, first:], full[:, first:])
 
 
 @needs_native

@@ -54,7 +54,9 @@ template <class Work> void dispatch(const Dispatch& pool, size_t count, Work wor
 class Product {
 public:
     Product(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
-        : call_(call), pool_(pool), layout_(call.matrix), table_(chosen()), scratch_(scratch) {
+        : call_(call), pool_(pool), layout_(call.matrix), table_(chosen()), scratch_(scratch),
+          first_panel_(call.first_row == call.matrix.rows ? layout_.panels
+                                                          : call.first_row / kPanelRows) {
         const size_t tokens = call.tokens;
         rounded_ = {grown(scratch.levels, tokens * layout_.padded_columns()),
                     grown(scratch.scales, tokens * layout_.blocks),
@@ -62,6 +64,8 @@ public:
     }
 
     void run() {
+        skip_rows();
+        if (first_panel_ == layout_.panels) return;
         prepare();
         const bool two_passes = call_.exact_panels && call_.exact_panels < layout_.panels &&
                                 layout_.bits == 8 && call_.view == KVQ_FULL;
@@ -72,6 +76,19 @@ public:
     }
 
 private:
+    // The results of rows whose weights are not read.
+    void skip_rows() {
+        for (int t = 0; t < call_.tokens && call_.first_row; t++)
+            for (int row = 0; row < call_.first_row; row++) put(t, row, 0.0f);
+    }
+
+    float put(int t, int row, float y) {
+        const size_t at = size_t(t) * call_.matrix.rows + row;
+        if (call_.bias) y += call_.bias[row];
+        if (call_.residual) y += call_.residual[at];
+        return call_.out[at] = y;
+    }
+
     // Norm or activation, then rounding, of every row.
     void prepare() {
         const int columns = call_.matrix.columns;
@@ -104,19 +121,20 @@ private:
     }
 
     void multiply_all(int view, float* tops) {
-        const size_t bytes = view_bytes(view), all = bytes * layout_.panels;
+        const int begin = first_panel_, left = layout_.panels - begin;
+        const size_t bytes = view_bytes(view), all = bytes * left;
         const size_t unit_bytes = std::clamp(all / kUnits, kUnitBytesLow, kUnitBytesHigh);
         const int panels = std::max<int>(1, int(unit_bytes / bytes));
         const int fit = int(kRowBlockBytes / layout_.padded_columns());
         const int rows = std::max(fit / kRowBlock * kRowBlock, kRowBlock);
-        const size_t columns = (layout_.panels + panels - 1) / panels;
+        const size_t columns = (left + panels - 1) / panels;
         const size_t blocks = (call_.tokens + rows - 1) / rows;
         dispatch(pool_, blocks * columns, [=](size_t unit) {
-            const int first = int(unit / columns) * rows, begin = int(unit % columns) * panels;
-            const int end = std::min(begin + panels, layout_.panels);
+            const int first = int(unit / columns) * rows, from = begin + int(unit % columns) * panels;
+            const int to = std::min(from + panels, layout_.panels);
             const int count = std::min(rows, call_.tokens - first);
-            for (int p = begin; p < end; p++) multiply(view, p, first, count, tops);
-            g_bytes_read.fetch_add(int64_t(bytes * (end - begin)), std::memory_order_relaxed);
+            for (int p = from; p < to; p++) multiply(view, p, first, count, tops);
+            g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
         });
     }
 
@@ -137,14 +155,12 @@ private:
 
     // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside.
     float finish(const float* sums, int t, int panel) {
-        const size_t row = size_t(panel) * kPanelRows, at = size_t(t) * call_.matrix.rows + row;
-        const int count = std::min<int>(kPanelRows, call_.matrix.rows - int(row));
+        const int row = panel * kPanelRows;
+        const int begin = std::max(0, call_.first_row - row);
+        const int end = std::min(kPanelRows, call_.matrix.rows - row);
         float top = -std::numeric_limits<float>::infinity();
-        for (int i = 0; i < count; i++) {
-            float y = sums[i];
-            if (call_.bias) y += call_.bias[row + i];
-            if (call_.residual) y += call_.residual[at + i];
-            call_.out[at + i] = y;
+        for (int i = begin; i < end; i++) {
+            const float y = put(t, row + i, sums[i]);
             top = y > top ? y : top;
         }
         return top;
@@ -189,6 +205,7 @@ private:
     const PanelLayout layout_;
     const LinearKernels& table_;
     Scratch& scratch_;
+    const int first_panel_;
     RoundedRows rounded_{};
 };
 
@@ -200,10 +217,11 @@ bool sensible(const kvq_matrix& m) {
 }  // namespace
 
 int run_linear(const kvq_linear& call, const Dispatch& pool) {
-    const bool added = call.bias || call.residual;
+    const bool added = call.bias || call.residual || call.first_row;
     if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
-        (call.activation && call.norm) || call.exact_panels < 0 || (call.exact_panels && added))
+        (call.activation && call.norm) || call.first_row < 0 ||
+        call.first_row > call.matrix.rows || call.exact_panels < 0 || (call.exact_panels && added))
         return KVQ_BAD_ARGUMENT;
     if (call.tokens == 0) return KVQ_OK;
     static thread_local Scratch scratch;

@@ -8,6 +8,9 @@ using kvq::kPanelRows;
 using kvq::PanelLayout;
 using kvq::RoundedRows;
 
+// Rows' sums stay in registers only where no loop over them is left.
+#define KVQ_UNROLL _Pragma("GCC unroll 16")
+
 constexpr int kLanes = 16;
 constexpr int kPrefetchBytes = 2048;
 constexpr int kFlushGroups = 4;  // Dots takes four groups of columns between flushes
@@ -105,12 +108,12 @@ enum Reading { kFourBits, kUpperNibbles, kBothNibbles };
 template <int R>
 inline void add_block(const uint8_t* plane, int block, const int8_t* x, size_t stride, Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
-        for (int g = j; g < j + kFlushGroups; g++) {
+        KVQ_UNROLL for (int g = j; g < j + kFlushGroups; g++) {
             const CodePair codes = load_codes(plane + 64 * g);
             prefetch(plane + 64 * g + kPrefetchBytes);
-            for (int m = 0; m < R; m++) dots[m].add(codes, x + m * stride + kPanelGroup * g);
+            KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes, x + m * stride + kPanelGroup * g);
         }
-        for (int m = 0; m < R; m++) dots[m].flush();
+        KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
     }
 }
 
@@ -128,7 +131,7 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     const uint8_t* scales = panel + layout.plane_bytes;
     const uint8_t* low = scales + layout.scale_bytes;
     Floats total[R];
-    for (int m = 0; m < R; m++) total[m] = set1(0.0f);
+    KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (int b = 0; b < layout.blocks; b++) {
         Dots upper[R], lower[Read == kBothNibbles ? R : 1];
         const int8_t* levels = x.levels + first * stride + size_t(b) * block;
@@ -136,14 +139,14 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
         if constexpr (Read == kBothNibbles)
             add_block<R>(low + size_t(b) * block_bytes, block, levels, stride, lower);
         const Floats scale = load_half(scales + size_t(b) * 2 * kPanelRows);
-        for (int m = 0; m < R; m++) {
+        KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
             const Ints dot = whole<Read>(upper[m], lower[Read == kBothNibbles ? m : 0], x.sums[at]);
             const float unit = Read == kUpperNibbles ? 0.5f * x.scales[at] : x.scales[at];
             total[m] = fma(to_float(dot), scale * set1(unit), total[m]);
         }
     }
-    for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
+    KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
 }
 
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
