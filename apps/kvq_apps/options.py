@@ -230,6 +230,10 @@ FLAGS: dict[str, Flag] = {
     "embedding-bits": Flag(
         metavar="BITS", read=whole, help="bits of the embedding: 8 or 4 (default: 8)"
     ),
+    "linear": Flag(
+        choices=("kvq", "ort"),
+        help="op that multiplies weights (default: kvq; ort: ONNX Runtime's, to compare)",
+    ),
     "force": Flag(switch=True, help="replace a bundle that is already there"),
     "no-quality": Flag(switch=True, help="skip the comparison with the unquantised checkpoint"),
     "no-calibrate": Flag(switch=True, help="skip measuring what errors cost in each layer"),

@@ -151,7 +151,7 @@ class _Builder:
         return out
 
     def _branch(self, path: str, x: ir.Value, weight: str, hidden: ir.Value) -> ir.Value:
-        """hidden + the last product of a branch, with the norm between that some models have."""
+        """Hidden + the last product of a branch, with the norm between that some models have."""
         gated = weight.endswith(".down")
         if not self.config.sandwich_norms:
             return self._linear(path, x, weight, gated=gated, residual=hidden)
@@ -171,7 +171,7 @@ class _Builder:
         gated: bool = False,
         residual: ir.Value | None = None,
     ) -> ir.Value:
-        """residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
+        """Residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
         if self.layout.format.linear == "kvq":
             return self._own_linear(path, x, weight, norm=norm, gated=gated, residual=residual)
         if norm:

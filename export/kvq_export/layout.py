@@ -45,7 +45,6 @@ class Layout:
     over the bytes of the embedding.
     """
 
-
     format: WeightFormat
     tensors: Mapping[str, StoredTensor]
     matrices: Mapping[str, PanelFormat]

@@ -100,4 +100,3 @@ def _round(
     square = np.einsum("bn,bn->n", levels, levels)
     scale = np.divide(cross, square, out=np.zeros_like(cross), where=square > 0)
     return scale, cross * scale
-

@@ -131,7 +131,7 @@ typedef struct {
     float *out;             /* [tokens, rows] */
     int32_t tokens, activation, view;
     int32_t exact_panels;   /* 0: all; else the view KVQ_HI, exact in each token's best panels */
-    int32_t first_row;      /* weights of rows before it are taken for zeros and not read */
+    int32_t first_row;      /* rows before it are left out: residual or 0, nothing read */
     float norm_eps;
 } kvq_linear;
 KVQ_EXPORT int kvq_linear_run(const kvq_linear *call);

@@ -27,7 +27,10 @@ class _Linear(ctypes.Structure):
         ("matrix", _Matrix),
         ("panels", POINTER(c_uint8)),
         *((name, POINTER(c_float)) for name in ("x", "norm", "bias", "residual", "out")),
-        *((name, c_int32) for name in ("tokens", "activation", "view", "exact_panels", "first_row")),
+        *(
+            (name, c_int32)
+            for name in ("tokens", "activation", "view", "exact_panels", "first_row")
+        ),
         ("norm_eps", c_float),
     )
 
@@ -63,7 +66,7 @@ def linear(
     The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
     `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_panels` as in
     `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
-    taken for zeros. Raises `BackendError`.
+    not read, their results are the residual or 0. Raises `BackendError`.
     """
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)

@@ -119,7 +119,7 @@ def restore(form: PanelFormat, panels: Bytes) -> Float:
 
 
 def dequantize(codes: Bytes, scales: Float, bits: int) -> Float:
-    """`scale * (code - 2**(bits - 1))`: codes uint8 [N, K], scales float32 [N, blocks] -> [N, K]."""
+    """Codes uint8 [N, K], scales float32 [N, blocks] -> `scale * (code - 2**(bits - 1))` [N, K]."""
     values = codes.astype(np.float32).reshape(*scales.shape, -1)
     values -= np.float32(1 << (bits - 1))
     values *= scales[..., None]

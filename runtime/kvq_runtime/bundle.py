@@ -445,6 +445,20 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{path} is damaged ({error}); export the model again") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
+    _check_version(folder, data)
+    if data.get("checksum") != checksum(data):
+        raise BundleError(f"{path} was altered after the export; export the model again")
+    try:
+        manifest = Manifest.from_json(data)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
+        raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
+    missing = _promised(manifest) - set(manifest.files)
+    if missing:
+        raise BundleError(f"{path} lists no {min(missing)}; export the model again")
+    return manifest
+
+
+def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
         raise BundleError(
@@ -456,16 +470,10 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
             "export the model again"
         )
-    if version not in (GGUF_VERSION, VERSION) or data.get("checksum") != checksum(data):
-        raise BundleError(f"{path} was altered after the export; export the model again")
-    try:
-        manifest = Manifest.from_json(data)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
-        raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
-    missing = _promised(manifest) - set(manifest.files)
-    if missing:
-        raise BundleError(f"{path} lists no {min(missing)}; export the model again")
-    return manifest
+    if version not in (GGUF_VERSION, VERSION):
+        raise BundleError(
+            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
+        )
 
 
 def _promised(manifest: Manifest) -> set[str]:
@@ -496,4 +504,3 @@ def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | No
         ) from None
     except OSError as error:
         raise BundleError(f"{file} cannot be read: {error.strerror}") from error
-

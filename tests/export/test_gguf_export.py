@@ -731,8 +731,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert (bundle.has_onnx, bundle.has_gguf) == (kind != "gguf", kind != "onnx")
     assert (manifest.weights is None) == (kind == "gguf")
     written = json.loads((bundle.path / MANIFEST_FILE).read_text())
-    # A version before GGUF files came reads what has a graph, and refuses the other by its version.
-    assert written["version"] == (2 if kind == "gguf" else 1)
+    assert written["version"] == (2 if kind == "gguf" else 3)
     quality = written["quality"]
     assert set(quality) - {"text", "tokens"} == {
         *(["weights", "weights_and_kv"] if bundle.has_onnx else []),

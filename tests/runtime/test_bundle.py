@@ -13,7 +13,7 @@ from kvq.errors import BundleError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime import bundle as bundle_module
-from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum, dequantize
+from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
 from tiny import make_llama_checkpoint
 
 
@@ -65,8 +65,16 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=3)),
-        "version 3, newer than the 2 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=4)),
+        "version 4, newer than the 3 this kvq reads; upgrade kvq-runtime",
+    ),
+    "older version": (
+        lambda f: rewrite(f, lambda d: d.update(version=1)),
+        "of version 1, whose graph this kvq no longer runs; export the model again",
+    ),
+    "older version with a GGUF file": (
+        lambda f: rewrite(f, lambda d: d.update(version=2)),
+        "of version 2, whose graph this kvq no longer runs; export the model again",
     ),
     "altered manifest": (
         lambda f: rewrite(f, lambda d: d["kv"].update(k_bits=8), seal=False),
@@ -191,16 +199,6 @@ def test_weights_are_read_by_canonical_name(made: Path) -> None:
 
 def test_a_step_reads_all_weights_but_the_embedding(made: Path) -> None:
     bundle = Bundle.open(made)
-    embedding_bytes = 384 * (128 + 128 // 64 * 4)
-    row_bytes = embedding_bytes // 384
+    panel_bytes = 16 * (128 + 128 // 64 * 2)
     stored = bundle.manifest.weights.num_bytes
-    assert bundle.weight_bytes_per_step == stored - embedding_bytes + row_bytes
-
-
-def test_dequantize_defines_the_layout() -> None:
-    codes = np.array([[[0x10, 0xF8]]], np.uint8)
-    scales = np.array([[0.5]], np.float32)
-    found = dequantize(codes, scales, bits=4, columns=3)
-    np.testing.assert_array_equal(found, [[-4.0, -3.5, 0.0]])
-    found = dequantize(codes, scales, bits=8, columns=2)
-    np.testing.assert_array_equal(found, [[-56.0, 60.0]])
+    assert bundle.weight_bytes_per_step == stored - (384 // 16 - 1) * panel_bytes

@@ -79,14 +79,10 @@ private:
     // The results of rows whose weights are not read.
     void skip_rows() {
         for (int t = 0; t < call_.tokens && call_.first_row; t++)
-            for (int row = 0; row < call_.first_row; row++) put(t, row, 0.0f);
-    }
-
-    float put(int t, int row, float y) {
-        const size_t at = size_t(t) * call_.matrix.rows + row;
-        if (call_.bias) y += call_.bias[row];
-        if (call_.residual) y += call_.residual[at];
-        return call_.out[at] = y;
+            for (int row = 0; row < call_.first_row; row++) {
+                const size_t at = size_t(t) * call_.matrix.rows + row;
+                call_.out[at] = call_.residual ? call_.residual[at] : 0.0f;
+            }
     }
 
     // Norm or activation, then rounding, of every row.
@@ -160,7 +156,11 @@ private:
         const int end = std::min(kPanelRows, call_.matrix.rows - row);
         float top = -std::numeric_limits<float>::infinity();
         for (int i = begin; i < end; i++) {
-            const float y = put(t, row + i, sums[i]);
+            const size_t at = size_t(t) * call_.matrix.rows + row + i;
+            float y = sums[i];
+            if (call_.bias) y += call_.bias[row + i];
+            if (call_.residual) y += call_.residual[at];
+            call_.out[at] = y;
             top = y > top ? y : top;
         }
         return top;

@@ -259,7 +259,7 @@ def test_damaged_and_newer_bundles(bundle: Path, refused: Refused, tmp_path: Pat
     assert "kvq.json was altered after the export; export the model again" in refused(folder)
     newer = json.loads(text) | {"version": 99}
     manifest.write_text(json.dumps(newer | {"checksum": checksum(newer)}))
-    assert "version 99, newer than the 2 this kvq reads; upgrade kvq-runtime" in refused(folder)
+    assert "version 99, newer than the 3 this kvq reads; upgrade kvq-runtime" in refused(folder)
 
 
 # The list
