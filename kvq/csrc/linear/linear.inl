@@ -12,7 +12,7 @@ using kvq::RoundedRows;
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 
 constexpr int kLanes = 16;
-constexpr int kPrefetchBytes = 2048;
+constexpr int kPrefetchBytes = 8192;  // hides a miss even behind sixteen rows of work
 constexpr int kFlushGroups = 4;  // Dots takes four groups of columns between flushes
 
 // The first n < 16 values, then zeros.

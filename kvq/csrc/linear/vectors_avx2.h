@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 5;
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
