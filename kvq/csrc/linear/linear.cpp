@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <new>
-#include <numeric>
 #include <vector>
 
 #include "../kernels/kernels.h"
@@ -40,8 +40,8 @@ template <class T> T* grown(std::vector<T>& buffer, size_t count) {
 // What a thread that starts products keeps between them.
 struct Scratch {
     std::vector<int8_t> levels;
-    std::vector<float> scales, rows, tops;
-    std::vector<int32_t> sums, order;
+    std::vector<float> scales, rows, tops, sorted;
+    std::vector<int32_t> sums;
     std::vector<uint8_t> exact;
 };
 
@@ -171,16 +171,8 @@ private:
         const size_t panels = layout_.panels;
         uint8_t* exact = grown(scratch_.exact, call_.tokens * panels);
         std::memset(exact, 0, call_.tokens * panels);
-        int32_t* order = grown(scratch_.order, panels);
         std::vector<int32_t> wanted;
-        for (int t = 0; t < call_.tokens; t++) {
-            const float* top = tops + t * panels;
-            std::iota(order, order + panels, 0);
-            std::nth_element(order, order + call_.exact_panels, order + panels, [=](int a, int b) {
-                return top[a] > top[b] || (top[a] == top[b] && a < b);
-            });
-            for (int i = 0; i < call_.exact_panels; i++) exact[t * panels + order[i]] = 1;
-        }
+        for (int t = 0; t < call_.tokens; t++) mark_best(tops + t * panels, exact + t * panels);
         for (size_t p = 0; p < panels; p++)
             for (int t = 0; t < call_.tokens; t++)
                 if (exact[t * panels + p]) {
@@ -198,6 +190,18 @@ private:
             g_bytes_read.fetch_add(int64_t(layout_.panel_bytes * (end - unit * step)),
                                    std::memory_order_relaxed);
         });
+    }
+
+    // Sets marks of the exact_panels largest tops; of equal ones the first.
+    void mark_best(const float* tops, uint8_t* marks) {
+        const int panels = layout_.panels, count = call_.exact_panels;
+        float* sorted = grown(scratch_.sorted, panels);
+        std::copy(tops, tops + panels, sorted);
+        std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
+        const float least = sorted[count - 1];
+        int room = count - int(std::count_if(tops, tops + panels, [=](float x) { return x > least; }));
+        for (int p = 0; p < panels; p++)
+            marks[p] = tops[p] > least || (tops[p] == least && room-- > 0);
     }
 
     const kvq_linear& call_;

@@ -12,7 +12,6 @@ using kvq::RoundedRows;
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 
 constexpr int kLanes = 16;
-constexpr int kPrefetchBytes = 8192;  // hides a miss even behind sixteen rows of work
 constexpr int kFlushGroups = 4;  // Dots takes four groups of columns between flushes
 
 // The first n < 16 values, then zeros.
@@ -104,13 +103,32 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
 // What a product makes of the stored codes.
 enum Reading { kFourBits, kUpperNibbles, kBothNibbles };
 
-// Adds one block of a nibble plane to the sums of R rows.
-template <int R>
-inline void add_block(const uint8_t* plane, int block, const int8_t* x, size_t stride, Dots* dots) {
+// How far ahead to fetch: far enough to hide a miss behind sixteen rows of work, and in small panels
+// the same place of the next one, so that a view never fetches the plane it leaves out.
+inline size_t prefetch_bytes(const PanelLayout& layout) {
+    return layout.panel_bytes <= 32 << 10 ? layout.panel_bytes : 8 << 10;
+}
+
+// A block's codes, one group after the other: of one plane, or of two made whole.
+struct Plane {
+    const uint8_t* bytes;
+    size_t ahead;
+    CodePair group(int g) const {
+        prefetch(bytes + 64 * g + ahead);
+        return load_codes(bytes + 64 * g);
+    }
+};
+struct WholeCodes {
+    Plane upper, lower;
+    CodePair group(int g) const { return merged(upper.group(g), lower.group(g)); }
+};
+
+// Adds one block to the sums of R rows.
+template <int R, class Source>
+inline void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
         KVQ_UNROLL for (int g = j; g < j + kFlushGroups; g++) {
-            const CodePair codes = load_codes(plane + 64 * g);
-            prefetch(plane + 64 * g + kPrefetchBytes);
+            const CodePair codes = source.group(g);
             KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes, x + m * stride + kPanelGroup * g);
         }
         KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
@@ -120,6 +138,7 @@ inline void add_block(const uint8_t* plane, int block, const int8_t* x, size_t s
 template <Reading Read> inline Ints whole(const Dots& upper, const Dots& lower, int32_t sum) {
     if constexpr (Read == kFourBits) return upper.total + set1(-8 * sum);
     if constexpr (Read == kUpperNibbles) return shifted<5>(upper.total) + set1(-241 * sum);
+    if constexpr (kWholeCodes) return upper.total + set1(-128 * sum);
     return shifted<4>(upper.total) + lower.total + set1(-128 * sum);
 }
 
@@ -130,18 +149,25 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     const int block = layout.block, block_bytes = block * kPanelRows / 2;
     const uint8_t* scales = panel + layout.plane_bytes;
     const uint8_t* low = scales + layout.scale_bytes;
+    const size_t ahead = prefetch_bytes(layout);
+    constexpr bool kTwice = Read == kBothNibbles && !kWholeCodes;
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (int b = 0; b < layout.blocks; b++) {
-        Dots upper[R], lower[Read == kBothNibbles ? R : 1];
+        Dots upper[R], lower[kTwice ? R : 1];
         const int8_t* levels = x.levels + first * stride + size_t(b) * block;
-        add_block<R>(panel + size_t(b) * block_bytes, block, levels, stride, upper);
-        if constexpr (Read == kBothNibbles)
-            add_block<R>(low + size_t(b) * block_bytes, block, levels, stride, lower);
+        const Plane first_plane{panel + size_t(b) * block_bytes, ahead};
+        const Plane second_plane{low + size_t(b) * block_bytes, ahead};
+        if constexpr (Read == kBothNibbles && kWholeCodes) {
+            add_block<R>(WholeCodes{first_plane, second_plane}, block, levels, stride, upper);
+        } else {
+            add_block<R>(first_plane, block, levels, stride, upper);
+            if constexpr (kTwice) add_block<R>(second_plane, block, levels, stride, lower);
+        }
         const Floats scale = load_half(scales + size_t(b) * 2 * kPanelRows);
         KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
-            const Ints dot = whole<Read>(upper[m], lower[Read == kBothNibbles ? m : 0], x.sums[at]);
+            const Ints dot = whole<Read>(upper[m], lower[kTwice ? m : 0], x.sums[at]);
             const float unit = Read == kUpperNibbles ? 0.5f * x.scales[at] : x.scales[at];
             total[m] = fma(to_float(dot), scale * set1(unit), total[m]);
         }

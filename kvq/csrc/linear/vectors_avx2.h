@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int kMaxRows = 5;
+constexpr bool kWholeCodes = false;
 
 struct Floats { __m256 a, b; };
 struct Ints { __m256i a, b; };
@@ -99,6 +100,7 @@ inline CodePair load_codes(const uint8_t* p) {
             {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask),
              _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)}};
 }
+inline CodePair merged(const CodePair& upper, const CodePair&) { return upper; }  // never called
 inline void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }

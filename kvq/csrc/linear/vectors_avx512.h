@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int kMaxRows = 12;
+constexpr bool kWholeCodes = true;
 
 struct Floats { __m512 v; };
 struct Ints { __m512i v; };
@@ -54,6 +55,10 @@ struct CodePair { __m512i first, second; };
 inline CodePair load_codes(const uint8_t* p) {
     const __m512i bytes = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
     return {_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask)};
+}
+inline CodePair merged(const CodePair& upper, const CodePair& lower) {
+    return {_mm512_or_si512(_mm512_slli_epi16(upper.first, 4), lower.first),
+            _mm512_or_si512(_mm512_slli_epi16(upper.second, 4), lower.second)};
 }
 inline void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);

@@ -7,6 +7,8 @@
 namespace {
 
 constexpr int kMaxRows = 4;  // activation rows multiplied in one go
+// Whether Dots takes codes of 8 bits; else planes are summed apart.
+constexpr bool kWholeCodes = false;
 
 struct Floats { float v[16]; };
 struct Ints { int32_t v[16]; };
@@ -107,6 +109,7 @@ inline CodePair load_codes(const uint8_t* p) {
     for (int i = 0; i < 64; i++) r.first.v[i] = p[i] & 15, r.second.v[i] = p[i] >> 4;
     return r;
 }
+inline CodePair merged(const CodePair& upper, const CodePair&) { return upper; }  // never called
 inline void prefetch(const uint8_t*) {}
 
 // Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
