@@ -10,7 +10,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 3
+#define KVQ_ABI 4
 
 enum kvq_status {
     KVQ_OK = 0,

@@ -20,7 +20,7 @@ from kvq.settings import environment
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 3
+ABI = 4
 EVIDENCE_FACTS = 6
 _STATUS = {
     1: "the pool has no room",
