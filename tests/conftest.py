@@ -1,13 +1,18 @@
-"""Settings every test shares, read before numpy loads; and what no test may leave behind."""
+"""Settings and models every test shares, read before numpy loads; what no test may leave behind."""
+
+from __future__ import annotations
 
 import logging
 import os
 import socket
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from shelf import Shelf
 
 # The arrays are small and the machine is shared: more threads only spin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -27,6 +32,11 @@ def _connect_here(self: socket.socket, address: Any) -> None:
 socket.socket.connect = _connect_here  # type: ignore[method-assign]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is slow comes first, so that several processes end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """A command run in this process sets up logging for itself; the next test must not hear it."""
@@ -36,3 +46,24 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     root.handlers[:] = handlers
     root.setLevel(level)
     return result
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """Tiny checkpoints and bundles, made once for all workers of this run."""
+    from shelf import Shelf
+
+    base = tmp_path_factory.getbasetemp()
+    return Shelf((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shelf")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shelf: Shelf) -> Path:
+    """The plain tiny llama, to read only."""
+    return shelf.checkpoint()
+
+
+@pytest.fixture(scope="session")
+def bundle(shelf: Shelf) -> str:
+    """It, exported; to read only."""
+    return str(shelf.bundle())

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.settings import environment, stay_offline
-from kvq_apps import options, output
+from kvq_apps import flags, layers, output
+from kvq_apps.interrupt import INTERRUPTED
+from kvq_apps.owners import HelpText
 
 COMMANDS = {
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
@@ -30,19 +32,21 @@ COMMANDS = {
 
 # Packages that come with an extra; a command that lacks one says which.
 EXTRAS = {
-    "apps": ("httpx", "starlette", "textual", "uvicorn"),
+    "apps": ("markdown_it", "pygments", "rich", "starlette", "textual", "uvicorn"),
     "export": ("huggingface_hub",),
     "gguf": ("gguf", "llama_cpp"),
     "plot": ("matplotlib",),
 }
 
 SHELLS = ("bash", "zsh", "fish")
-INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 
 class Parser(ArgumentParser):
     """An argument parser whose complaints are `UsageError`s."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=HelpText, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -52,7 +56,7 @@ class PrintCompletion(Action):
     """Prints what a shell completes, and ends."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
-        from kvq_apps.completion import script
+        from kvq_apps.shell_completion import script
 
         output.print_data(script(values, {name: build_parser(name) for name in COMMANDS}))
         parser.exit()
@@ -122,7 +126,7 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
         if name == chosen:
             module = import_module(module_name)
             module.add_arguments(command)
-            options.add_flags(command, *options.OUTPUT_FLAGS)
+            flags.add_flags(command, *flags.OUTPUT_FLAGS)
             command.set_defaults(run=module.run)
         else:
             command.set_defaults(run=SUPPRESS)
@@ -143,7 +147,7 @@ def _parse(argv: list[str]) -> Namespace:
     files = configuration.load()
     for warning in (text for file in files for text in file.warnings):
         output.print_note(f"warning: {warning}")
-    options.fill(arguments, options.environment_layer, *(file.layer(chosen) for file in files))
+    layers.fill(arguments, layers.environment_layer, *(file.layer(chosen) for file in files))
     return arguments
 
 
@@ -151,8 +155,8 @@ def _nearest(word: str, arguments: Namespace) -> str:
     """The command's flag that `word` may have meant, as a question, or nothing."""
     from difflib import get_close_matches
 
-    flags = [f"--{name}" for name in options.FLAGS if hasattr(arguments, options.field(name))]
-    found = get_close_matches(word.partition("=")[0], flags, n=1)
+    known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
+    found = get_close_matches(word.partition("=")[0], known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 

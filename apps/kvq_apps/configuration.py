@@ -1,7 +1,7 @@
 """The files a user writes settings into, each value with the line it stands on.
 
 Reads the nearest `.kvq.toml` of a project and the user's `config.toml`; what a setting means is
-`options.FLAGS`', what `[keys]` holds the chat's. A file never ends a command: what cannot be used
+`flags.FLAGS`', what `[keys]` holds the chat's. A file never ends a command: what cannot be used
 is left out with one warning.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 
 from kvq.errors import UsageError
 from kvq.settings import config_folder
-from kvq_apps import options
-from kvq_apps.options import FLAGS, Found
+from kvq_apps import layers, options
+from kvq_apps.flags import FLAGS
+from kvq_apps.layers import Found
 
 PROJECT_FILE = ".kvq.toml"
 KEYS = "keys"
@@ -49,7 +50,7 @@ class Settings:
     values: Mapping[str, Found]
     warnings: tuple[str, ...] = ()
 
-    def layer(self, command: str | None) -> options.Layer:
+    def layer(self, command: str | None) -> layers.Layer:
         """The settings that count for `command`; None: all."""
 
         def find(name: str) -> Found | None:
@@ -86,9 +87,9 @@ def load() -> tuple[Settings, ...]:
 
 def resolved(command: str | None = None) -> dict[str, Found | None]:
     """Every setting with its value, or None where its component's default holds."""
-    layers = (options.environment_layer, *(file.layer(command) for file in load()))
+    found_in = (layers.environment_layer, *(file.layer(command) for file in load()))
     return {
-        setting: next((found for layer in layers if (found := layer(name)) is not None), None)
+        setting: next((found for layer in found_in if (found := layer(name)) is not None), None)
         for setting, name in FLAG_OF.items()
     }
 
@@ -171,7 +172,7 @@ def _read(file: TomlFile, name: str, value: Any) -> Any:
     if text.startswith(("./", "../")):
         # Of the file's folder, wherever below it the command runs.
         text = str(file.path.parent / text)
-    read_value = options.read_value(FLAG_OF[name], text, name)
+    read_value = layers.read_value(FLAG_OF[name], text, name)
     options.check(FLAG_OF[name], read_value)
     return read_value
 

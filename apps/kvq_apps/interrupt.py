@@ -1,9 +1,11 @@
-"""Ctrl-C as a question a loop can ask, so that it ends between two steps."""
+"""Ctrl-C as a question a loop can ask, so that it ends between two steps; its exit code."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+INTERRUPTED = 130
 
 
 @contextmanager

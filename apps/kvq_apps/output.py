@@ -5,9 +5,9 @@ Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
@@ -105,8 +105,14 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
         print_json({"error": {"code": code, "message": message}})
 
 
+# What a long task tells how far it is: done, total, a label.
+Shown = Callable[[float, float, str], None]
+
+
 class Progress:
     """Shows how far a long task is: a bar on a terminal, otherwise a line every tenth.
+
+    The bar is gone when the block it is opened for ends.
 
     Call it with (done, total, label); the amounts may be anything that grows.
     """
@@ -125,6 +131,12 @@ class Progress:
             self._draw(share, label)
         elif not self._quiet:
             self._log(share, label)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def clear(self) -> None:
         """Takes the bar off the terminal."""

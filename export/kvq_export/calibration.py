@@ -10,18 +10,20 @@ of eviction, per unit and page gone, because evictions add up as `kvq.policies.b
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache, budget_for_tokens
-from kvq.config import PAGE_TOKENS, KvPlan
+from kvq.cache import Cache
+from kvq.config import PAGE_TOKENS, Budget, KvPlan
 from kvq.policies import Sensitivity
+from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
-from kvq_runtime.backends import plain_input
+from kvq_runtime.backends import forward_chain
 from kvq_runtime.bundle import Bundle
 
 READ_TOKENS = 768
@@ -48,19 +50,21 @@ class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int) -> None:
-        config, plan = bundle.config, KvPlan(k_bits=8, v_bits=8)
         self._backend = backends.open_backend("auto", bundle, threads=threads)
-        self.cache = Cache(
-            config.cache_shape,
-            plan,
-            2 * budget_for_tokens(config.cache_shape, plan, len(ids)) + (1 << 20),
-            len(ids),
+        asked = CacheSpec(
+            shape=bundle.config.cache_shape,
+            plan=KvPlan(k_bits=8, v_bits=8),
+            context_tokens=len(ids),
             chunk_tokens=CHUNK_TOKENS,
             threads=threads,
-            windows=[layer.window_tokens for layer in config.layers],
+            policy="oldest",
+            windows=tuple(layer.window_tokens for layer in bundle.config.layers),
             observed=True,
-            native=self._backend.cache_kind == "native",
         )
+        # Enough for the probes too, so that nothing is ever short.
+        enough = Budget(num_bytes=2 * asked.whole_bytes + (1 << 20))
+        arena = replace(asked, budget=enough).resolved()
+        self.cache = Cache(arena, engine=self._backend.cache_kind)
         read, self._scored = ids[:-SCORED_TOKENS], ids[-SCORED_TOKENS:]
         for start in range(0, len(read), CHUNK_TOKENS):
             self._forward(read[start : start + CHUNK_TOKENS])
@@ -72,12 +76,7 @@ class _Reading:
         self._expected = quality.log_softmax(self._forward(self._scored))
 
     def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        first = self.cache.tokens
-        self.cache.begin(len(ids))
-        inputs = plain_input(ids, first, np.arange(len(ids)), rope_long=False)
-        logits = self._backend.forward(self.cache, inputs)
-        self.cache.commit(len(ids))
-        return logits
+        return forward_chain(self._backend, self.cache, ids, np.arange(len(ids)))
 
     def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
         """Mean nats per scored token once one layer's pages are read at these widths."""

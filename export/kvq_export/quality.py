@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvq.config import FLOAT_WIDTH, KvPlan
+from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.gguf_llama import context_tokens, file_logits, llama_missing
 from kvq_models.config import ModelConfig
@@ -130,9 +130,9 @@ def kv_name(plan: KvPlan) -> str:
 @contextmanager
 def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
     """Runs the graph of `bundle` as fast as this machine can, in chunks of `CHUNK_TOKENS`."""
-    from kvq.cache import budget_for_tokens
+    from kvq.cache import Cache
+    from kvq.sizing import CacheSpec
     from kvq_runtime import backends
-    from kvq_runtime.config import SessionConfig
 
     reason = backends.missing("onnx")
     if reason is not None:
@@ -142,29 +142,25 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
         )
     name = "onnx" if reason is None else "reference"
     backend = backends.open_backend(name, bundle, threads=threads)
-    shape = bundle.config.cache_shape
 
     def run(plan: KvPlan, ids: np.ndarray) -> np.ndarray:
         # Room for every token: nothing is demoted or evicted.
-        budget_bytes = budget_for_tokens(
-            shape, plan, len(ids), chunk_tokens=CHUNK_TOKENS, threads=threads
-        )
-        config = SessionConfig(
+        spec = CacheSpec(
+            shape=bundle.config.cache_shape,
             plan=plan,
             context_tokens=len(ids),
-            budget_bytes=budget_bytes,
-            policy="oldest",
-            evicts=False,
+            budget=Budget(tokens=len(ids)),
             chunk_tokens=CHUNK_TOKENS,
+            threads=threads,
         )
         logits = np.empty((len(ids), bundle.config.vocab_size), np.float32)
-        with closing(backend.open_cache(config)) as cache:
+        with closing(Cache(spec.resolved(), engine=backend.cache_kind)) as cache:
             for first in range(0, len(ids), CHUNK_TOKENS):
                 part = ids[first : first + CHUNK_TOKENS]
-                cache.begin(len(part))
-                inputs = backends.plain_input(part, first, np.arange(len(part)), rope_long=False)
-                logits[first : first + len(part)] = backend.forward(cache, inputs)
-                cache.commit(len(part))
+                wanted = np.arange(len(part))
+                logits[first : first + len(part)] = backends.forward_chain(
+                    backend, cache, part, wanted
+                )
         return logits
 
     try:

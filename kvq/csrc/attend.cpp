@@ -76,7 +76,7 @@ struct AttendJob {
                          a.head_dim;
     }
     float* partial(int kv_head, int split, int row) const {
-        return cache.partials_ + ((int64_t{kv_head} * splits + split) * kDraftTokens * group() + row) *
+        return cache.partials_ + ((int64_t{kv_head} * splits + split) * cache.config().draft_tokens * group() + row) *
                                      (a.head_dim + 2);
     }
 
@@ -270,7 +270,7 @@ int Cache::attend(const kvq_attention& a, int tokens, const float* qkv, const in
     if (config().probes) keep_probes(a, tokens, qkv, positions, inv_freq, q_norm);
     AttendJob job{*this, a, tokens, qkv, positions, inv_freq, q_norm, out, 1, 1};
     job.blocks = (job.rows() + kBlockRows - 1) / kBlockRows;
-    if (tokens <= kDraftTokens)
+    if (tokens <= config().draft_tokens)
         job.splits = std::clamp(state_->columns / kSplitColumns, 1, int{config().splits});
     parallel.run(
         parallel.context, [](void* user, size_t i) { static_cast<AttendJob*>(user)->run(i); },

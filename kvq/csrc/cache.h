@@ -15,9 +15,6 @@ constexpr int64_t kAlign = 64;
 inline bool quantized(const kvq_config& c) { return c.k_bits <= 8; }
 inline bool valid_width(int bits) { return bits == 8 || bits == 4 || bits == 2; }
 
-// Tokens one forward may bring without counting as a chunk: drafts being verified.
-constexpr int kDraftTokens = 8;
-
 // Everything a snapshot must hold besides tables, tail and pages; lies at the arena's start.
 struct State {
     kvq_config config;
@@ -33,7 +30,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 128, "kvq/formats.py counts these bytes too");
+static_assert(sizeof(State) == 128, "kvq/sizing.py counts these bytes too");
 
 // How parallel work is run: `run` calls work(user, i) for every i below count.
 struct Parallel {

@@ -32,7 +32,10 @@ typedef struct {
     int32_t context_tokens;     /* most tokens a session will ever hold */
     int32_t splits;             /* parts a KV head's pages are divided into for threads */
     int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for */
+    int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
 } kvq_config;
+
+enum { KVQ_REGIONS = 15, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -41,6 +44,7 @@ typedef struct {
     int64_t minimum_bytes;      /* smallest budget that opens */
     int32_t max_columns;
     int32_t reserved;
+    int64_t regions[KVQ_REGIONS]; /* bytes of what lies before the pages, in order: kvq.sizing.Regions */
 } kvq_layout;
 
 typedef struct {

@@ -14,9 +14,10 @@ bool valid(const kvq_config& c) {
     return c.layers > 0 && c.kv_heads > 0 && c.heads > 0 && c.heads % c.kv_heads == 0 &&
            c.head_dim >= 16 && c.head_dim <= kMaxHeadDim && c.head_dim % 16 == 0 && widths &&
            c.sink_tokens >= 0 && c.sink_tokens <= kPageTokens && c.tail_tokens >= 0 &&
-           c.tail_tokens <= kPageTokens && c.chunk_tokens >= kDraftTokens &&
+           c.tail_tokens <= kPageTokens && c.draft_tokens >= 1 &&
+           c.draft_tokens <= KVQ_MOST_DRAFT_TOKENS && c.chunk_tokens >= c.draft_tokens &&
            c.context_tokens > 0 && c.splits >= 1 && (c.probes == 0 || c.probes == 1) &&
-           c.tail_rows >= (quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + kDraftTokens
+           c.tail_rows >= (quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
                                         : c.context_tokens);
 }
 
@@ -31,12 +32,13 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     const int64_t slots = c.probes ? kProbeSlots : 0;
     const int64_t staging = quantized(c) ? int64_t{c.kv_heads} * 2 * c.chunk_tokens * c.head_dim * 2 : 0;
     const int64_t rope = int64_t{c.chunk_tokens} * c.head_dim * 4;
-    const int64_t partials = int64_t{c.kv_heads} * c.splits * kDraftTokens *
+    const int64_t partials = int64_t{c.kv_heads} * c.splits * c.draft_tokens *
                              (c.heads / c.kv_heads) * (c.head_dim + 2) * 4;
     const auto place = [&](int64_t columns, int64_t pool) {
-        int64_t at = 0;
+        int64_t at = 0, *size = out.sizes.regions;
         const auto region = [&](int64_t bytes) {
             const int64_t start = at;
+            *size++ = bytes;
             at = align(at + bytes);
             return start;
         };
@@ -67,18 +69,21 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     const int64_t row = static_cast<int64_t>(sizeof(Column)) +
                         streams * static_cast<int64_t>(sizeof(Entry) + sizeof(uint32_t));
     const int64_t smallest_page = streams * (constant + 2 * granule);
-    const int64_t first_page =
+    const int64_t full_page =
         wanted ? streams * (constant + (granules(c.k_bits) + granules(c.v_bits)) * granule) : 0;
+    // The most pages per stream that a draft closes when it is kept.
+    const int64_t first =
+        std::min(wanted, (int64_t{c.draft_tokens} + kPageTokens - 1) / kPageTokens);
     const int64_t bare = place(0, 0), slack = 8 * kAlign;
-    const int64_t least = wanted ? row + first_page : 0;
+    const int64_t least = first * (row + full_page);
     // The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
     out.sizes.minimum_bytes = bare + least + 4 * (least / (granule - 4) + 1) + slack;
     if (budget < out.sizes.minimum_bytes) return KVQ_TOO_SMALL;
     const int64_t room = budget - bare - slack;
     const int64_t free = room - room / granule * 4;
-    // No more rows than leave one page of every stream at full width.
+    // No more rows than leave those pages of every stream at full width.
     const int64_t columns =
-        std::min({wanted, free / (row + smallest_page), (free - first_page) / row});
+        std::min({wanted, free / (row + smallest_page), (free - first * full_page) / row});
     out.sizes.fixed_bytes = place(columns, room);
     out.sizes.max_columns = static_cast<int32_t>(columns);
     out.sizes.pool_bytes = budget - out.pool;

@@ -13,10 +13,10 @@ namespace kvq {
 namespace {
 struct Header {
     kvq_config config;
-    int32_t columns, tail_used, tokens;
+    int32_t columns, tail_used, tokens, reserved;
     int64_t budget, peak;
 };
-static_assert(sizeof(Header) == 80, "no padding may reach a file");
+static_assert(sizeof(Header) == 88, "no padding may reach a file");
 // Widths and history of an entry lie side by side.
 constexpr int64_t kEntryBytes = 4;
 static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
@@ -70,7 +70,7 @@ int Cache::save(uint8_t* bytes) const {
         bytes += count;
     };
     const Header header{config(), state_->columns, state_->tail_used,
-                        state_->tokens, state_->budget, state_->peak};
+                        state_->tokens, 0, state_->budget, state_->peak};
     write(&header, sizeof header);
     write(entering_, 2 * streams());
     write(columns_, state_->columns * static_cast<int64_t>(sizeof(Column)));

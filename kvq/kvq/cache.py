@@ -10,22 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native as native_library
-from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams, Budget, CacheShape, KvPlan
+from kvq import native
+from kvq.cache_engine import open_engine
+from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import (
-    DRAFT_TOKENS,
-    Arena,
-    arena_for,
-    bytes_per_token,
-    format_bytes,
-    require_budget,
-)
-from kvq.native import NativeCache
+from kvq.formats import bytes_per_token, format_bytes
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
-from kvq.reference_cache import ReferenceCache
-
-DEFAULT_CHUNK_TOKENS = 256
+from kvq.sizing import Arena
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,77 +34,40 @@ class Holdings:
 
 
 class Cache:
-    """A quantised KV cache in exactly `budget_bytes`.
-
-    `observed`: keep probe queries for `evidence`; None: if the policy asks for attention and the
-    budget cannot hold the whole context at the plan's widths.
+    """A quantised KV cache in exactly the bytes of `arena`, which `CacheSpec.resolved` makes.
 
     A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)`
-    with m <= n. Raises `BudgetError` when the budget cannot hold the sinks, the tail and one page,
-    or the tokens asked for.
+    with m <= n. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
+    row of `kvq.cache_engine.ENGINES`.
     """
 
     def __init__(
-        self,
-        shape: CacheShape,
-        plan: KvPlan,
-        budget_bytes: int,
-        context_tokens: int,
-        *,
-        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-        policy: str = "oldest",
-        threads: int = 1,
-        windows: Sequence[int] = (),
-        sensitivity: Sensitivity | None = None,
-        observed: bool | None = None,
-        native: bool = True,
+        self, arena: Arena, *, sensitivity: Sensitivity | None = None, engine: str = "native"
     ) -> None:
-        self.shape = shape
-        whole = budget_for_tokens(
-            shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
-        )
-        self.plan = plan if budget_bytes >= whole else tight_plan(plan)
-        self.budget_bytes = budget_bytes
-        self.context_tokens = context_tokens
-        self.policy = policy_named(policy)
-        self.windows = np.array(windows or [0] * shape.num_layers, np.int64)
+        spec = arena.spec
+        self.arena = arena
+        self.shape = arena.shape
+        self.plan = arena.plan
+        self.budget_bytes = arena.num_bytes
+        self.context_tokens = arena.context_tokens
+        self.policy = policy_named(spec.policy)
+        self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         self.sensitivity = sensitivity
-        if observed is None:
-            least = minimum_budget(
-                shape,
-                plan,
-                context_tokens,
-                chunk_tokens=chunk_tokens,
-                threads=threads,
-                policy=policy,
-            )
-            require_budget(budget_bytes, least)
-            # Where the whole context fits nothing is ever short, and nobody looks.
-            observed = asks_attention(policy) and budget_bytes < whole
-        self.arena = _arena_that_fits(
-            shape,
-            self.plan,
-            budget_bytes,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            threads=threads,
-            probes=observed,
-        )
-        use_native = native and native_library.available()
-        self._engine = (NativeCache if use_native else ReferenceCache)(self.arena, budget_bytes)
+        self._engine = open_engine(engine, arena)
 
     @property
     def handle(self) -> int:
         """What a `kvq::Attention` node is given. Raises `BackendError` on the numpy path."""
-        if isinstance(self._engine, ReferenceCache):
-            native_library.library()
-            raise UsageError("this cache was opened with native=False and has no handle")
-        return self._engine.handle
+        handle = self._engine.handle
+        if handle is None:
+            native.library()
+            raise UsageError("this cache was opened with engine='numpy' and has no handle")
+        return handle
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens one forward pass may bring."""
-        return self.arena.chunk_tokens
+        return self.arena.pass_tokens
 
     @property
     def tokens(self) -> int:
@@ -135,7 +89,7 @@ class Cache:
         """Bytes one more token costs at the plan's widths, all layers."""
         return bytes_per_token(self.shape, self.plan)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
         """Makes room for `tokens` new tokens, demoting and evicting pages by the policy."""
         if self.tokens + tokens > self.context_tokens:
             raise BudgetError(
@@ -183,8 +137,9 @@ class Cache:
     def _boundary(self) -> int:
         """Now; or, where a draft could close the next page, the first moment one could."""
         floats = self.plan.sink_tokens + self.plan.tail_tokens
-        past = (self.tokens - floats + DRAFT_TOKENS) % PAGE_TOKENS
-        return max(0, self.tokens - (past if past < DRAFT_TOKENS else 0))
+        draft = self.arena.draft_tokens
+        past = (self.tokens - floats + draft) % PAGE_TOKENS
+        return max(0, self.tokens - (past if past < draft else 0))
 
     def _attention(self) -> Attention:
         facts, queries = self._engine.evidence(self._boundary)
@@ -249,13 +204,14 @@ class Cache:
         if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
             raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
-    def commit(self, tokens: int) -> None:
-        """Keeps the first `tokens` of the pending tokens and closes full pages."""
-        self._engine.commit(tokens)
+    def commit(self, path: int | Sequence[int]) -> None:
+        """Keeps the rows `path` of the branch (n: the first n) and closes full pages."""
+        self._engine.commit(path if isinstance(path, int) else len(path))
         assert self._engine.used_bytes <= self.budget_bytes
 
-    def abort(self) -> None:
-        """Gives up the pending tokens after an error."""
+    def rewind(self, rows: int = 0) -> None:
+        """Forgets all but the first `rows` rows of the branch."""
+        assert rows == 0
         self._engine.abort()
 
     def trim(self, tokens: int) -> None:
@@ -321,145 +277,3 @@ class Cache:
     def close(self) -> None:
         """Gives the arena back; the cache cannot be used afterwards."""
         self._engine.close()
-
-
-def _arena_that_fits(
-    shape: CacheShape,
-    plan: KvPlan,
-    budget_bytes: int,
-    *,
-    context_tokens: int,
-    chunk_tokens: int,
-    threads: int,
-    probes: bool,
-) -> Arena:
-    """The arena with the largest chunk, halved down to one page, whose pages fit the pool."""
-    while True:
-        arena = arena_for(
-            shape,
-            plan,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            threads=threads,
-            probes=probes,
-        )
-        if chunk_tokens <= PAGE_TOKENS or _chunk_fits(arena, budget_bytes):
-            return arena
-        chunk_tokens = max(PAGE_TOKENS, chunk_tokens // 2)
-
-
-def _chunk_fits(arena: Arena, budget_bytes: int) -> bool:
-    if budget_bytes < arena.minimum_bytes:
-        return False
-    pages = min(-(-arena.chunk_tokens // PAGE_TOKENS), arena.wanted_columns)
-    needed = pages * arena.column_bytes(arena.plan.k_bits, arena.plan.v_bits) if pages else 0
-    return arena.divide(budget_bytes)[1] >= needed
-
-
-def tight_plan(plan: KvPlan) -> KvPlan:
-    """The plan of a cache whose budget cannot hold its context: no float tail beyond a page.
-
-    64 tokens in float16 take the bytes of 256 at K4V4. Measured on the embedded model (2048 tokens,
-    `budget`): 0.0051 nats with them and 0.0031 without at a quarter of the fp16 bytes, 0.066 and
-    0.034 at an eighth; with 16 of them 0.0040 and 0.038.
-    """
-    return replace(plan, tail_tokens=0)
-
-
-def asks_attention(policy: str) -> bool:
-    """Whether sessions of this policy keep probes, unless their budget holds the whole context."""
-    return "attention" in policy_named(policy).needs
-
-
-def minimum_budget(
-    shape: CacheShape,
-    plan: KvPlan,
-    context_tokens: int,
-    *,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    threads: int = 1,
-    policy: str = "oldest",
-) -> int:
-    """Smallest budget in bytes that opens a session of this context.
-
-    Holding a short context whole can cost less than the probes of a policy that asks for attention.
-    """
-    least = arena_for(
-        shape,
-        tight_plan(plan),
-        context_tokens=context_tokens,
-        chunk_tokens=min(chunk_tokens, PAGE_TOKENS),
-        threads=threads,
-        probes=asks_attention(policy),
-    ).minimum_bytes
-    full = budget_for_tokens(
-        shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
-    )
-    return min(least, full)
-
-
-def budget_for_tokens(
-    shape: CacheShape,
-    plan: KvPlan,
-    tokens: int,
-    *,
-    context_tokens: int | None = None,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    threads: int = 1,
-    policy: str = "oldest",
-) -> int:
-    """Smallest budget in bytes that holds `tokens` tokens without losing a bit.
-
-    A session whose context is longer than that spends more on its page table, and on probes if its
-    policy asks for attention.
-    """
-    if not plan.quantized or context_tokens is None or context_tokens <= tokens:
-        full = arena_for(
-            shape, plan, context_tokens=tokens, chunk_tokens=chunk_tokens, threads=threads
-        )
-        return full.bytes_for_columns(full.wanted_columns)
-    arena = arena_for(
-        shape,
-        tight_plan(plan),
-        context_tokens=context_tokens,
-        chunk_tokens=chunk_tokens,
-        threads=threads,
-        probes=asks_attention(policy),
-    )
-    columns = replace(arena, context_tokens=tokens).wanted_columns
-    pages = columns * arena.column_bytes(plan.k_bits, plan.v_bits)
-    budget = arena.bytes_for_columns(columns)
-    while (short := pages - arena.divide(budget)[1]) > 0:
-        budget += short
-    # From here on the whole context fits, and there are no probes.
-    whole = budget_for_tokens(
-        shape, plan, context_tokens, chunk_tokens=chunk_tokens, threads=threads
-    )
-    return min(budget, whole)
-
-
-def budget_bytes(
-    budget: Budget,
-    shape: CacheShape,
-    plan: KvPlan,
-    context_tokens: int,
-    *,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    threads: int = 1,
-    policy: str = "oldest",
-) -> int:
-    """Bytes a budget means for a session: tokens at the plan's widths, or a share of fp16."""
-    if budget.num_bytes is not None:
-        return budget.num_bytes
-    if budget.tokens is not None:
-        return budget_for_tokens(
-            shape,
-            plan,
-            budget.tokens,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            threads=threads,
-            policy=policy,
-        )
-    assert budget.fraction is not None
-    return int(budget.fraction * shape.float_bytes_per_token * context_tokens)

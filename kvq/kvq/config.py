@@ -10,6 +10,11 @@ PAGE_WIDTHS = (8, 4, 2)
 FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
+DEFAULT_CHUNK_TOKENS = 256
+# Rows of the floating-point tail kept free for tokens that may be forgotten.
+DEFAULT_DRAFT_TOKENS = 8
+MOST_DRAFT_TOKENS = 128
+
 # A row of `kvq.policies.POLICIES`; here, because a session is described before numpy loads.
 DEFAULT_POLICY = "budget"
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
-from kvq.formats import Arena
 from kvq.settings import environment
+from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
@@ -51,6 +51,7 @@ class _Config(ctypes.Structure):
             "context_tokens",
             "splits",
             "probes",
+            "draft_tokens",
         )
     )
 
@@ -64,6 +65,7 @@ class _Layout(ctypes.Structure):
         ("minimum_bytes", c_int64),
         ("max_columns", c_int32),
         ("reserved", c_int32),
+        ("regions", c_int64 * len(Regions._fields)),
     )
 
 
@@ -231,7 +233,7 @@ def repack(plane: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
     return plane[: 16 * head_dim]
 
 
-def _config(arena: Arena) -> _Config:
+def _config(arena: Geometry) -> _Config:
     shape, plan = arena.shape, arena.plan
     return _Config(
         shape.num_layers,
@@ -243,31 +245,32 @@ def _config(arena: Arena) -> _Config:
         plan.sink_tokens,
         plan.tail_tokens,
         arena.tail_rows,
-        arena.chunk_tokens,
+        arena.pass_tokens,
         arena.context_tokens,
         arena.splits,
         arena.probes,
+        arena.draft_tokens,
     )
 
 
-def layout(arena: Arena, budget_bytes: int) -> dict[str, int]:
-    """The library's own count of the arena's bytes, to be compared with `formats.Arena`."""
+def layout(geometry: Geometry, num_bytes: int) -> dict[str, Any]:
+    """The library's own count of an arena's bytes, to be compared with `kvq.sizing`'s."""
     out = _Layout()
-    library().kvq_layout_of(ctypes.byref(_config(arena)), budget_bytes, ctypes.byref(out))
-    return {field[0]: getattr(out, field[0]) for field in _Layout._fields_}
+    library().kvq_layout_of(ctypes.byref(_config(geometry)), num_bytes, ctypes.byref(out))
+    found = {field[0]: getattr(out, field[0]) for field in _Layout._fields_}
+    return found | {"regions": Regions(*out.regions)}
 
 
 class NativeCache:
     """The cache in native code; every method is one call of the C ABI."""
 
-    def __init__(self, arena: Arena, budget_bytes: int) -> None:
-        arena.divide(budget_bytes)  # refuses a budget that is too small, with the numbers
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._library = library()
         handle = c_int64()
         _check(
             self._library.kvq_cache_open(
-                ctypes.byref(_config(arena)), budget_bytes, ctypes.byref(handle)
+                ctypes.byref(_config(arena)), arena.num_bytes, ctypes.byref(handle)
             )
         )
         self.handle = handle.value

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
-    FORMATS,
+    GRANULES,
     PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
     RING_SLOTS,
-    Arena,
     constant_bytes,
     granule_bytes,
     page_bytes,
@@ -48,6 +47,7 @@ from kvq.reference import (
     softmax_attend,
     split_heads,
 )
+from kvq.sizing import Arena
 
 
 @dataclass(slots=True)
@@ -106,10 +106,10 @@ class _Rows:
 class ReferenceCache:
     """The cache in numpy: same calls, same bytes and same meaning as the native one."""
 
-    def __init__(self, arena: Arena, budget_bytes: int) -> None:
+    handle = None
+
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.max_columns, self.pool_bytes = arena.divide(budget_bytes)
-        self.fixed_bytes = budget_bytes - self.pool_bytes
         self.table: list[Column] = []
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
@@ -130,8 +130,9 @@ class ReferenceCache:
     def used_bytes(self) -> int:
         dim = self.arena.shape.head_dim
         pages = [page for column in self.table for page in column.pages if page]
-        granules = sum(FORMATS[bits].granules for page in pages for bits in page.bits)
-        return self.fixed_bytes + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+        fixed = self.arena.regions.num_bytes
+        granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
+        return fixed + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
 
     @property
     def tail_rows(self) -> int:
@@ -143,8 +144,8 @@ class ReferenceCache:
         dim = self.arena.shape.head_dim
         widths = self._entering.tolist() if pages else []
         needed = pages * sum(page_bytes(dim, *bits) for bits in widths)
-        over = self.used_bytes - self.fixed_bytes + needed - self.pool_bytes
-        return max(0, over), max(0, len(self.table) + pages - self.max_columns)
+        over = self.used_bytes + needed - self.arena.num_bytes
+        return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
     def _closing(self, tokens: int) -> int:
         return self.arena.closing_pages(len(self._positions), tokens)
@@ -154,7 +155,7 @@ class ReferenceCache:
     def begin(self, tokens: int) -> None:
         if self.pending:
             raise CacheError("begin() was called twice without commit() or abort()")
-        if not 1 <= tokens <= self.arena.chunk_tokens or any(self.missing(tokens)):
+        if not 1 <= tokens <= self.arena.pass_tokens or any(self.missing(tokens)):
             raise CacheError(f"no room was made for {tokens} tokens")
         if not self.arena.plan.quantized and len(self._positions) + tokens > self.arena.tail_rows:
             raise CacheError(f"no room was made for {tokens} tokens")
@@ -444,7 +445,7 @@ class ReferenceCache:
             held = page.bits if page else (0, 0)
             if column == come:
                 held = self._entering[self._stream(layer, head)].tolist()
-            lower = all(b in FORMATS and b <= h for b, h in zip(bits, held, strict=True))
+            lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
             if not lower and (any(bits) or column == come):
                 raise CacheError("a page's widths only fall")
         for layer, head, column, k_bits, v_bits in actions.tolist():
@@ -576,8 +577,9 @@ class ReferenceCache:
 
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
-        arena, budget = self.arena, self.fixed_bytes + self.pool_bytes
-        return np.array(f"{arena.shape} {arena.plan} {arena.tail_rows} {arena.probes} {budget}")
+        arena = self.arena
+        held = (arena.shape, arena.plan, arena.tail_rows, arena.probes, arena.num_bytes)
+        return np.array(" ".join(map(str, held)))
 
     def load_state(self, state: bytes) -> None:
         """Restores what `state` returned for a cache of the same arena."""

@@ -9,8 +9,6 @@ A manifest of this version may carry keys unknown here; they are kept in the fil
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,6 +19,7 @@ import numpy as np
 
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError, KvqError
+from kvq.files import replace_file
 from kvq.policies import Sensitivity
 from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, dequantize, unpack
 from kvq.settings import cache_folder
@@ -409,13 +408,8 @@ class HashMemory:
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".hashes-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump(self.rows, stream)
-                os.replace(name, self.path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            with replace_file(self.path) as stream:
+                stream.write(json.dumps(self.rows).encode())
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

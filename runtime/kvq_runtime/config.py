@@ -1,11 +1,21 @@
 """What an engine, a session and a sampler are asked to be. Knows no file and no array."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import TYPE_CHECKING
 
-from kvq.config import DEFAULT_POLICY, Budget, KvPlan
+from kvq.config import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_POLICY,
+    Budget,
+    KvPlan,
+)
 from kvq.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvq.sizing import Arena
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +60,8 @@ class SessionRequest:
     v_bits: int | None = None
     context_tokens: int | None = None
     policy: str | None = None
-    chunk_tokens: int = 256
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
 
     def plan(self, default: KvPlan) -> KvPlan:
@@ -61,14 +72,21 @@ class SessionRequest:
             sink_tokens=default.sink_tokens,
         )
 
+    def whole(self, model_tokens: int) -> "SessionRequest":
+        """With the model's context and room for all of it, where nothing else is asked for."""
+        context_tokens = model_tokens if self.context_tokens is None else self.context_tokens
+        budget = Budget(tokens=context_tokens) if self.kv_budget == Budget() else self.kv_budget
+        return replace(self, context_tokens=context_tokens, kv_budget=budget)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
-    """What one sequence may hold: its cache plan, its context limit, its bytes.
+    """What one sequence holds: its cache plan, its context limit, its bytes.
 
     `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
-    go through the model `chunk_tokens` at a time. Without a `seed` the session's sampler draws
-    its own.
+    go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
+    Without a `seed` the session's sampler draws its own. `arena`: the memory all this was read
+    from, where the cache is ours.
     """
 
     plan: KvPlan
@@ -76,14 +94,21 @@ class SessionConfig:
     budget_bytes: int
     policy: str = DEFAULT_POLICY
     evicts: bool = True
-    chunk_tokens: int = 256
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
+    arena: "Arena | None" = None
 
     def __post_init__(self) -> None:
         _require("ctx-size", self.context_tokens, self.context_tokens >= 2, "2 or more")
         _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.seed is not None:
             check_seed(self.seed)
+
+    @property
+    def what_limits(self) -> str:
+        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
+        return "--ctx-size" if self.evicts else "--ctx-size and --kv-budget"
 
 
 def check_seed(seed: int) -> None:

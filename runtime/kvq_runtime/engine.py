@@ -5,15 +5,15 @@ from pathlib import Path
 
 from kvq.config import Budget, parse_budget
 from kvq.errors import BackendError, UsageError
-from kvq_models.piece_index import PieceIndex
-from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends, device
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.config import SessionRequest
+from kvq_runtime.generation import Vocabulary
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import is_gguf
-from kvq_runtime.session import NoText, Session, SessionModel
+from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,8 @@ class Engine:
         self._warn_beyond_training(config.context_tokens)
         return Session(
             backend=self.backend,
-            cache=self.backend.open_cache(config),
-            model=self._session_model(config),
             config=config,
+            vocabulary=Vocabulary.of(self._tokenizer, self.model.stop_ids),
         )
 
     def close(self) -> None:
@@ -114,18 +113,6 @@ class Engine:
                 context_tokens,
                 self.model.context_length,
             )
-
-    def _session_model(self, config: SessionConfig) -> SessionModel:
-        tokenizer, model = self._tokenizer, self.model
-        limit = model.short_rope_tokens
-        return SessionModel(
-            detokenizer=NoText if tokenizer is None else lambda: IncrementalDetokenizer(tokenizer),
-            vocab_size=model.vocab_size,
-            stop_ids=model.stop_ids,
-            fingerprint=model.fingerprint,
-            rope_long=limit is not None and config.context_tokens > limit,
-            pieces=PieceIndex if tokenizer is None else lambda: tokenizer.pieces,
-        )
 
 
 def open_files(path: Path | str) -> ModelFiles:

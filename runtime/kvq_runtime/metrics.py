@@ -40,7 +40,7 @@ class Meter:
         self._new_tokens = 0
         self._prefilled_tokens = 0
         self._prefill_s = 0.0
-        self._decode_steps = 0
+        self._decoded_tokens = 0
         self._decode_s = 0.0
         self._decode_bytes = 0
         self._prompt_s = 0.0
@@ -58,26 +58,22 @@ class Meter:
         self._prefill_s += seconds
         self._prompt_s += seconds
 
-    def decoded(self, seconds: float, kv_bytes: int) -> None:
-        """One generated token went through the model, reading `kv_bytes` of the cache."""
-        self._decode_steps += 1
+    def decoded(self, num_tokens: int, seconds: float, kv_bytes: int) -> None:
+        """A pass over generated tokens, of which it kept so many, read `kv_bytes` of the cache."""
+        self._decoded_tokens += num_tokens
         self._decode_s += seconds
         self._decode_bytes += self._weight_bytes + kv_bytes
 
-    def reread(self, seconds: float) -> None:
-        """A token was chosen that spells the end of the prompt."""
-        self._prompt_tokens += 1
-        self._prompt_s += seconds
-
-    def sampled(self, seconds: float) -> None:
-        """A token was chosen."""
-        self._new_tokens += 1
-        if self._waiting:
-            self._ttft_s = self._prompt_s + seconds
-            self._prompt_s = 0.0
-            self._waiting = False
-        else:
+    def chose(self, prompt_tokens: int, all_tokens: int, seconds: float) -> None:
+        """Tokens were chosen, the first `prompt_tokens` of which spell the end of the prompt."""
+        self._prompt_tokens += prompt_tokens
+        self._new_tokens += all_tokens - prompt_tokens
+        if not self._waiting:
             self._decode_s += seconds
+            return
+        self._prompt_s += seconds
+        if all_tokens > prompt_tokens:
+            self._ttft_s, self._prompt_s, self._waiting = self._prompt_s, 0.0, False
 
     def stats(
         self,
@@ -94,7 +90,7 @@ class Meter:
             new_tokens=self._new_tokens,
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
-            decode_tok_s=_rate(self._decode_steps, self._decode_s),
+            decode_tok_s=_rate(self._decoded_tokens, self._decode_s),
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,

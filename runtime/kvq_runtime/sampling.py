@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.config import Sampling
 
-__all__ = ["Sampling", "candidates", "distribution", "log_probability", "sample"]
+__all__ = [
+    "Sampling",
+    "candidates",
+    "distribution",
+    "likeliest",
+    "log_probability",
+    "sample",
+]
 
 Floats = NDArray[np.floating]
 Ids = NDArray[np.int64]
@@ -69,9 +76,23 @@ def candidates(
 
 def log_probability(logits: Floats, token: int) -> float:
     """Natural log of the model's own probability of `token`, before any filter."""
+    largest, total = _scale(logits)
+    return float(logits[token] - largest) - total
+
+
+def likeliest(logits: Floats, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens with `log_probability`, likeliest first, ties by id."""
+    if count == 0:
+        return ()
+    ids = _largest(logits, count) if count < len(logits) else _descending(logits)
+    largest, total = _scale(logits)
+    return tuple((int(token), float(logits[token] - largest) - total) for token in ids)
+
+
+def _scale(logits: Floats) -> tuple[float, float]:
+    """The largest logit, and the log of the sum of all probabilities relative to its."""
     largest = logits.max()
-    total = np.exp(logits - largest).sum(dtype=np.float64)
-    return float(logits[token] - largest) - float(np.log(total))
+    return largest, float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
 
 
 def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float64]]:

@@ -1,140 +1,81 @@
-"""One sequence: its tokens, its cache, its sampler. Knows no graph and no file format of weights.
+"""One user's sequence: a `Sequence` (tokens and cache) and the `Generation` of its next answer.
 
-The tokens a session holds and the tokens its cache holds differ by a pending end: what was given
-or sampled but has not been through the model. Every step forwards that end first.
+The step reads the same with and without drafts: what is due and what is drafted go through the
+model in one pass, the generation takes the logits, and what agrees with them is committed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError, UsageError
-from kvq_models.piece_index import PieceIndex
+from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
-from kvq_runtime.backends import Backend, SequenceCache, plain_input
+from kvq_runtime.backends import Backend, C
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
-from kvq_runtime.healing import Beginning
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter
+from kvq_runtime.generation import (
+    IDS_ONLY,
+    Cancel,
+    Generation,
+    GenerationOptions,
+    Step,
+    Vocabulary,
+    never,
+)
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
-from kvq_runtime.sampling import log_probability, sample
-from kvq_runtime.stop_strings import StopStrings
+from kvq_runtime.sequence import Work
 
-Cancel = Callable[[], bool]
 Progress = Callable[[int, int], None]
-
-
-def never() -> bool:
-    """The cancel that does not."""
-    return False
 
 
 def unseen(done: int, total: int) -> None:
     """The progress nobody watches."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One generated token, the text it completed, and its natural log-probability.
+class Session(Generic[C]):
+    """One sequence that prompts are given to and answers are generated from.
 
-    `text` may be empty: a character can span tokens, and text that may begin a stop string is
-    held back. `logprob` is the model's own, before sampling filters, and None unless asked for.
-    `finish_reason` is None until the last step, then stop, length or cancelled.
+    `Engine.session` makes it; closing it frees the cache, and every use after that raises
+    `UsageError`. A session belongs to one thread at a time: two calls at once are a mistake of
+    the caller's that native code answers with an error, not with a crash. Sessions of one engine
+    may run in different threads.
     """
-
-    token: int
-    text: str
-    logprob: float | None
-    finish_reason: str | None = None
-
-
-class Detokenizer(Protocol):
-    """Turns token ids, one by one, into whole characters."""
-
-    def skip(self, num_bytes: int) -> None:
-        """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
-        ...
-
-    def push(self, token: int) -> str:
-        """Text that `token` completed."""
-        ...
-
-    def flush(self) -> str:
-        """What is left when no more tokens come."""
-        ...
-
-
-class NoText:
-    """The detokenizer of a model without a tokenizer."""
-
-    def skip(self, num_bytes: int) -> None:
-        """There is nothing to leave out."""
-
-    def push(self, token: int) -> str:
-        """Always empty."""
-        return ""
-
-    def flush(self) -> str:
-        """Always empty."""
-        return ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionModel:
-    """What a session needs to know about its model, and nothing more.
-
-    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
-    `fingerprint` identifies the weights; `rope_long` is decided by the session's context limit.
-    """
-
-    detokenizer: Callable[[], Detokenizer]
-    vocab_size: int
-    stop_ids: frozenset[int]
-    fingerprint: str
-    rope_long: bool = False
-    pieces: Callable[[], PieceIndex] = PieceIndex
-
-
-class Session:
-    """One sequence over one cache. `Engine.session` makes it; closing it frees the cache."""
 
     def __init__(
-        self, *, backend: Backend, cache: SequenceCache, model: SessionModel, config: SessionConfig
+        self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
-        self.config = config
+        self.sequence = sequences.Sequence(backend, config)
+        self.drafter: Drafter | None = None
         self._backend = backend
-        self._cache = cache
-        self._model = model
-        self._tokens: list[int] = []
+        self._vocabulary = vocabulary
         self._prompt_end = 0
-        # Of the token before the pending end; empty when they must be computed again.
-        self._logits = np.zeros(0, np.float32)
         self._generator = np.random.default_rng(config.seed)
         self._meter = Meter(backend.weight_bytes_per_step)
-        # A tight budget leaves room for shorter chunks only.
-        self._chunk_tokens = min(config.chunk_tokens, cache.chunk_tokens)
+
+    @property
+    def config(self) -> SessionConfig:
+        """What the sequence may hold."""
+        return self.sequence.config
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, prompt and generated."""
-        return tuple(self._tokens)
+        return self.sequence.tokens
 
     @property
     def pending_tokens(self) -> int:
         """Tokens at the end that have not been through the model yet."""
-        return len(self._tokens) - self._cache.tokens
+        return self.sequence.pending_tokens
 
     @property
     def kv_bytes_peak(self) -> int:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
-        return self._cache.peak_bytes
-
-    @property
-    def what_limits(self) -> str:
-        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
-        return "--ctx-size" if self.config.evicts else "--ctx-size and --kv-budget"
+        return self.sequence.cache.peak_bytes
 
     def prefill(
         self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
@@ -146,15 +87,24 @@ class Session:
         On an error the session is what it was before. Raises `UsageError` for an empty prompt or
         an unknown token, `BudgetError` for a prompt the context or the budget cannot hold.
         """
-        self._check_prompt(ids)
-        before = len(self._tokens)
-        self._append(ids)
-        self._meter.prompt(len(ids))
+        before = len(self.sequence)
+        self._append_prompt(ids)
         try:
-            return self._forward_pending(progress, cancel)
+            return self._catch_up(progress, cancel)
         except KvqError:
             self._keep(before)
             raise
+
+    def align(self, ids: Sequence[int]) -> int:
+        """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
+
+        What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
+        """
+        self._check_length(len(ids), held=0)
+        cached = self.sequence.align(ids)
+        self._prompt_end = len(ids)
+        self._meter.prompt(len(ids))
+        return cached
 
     def generate(
         self,
@@ -167,68 +117,108 @@ class Session:
         begin_with: bytes = b"",
         cancel: Cancel = never,
     ) -> Iterator[Step]:
-        """Yields up to `max_tokens` new tokens (None: until the context is full).
+        """Yields new tokens; `GenerationOptions` says what each argument asks for.
 
-        Ends after a token of `stop_ids` (default: the model's end tokens), before any of
-        `stop_strings`, or when `cancel` says yes; the last step says why. A generation cancelled
-        before its first token yields nothing and leaves the session as it was.
-
-        `begin_with` is the end of a prompt that was not prefilled (see `healing.heal`): the first
-        tokens are chosen among those that spell it. The ones that lie within it count as the
-        prompt's and are not yielded, and of the first that reaches beyond it only the rest is
-        text. Raises `UsageError` for bytes that no tokens spell.
+        Ends also when `cancel`, asked after every token, says yes; the last step says why. A
+        generation cancelled before its first token yields nothing and leaves the session as it
+        was.
         """
-        limit = self._room(max_tokens)
-        sampling = Sampling() if sampling is None else sampling
-        ends = self._model.stop_ids if stop_ids is None else frozenset(stop_ids)
-        beginning = Beginning(self._model.pieces, begin_with)
-        text = _Text(self._model.detokenizer(), stop_strings, skipped_bytes=len(begin_with))
-        if not self._forward_pending(cancel=cancel):
+        generation = self.begin(
+            GenerationOptions(
+                max_tokens=max_tokens,
+                sampling=Sampling() if sampling is None else sampling,
+                stop_strings=tuple(stop_strings),
+                stop_ids=None if stop_ids is None else frozenset(stop_ids),
+                logprobs=logprobs,
+                begin_with=begin_with,
+            )
+        )
+        if not self._catch_up(unseen, cancel):
             return
-        given, count = len(self._tokens), 0
-        while True:
-            token, is_new = self._step(sampling, beginning)
-            shown = text.push(token)
-            if not is_new and not self._is_full:
-                if cancel():
-                    self._keep(given)
-                    return
-                continue
-            count += 1
-            logprob = log_probability(self._logits, token) if logprobs else None
-            reason = None
-            if token in ends or text.stopped:
-                reason = "stop"
-            elif count == limit or self._is_full:
-                reason = "length"
-            elif cancel():
-                reason = "cancelled"
-            if reason is not None:
-                shown += text.flush()
-            yield Step(token=token, text=shown, logprob=logprob, finish_reason=reason)
-            if reason is not None:
-                return
+        given = len(self.sequence)
+        while generation.finish_reason is None:
+            yield from self.sequence.run(self.stepping(generation, cancel))[0]
+        if not generation.begun:
+            self._keep(given)
+
+    def begin(self, options: GenerationOptions) -> Generation:
+        """The answer that goes on from here. Raises `UsageError` where there is no room for one."""
+        if len(self.sequence) == 0:
+            raise UsageError("there is nothing to continue; give a prompt first")
+        if self.sequence.room < 1:
+            raise UsageError(
+                f"the context of {self.config.context_tokens} tokens is full; "
+                f"raise {self.config.what_limits} or roll the session back"
+            )
+        return Generation(
+            self._vocabulary,
+            options,
+            history=self.tokens,
+            room=self.sequence.room,
+            generator=self._generator,
+        )
+
+    def stepping(
+        self, generation: Generation, cancel: Cancel = never
+    ) -> Work[C, tuple[tuple[Step, ...], float]]:
+        """One round of an answer: draft -> forward -> take -> commit; its steps and seconds.
+
+        The last token chosen stays pending: it goes through the model in the next round.
+        """
+        sequence = self.sequence
+        due, held = sequence.due(), len(sequence)
+        first, draft = len(due), self._draft(generation, len(due))
+        with sequence.branch() as branch:
+            passed = yield from branch.extend(
+                [*due, *draft.ids],
+                _joined(first, draft.parents),
+                rows=range(first - 1, first + len(draft.ids)),
+            )
+            watch = Stopwatch()
+            taken = generation.take(passed.logits, draft, cancel=cancel)
+            branch.commit([*range(first), *(first + place for place in taken.path)])
+        sequence.append([taken.token])
+        if first:
+            self._measure(held, first + len(taken.path), passed.seconds)
+        chosen_s = watch.lap()
+        self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
+        if taken.prompt_tokens:
+            self._prompt_end = held + taken.prompt_tokens
+        if self.drafter is not None:
+            self.drafter.observe(self.tokens[held:])
+        return taken.steps, passed.seconds + chosen_s
+
+    def reading(self, max_tokens: int | None = None) -> Work[C, float]:
+        """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
+        left = len(self.sequence.due())
+        seconds = yield from self.sequence.advancing(max_tokens)
+        count = left - self.sequence.pending_tokens
+        if count:
+            self._measure(self.sequence.cache.tokens, count, seconds)
+        return seconds
 
     def logits(
         self, ids: Sequence[int], *, progress: Progress = unseen
     ) -> Iterator[NDArray[np.float32]]:
         """Appends `ids` and yields the logits float32 [n, V] of every one, chunk by chunk."""
-        self._check_prompt(ids)
         if self.pending_tokens:
-            self._forward_pending()
-        self._append(ids)
-        while self.pending_tokens:
-            count = min(self.pending_tokens, self._chunk_tokens)
-            yield self._forward(count, np.arange(count))
+            self._catch_up(unseen, never)
+        self._append_prompt(ids)
+        while due := self.sequence.due():
+            piece = due[: self.sequence.chunk_tokens]
+            with self.sequence.forward(piece) as branch:
+                branch.commit(range(len(piece)))
+                yield branch.logits
             progress(len(ids) - self.pending_tokens, len(ids))
 
     def rollback(self, n_tokens: int) -> None:
-        """Forgets the last `n_tokens` tokens. Raises `UsageError` for more than there are."""
-        if not 0 <= n_tokens <= len(self._tokens):
-            raise UsageError(
-                f"cannot roll back {n_tokens} tokens; the session holds {len(self._tokens)}"
-            )
-        self._keep(len(self._tokens) - n_tokens)
+        """Forgets the last `n_tokens` tokens. Raises `UsageError` for more than there are.
+
+        Exact on an unquantised cache. Tokens in a page that has closed keep their quantised keys
+        and values, so what follows may differ slightly from a session that never went further.
+        """
+        self.sequence.rollback(n_tokens)
+        self._prompt_end = min(self._prompt_end, len(self.sequence))
 
     def reseed(self, seed: int) -> None:
         """Starts the sampler's random numbers again at `seed`."""
@@ -241,13 +231,16 @@ class Session:
 
     def capture(self) -> snapshot.Snapshot:
         """What `save` writes, copied: it may be written later, and by another thread."""
-        state = snapshot.SessionState(
-            tokens=np.array(self._tokens, np.int64),
-            logits=self._logits.copy(),
-            generator=self._generator.bit_generator.state,
-            cache=self._cache.state(),
+        state = self.sequence.state()
+        return snapshot.Snapshot(
+            identity=self._identity(),
+            state=snapshot.SessionState(
+                tokens=state.tokens,
+                logits=np.zeros(0, np.float32) if state.logits is None else state.logits,
+                generator=self._generator.bit_generator.state,
+                cache=state.cache,
+            ),
         )
-        return snapshot.Snapshot(identity=self._identity(), state=state)
 
     def load(self, path: Path | str) -> None:
         """Becomes the session saved at `path`; unchanged when that is refused.
@@ -261,162 +254,100 @@ class Session:
         snapshot.check_agrees("the session in memory", taken.identity, self._identity())
         self._become(taken.state)
 
-    def _become(self, state: snapshot.SessionState) -> None:
-        self._cache.load_state(state.cache)
-        self._tokens = state.tokens.tolist()
-        self._prompt_end = len(self._tokens)
-        self._logits = state.logits.copy()
-        self._generator.bit_generator.state = state.generator
-
     def stats(self) -> SessionStats:
         """Counts, rates and bytes so far."""
+        cache = self.sequence.cache
         return self._meter.stats(
-            kv_bytes=self._cache.used_bytes,
-            kv_bytes_peak=self._cache.peak_bytes,
-            kv_budget=self._cache.budget_bytes,
-            bytes_per_token=self._cache.bytes_per_token,
-            holdings=self._cache.holdings(),
+            kv_bytes=cache.used_bytes,
+            kv_bytes_peak=cache.peak_bytes,
+            kv_budget=cache.budget_bytes,
+            bytes_per_token=cache.bytes_per_token,
+            holdings=cache.holdings(),
         )
 
     def close(self) -> None:
         """Frees the cache's memory."""
-        self._cache.close()
+        self.sequence.close()
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "Session[C]":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._tokens) >= self.config.context_tokens
-
-    def _step(self, sampling: Sampling, beginning: Beginning) -> tuple[int, bool]:
-        """The next token, forward -> sample -> commit, and whether it is not the prompt's."""
-        self._forward_pending()
-        watch = Stopwatch()
-        token = sample(self._logits, sampling, self._tokens, self._generator, beginning.allowed)
-        self._tokens.append(token)
-        if beginning.take(token):
-            self._prompt_end = len(self._tokens)
-            self._meter.reread(watch.lap())
-            return token, False
-        self._meter.sampled(watch.lap())
-        return token, True
-
-    def _forward_pending(self, progress: Progress = unseen, cancel: Cancel = never) -> bool:
-        """Brings the cache up to the tokens, so that `_logits` are those of the last one."""
-        if self.pending_tokens == 0 and len(self._logits) == 0:
-            self._cache.trim(len(self._tokens) - 1)
-        total = self.pending_tokens
-        while self.pending_tokens:
+    def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
+        """Runs everything due; False when `cancel` said yes before that."""
+        left = total = len(self.sequence.due())
+        while left:
             if cancel():
                 return False
-            count = min(self.pending_tokens, self._chunk_tokens)
-            self._logits = self._forward(count, np.array([count - 1]))[0]
-            progress(total - self.pending_tokens, total)
+            self.sequence.run(self.reading())
+            left = len(self.sequence.due())
+            progress(total - left, total)
         return True
 
-    def _forward(self, count: int, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Runs the next `count` pending tokens; all of them enter the cache, or none does."""
-        watch = Stopwatch()
-        first = self._cache.tokens
-        ids = np.array(self._tokens[first : first + count], np.int64)
-        self._logits = np.zeros(0, np.float32)
-        self._cache.begin(count)
-        try:
-            inputs = plain_input(ids, first, rows, rope_long=self._model.rope_long)
-            logits = self._backend.forward(self._cache, inputs)
-        except BaseException:
-            self._cache.abort()
-            raise
-        self._cache.commit(count)
-        if first + count > self._prompt_end:
-            self._meter.decoded(watch.lap(), self._cache.used_bytes)
+    def _draft(self, generation: Generation, due: int) -> Draft:
+        """What the drafter guesses, as far as the answer and the branch have room for it.
+
+        Where nothing is due the next token needs no pass, and a draft would cost one.
+        """
+        room = min(generation.room - 1, self.config.draft_tokens - due)
+        if self.drafter is None or due == 0 or room < 1:
+            return NO_DRAFT
+        return self.drafter.propose(self.tokens, room)
+
+    def _measure(self, reached: int, count: int, seconds: float) -> None:
+        """A pass brought `count` tokens into the cache, the text's first `reached` among them."""
+        if reached > self._prompt_end:
+            self._meter.decoded(count, seconds, self.sequence.cache.used_bytes)
         else:
-            self._meter.prefilled(count, watch.lap())
-        return logits
+            self._meter.prefilled(count, seconds)
 
-    def _append(self, ids: Sequence[int]) -> None:
-        self._tokens.extend(map(int, ids))
-        self._prompt_end = len(self._tokens)
+    def _append_prompt(self, ids: Sequence[int]) -> None:
+        if len(ids) == 0 and not self.sequence.due():
+            raise UsageError("the prompt is empty; give at least one token of text")
+        self._check_length(len(ids), held=len(self.sequence))
+        self.sequence.append(ids)
+        if len(ids):
+            self._prompt_end = len(self.sequence)
+        self._meter.prompt(len(ids))
 
-    def _keep(self, num_tokens: int) -> None:
-        """Forgets all but the first `num_tokens` tokens."""
-        if self._cache.tokens > num_tokens:
-            self._cache.trim(num_tokens)
-        if len(self._tokens) > num_tokens:
-            self._logits = np.zeros(0, np.float32)
-        del self._tokens[num_tokens:]
-        self._prompt_end = min(self._prompt_end, num_tokens)
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if len(ids) == 0:
-            if self.pending_tokens == 0:
-                raise UsageError("the prompt is empty; give at least one token of text")
-            return
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._model.vocab_size:
-            raise UsageError(
-                f"token {low if low < 0 else high} is not one of the model's: "
-                f"0 to {self._model.vocab_size - 1}"
-            )
-        held, limit = len(self._tokens), self.config.context_tokens
-        if held + len(ids) > limit:
+    def _check_length(self, count: int, *, held: int) -> None:
+        limit = self.config.context_tokens
+        if held + count > limit:
             used = f", of which {held} are used" if held else ""
             raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {limit}{used}; shorten "
-                f"the prompt or raise {self.what_limits}"
+                f"the prompt has {count} tokens and the context holds {limit}{used}; shorten "
+                f"the prompt or raise {self.config.what_limits}"
             )
 
-    def _room(self, max_tokens: int | None) -> int:
-        """How many tokens may be generated now. Raises `UsageError` when there is no room."""
-        if not self._tokens:
-            raise UsageError("there is nothing to continue; give a prompt first")
-        if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"--predict {max_tokens} is not possible: give 1 or more")
-        room = self.config.context_tokens - len(self._tokens)
-        if room < 1:
-            raise UsageError(
-                f"the context of {self.config.context_tokens} tokens is full; "
-                f"raise {self.what_limits} or roll the session back"
-            )
-        return room if max_tokens is None else min(room, max_tokens)
+    def _keep(self, num_tokens: int) -> None:
+        self.sequence.keep(num_tokens)
+        self._prompt_end = min(self._prompt_end, num_tokens)
+
+    def _become(self, state: snapshot.SessionState) -> None:
+        logits = state.logits if len(state.logits) else None
+        self.sequence.restore(
+            sequences.SequenceState(tokens=state.tokens, logits=logits, cache=state.cache)
+        )
+        self._prompt_end = len(self.sequence)
+        self._generator.bit_generator.state = state.generator
 
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""
         return {
-            "model": self._model.fingerprint,
+            "model": self._backend.model.fingerprint,
             "plan": asdict(self.config.plan),
             "context_tokens": self.config.context_tokens,
             "budget_bytes": self.config.budget_bytes,
-            "chunk_tokens": self._chunk_tokens,
+            "chunk_tokens": self.sequence.chunk_tokens,
             "cache": self._backend.cache_kind,
-            "rope_long": self._model.rope_long,
+            "rope_long": self.sequence.rope_long,
         }
 
 
-class _Text:
-    """The text of one generation: whole characters, ended by a stop string."""
-
-    def __init__(
-        self, detokenizer: Detokenizer, stop_strings: Iterable[str], *, skipped_bytes: int = 0
-    ) -> None:
-        self._detokenizer = detokenizer
-        if skipped_bytes:
-            detokenizer.skip(skipped_bytes)
-        self._stops = StopStrings(stop_strings)
-
-    @property
-    def stopped(self) -> bool:
-        return self._stops.found is not None
-
-    def push(self, token: int) -> str:
-        return self._stops.feed(self._detokenizer.push(token))
-
-    def flush(self) -> str:
-        if self.stopped:
-            return ""
-        rest = self._stops.feed(self._detokenizer.flush())
-        return rest if self.stopped else rest + self._stops.flush()
+def _joined(due: int, parents: Sequence[int] | None) -> list[int] | None:
+    """Parents of `due` tokens in a row and, after the last of them, those of a draft."""
+    if parents is None:
+        return None
+    return [*range(-1, due - 1), *(due + parent for parent in parents)]

@@ -5,12 +5,9 @@ Layout, integers little-endian: 8 bytes magic, uint32 header length, header (JSO
 holds format, version, what the session must agree on, and the length of each part.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import SnapshotError
+from kvq.files import replace_file
 
 FORMAT = "kvq-session"
-VERSION = 2
+VERSION = 3
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
@@ -148,18 +146,9 @@ def _parts(path: Path, content: bytes, offset: int, lengths: list[int]) -> list[
 
 def _replace(path: Path, parts: Iterable[bytes]) -> None:
     """Writes `parts` and their digest. Copies none: hashing and writing let other threads run."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     digest = hashlib.sha256()
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            for part in parts:
-                digest.update(part)
-                stream.write(part)
-            stream.write(digest.digest())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    with replace_file(path) as stream:
+        for part in parts:
+            digest.update(part)
+            stream.write(part)
+        stream.write(digest.digest())

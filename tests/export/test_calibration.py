@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
+from caches import open_cache
 from kvq.cache import Cache
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError
@@ -20,7 +21,7 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_export.quality import compare, log_softmax
 from kvq_runtime import backends
-from kvq_runtime.backends import plain_input
+from kvq_runtime.backends import forward_chain
 from kvq_runtime.bundle import MANIFEST_FILE, Bundle, Manifest, checksum
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
@@ -97,7 +98,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
 
     def scored(*actions: tuple[int, int, int]) -> tuple[np.ndarray, Any]:
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
-        cache = Cache(
+        cache = open_cache(
             config.cache_shape, KvPlan(k_bits=8, v_bits=8), 8 << 20, 512, chunk_tokens=128,
             observed=True, native=backend.cache_kind == "native",
         )  # fmt: skip
@@ -113,10 +114,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
                     for column in range(pages if k_bits else pages // 2)
                 ]
                 cache.demote(np.array(table, np.int32).reshape(-1, 5))
-            cache.begin(128)
-            inputs = plain_input(ids[start : start + 128], start, np.arange(128), rope_long=False)
-            logits = backend.forward(cache, inputs)
-            cache.commit(128)
+            logits = forward_chain(backend, cache, ids[start : start + 128], np.arange(128))
         cache.close()
         return log_softmax(logits), attention
 

@@ -504,6 +504,7 @@ def test_random_bundle_depends_on_the_seed_only(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
     source = make_llama_checkpoint(
         tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 17, hidden_size=256

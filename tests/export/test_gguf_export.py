@@ -37,6 +37,7 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import GGUF_FILE, MANIFEST_FILE, Bundle, GgufInfo
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from logits import divergence
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 needs_llama = pytest.mark.skipif(
@@ -137,17 +138,6 @@ def export(source: Path, kind: str, **options: Any) -> Bundle:
     wanted = {"format": "gguf", "gguf_type": kind, "quality": False, "threads": 1, "force": True}
     destination = source.with_name(f"{source.name}-{kind}")
     return export_model(source, destination, ExportOptions(**(wanted | options)))
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
-
-
-def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence in nats of logits `found` from `wanted`."""
-    expected, actual = log_softmax(wanted), log_softmax(found)
-    return float((np.exp(expected) * (expected - actual)).sum(1).mean())
 
 
 def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
@@ -263,6 +253,7 @@ def tensors(bundle: Bundle) -> Sequence[Any]:
     return gguf.GGUFReader(bundle.path / GGUF_FILE).tensors
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(
         tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 17, hidden_size=256

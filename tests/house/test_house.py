@@ -20,7 +20,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     [
         ("ruff", "check", "."),
         ("ruff", "format", "--check", "."),
-        ("pyright", "--pythonpath", sys.executable),
+        pytest.param(("pyright", "--pythonpath", sys.executable), marks=pytest.mark.slow),
         ("importlinter.cli",),
     ],
     ids=lambda command: " ".join(command[:2]),

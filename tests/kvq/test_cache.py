@@ -29,8 +29,9 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
+from caches import budget_for_tokens, minimum_budget, open_cache
 from kvq import native
-from kvq.cache import Cache, Holdings, budget_for_tokens, minimum_budget, tight_plan
+from kvq.cache import Cache, Holdings
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
@@ -43,6 +44,7 @@ from kvq.errors import (
 from kvq.formats import page_bytes
 from kvq.policies import Evidence, Policy, policy_named
 from kvq.reference import KEYS, VALUES, codes_of, planes
+from kvq.sizing import tight_plan
 from pairs import (
     UNROTATED,
     Float,
@@ -287,7 +289,7 @@ class Traces(RuleBasedStateMachine):
             if kept or not aborts:
                 cache.commit(kept)
             else:
-                cache.abort()
+                cache.rewind()
         self.model.append(numbers[:kept])
         if not kept and not actions:
             assert [cache.state() for cache in self.pair] == before
@@ -305,7 +307,7 @@ class Traces(RuleBasedStateMachine):
         with pytest.raises(CacheError, match="not finite in float16"):
             forward(self.pair.numpy, self.layers, rows, np.arange(3) + self.model.tokens)
         for cache in self.pair:
-            cache.abort()
+            cache.rewind()
         self.model.demote(self.pair.native.policy.decided)
         for cache in self.pair:
             cache.policy.decided.clear()
@@ -406,7 +408,7 @@ class Traces(RuleBasedStateMachine):
     def the_budget_holds_and_every_byte_is_counted(self) -> None:
         if not hasattr(self, "pair"):
             return
-        fixed = self.budget - self.pair.native.arena.divide(self.budget)[1]
+        fixed = self.pair.native.arena.regions.num_bytes
         for cache in self.pair:
             assert cache.used_bytes == fixed + self.model.page_bytes()
             assert cache.used_bytes <= cache.peak_bytes <= self.budget
@@ -470,7 +472,9 @@ def test_accepted_drafts_leave_the_state_of_sequential_decoding(
     total = 700
     least, most = minimum_budget(SMALL, plan, total), budget_for_tokens(SMALL, plan, total)
     budget = least + int(share * max(0, most - least))
-    sequential, drafting = (Cache(SMALL, plan, budget, total, native=use_native) for _ in range(2))
+    sequential, drafting = (
+        open_cache(SMALL, plan, budget, total, native=use_native) for _ in range(2)
+    )
     rng = np.random.default_rng(11)
     true_rows = numbered_rows(rng, total)
     while drafting.tokens < total - 8:
@@ -533,10 +537,10 @@ class Scattered:
 
 def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spare: int) -> int:
     """A budget whose pool holds just `pages` full pages of every stream, and `spare` bytes."""
-    arena_of = Cache(shape, tight_plan(plan), 64 << 20, context).arena
+    arena_of = open_cache(shape, tight_plan(plan), 64 << 20, context).arena
     budget = arena_of.bytes_for_columns(pages)
     wanted = pages * arena_of.column_bytes(plan.k_bits, plan.v_bits) + spare
-    while (short := wanted - arena_of.divide(budget)[1]) != 0:
+    while (short := wanted - arena_of.room_for_pages(budget)) != 0:
         budget += short
     return budget
 
@@ -595,7 +599,7 @@ def test_closed_pages_never_change_over_thousands_of_steps(use_native: bool) -> 
     """Single steps, some rejected; a page's bytes are those it was closed with."""
     plan = KvPlan(k_bits=8, v_bits=8)
     steps = 3000 if use_native else 600
-    cache = Cache(SMALL, plan, budget_for_tokens(SMALL, plan, steps), steps, native=use_native)
+    cache = open_cache(SMALL, plan, budget_for_tokens(SMALL, plan, steps), steps, native=use_native)
     rng = np.random.default_rng(1)
     closed: list[bytes] = []
     layers = [attention(SMALL, layer, window_tokens=8) for layer in range(2)]
@@ -618,7 +622,7 @@ def test_closed_pages_never_change_over_thousands_of_steps(use_native: bool) -> 
 
 def filled_cache(use_native: bool, tokens: int = 300, **options: int) -> Cache:
     plan = KvPlan(k_bits=8, v_bits=4)
-    cache = Cache(SMALL, plan, 1 << 20, 1000, native=use_native, **options)
+    cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native, **options)
     rng = np.random.default_rng(2)
     for start in range(0, tokens, 100):
         count = min(100, tokens - start)
@@ -676,8 +680,8 @@ def test_calls_out_of_order_are_refused_and_do_no_harm(use_native: bool) -> None
     for count in (3, -1):
         with pytest.raises(CacheError):
             cache.commit(count)
-    cache.abort()
-    cache.abort()
+    cache.rewind()
+    cache.rewind()
     assert cache.state() == before
     step(cache, 2)
     assert cache.tokens == 302
@@ -758,7 +762,7 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
     """A page's positions are its first one and a count, so a gap inside it is refused."""
     plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=4)
     for count in (8, 64):  # in the tail, and staged
-        cache = Cache(SMALL, plan, 1 << 20, 1000, native=use_native)
+        cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native)
         rows = numbered_rows(np.random.default_rng(0), 127)
         positions = np.arange(127) + (np.arange(127) > 50)
         forward(cache, LAYERS, rows, positions)
@@ -766,7 +770,7 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
         more = numbered_rows(np.random.default_rng(1), count)
         with pytest.raises(CacheError):
             forward_and_commit(cache, more, np.arange(count) + 128)
-        cache.abort()
+        cache.rewind()
         assert cache.tokens == 127
         cache.trim(40)
         step(cache, 50)
@@ -776,7 +780,7 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
 
 @BOTH
 def test_a_gap_between_sinks_and_pages_is_allowed(use_native: bool) -> None:
-    cache = Cache(SMALL, KvPlan(sink_tokens=4), 1 << 20, 1000, native=use_native)
+    cache = open_cache(SMALL, KvPlan(sink_tokens=4), 1 << 20, 1000, native=use_native)
     positions = np.r_[0:4, 100:228]
     forward(cache, LAYERS, numbered_rows(np.random.default_rng(0), 132), positions)
     cache.commit(132)
@@ -788,7 +792,7 @@ def test_a_gap_between_sinks_and_pages_is_allowed(use_native: bool) -> None:
 @BOTH
 def test_holdings_are_counted_over_layers_heads_and_tokens(use_native: bool) -> None:
     plan = KvPlan(k_bits=8, v_bits=4, sink_tokens=4)
-    cache = Cache(SMALL, plan, 1 << 20, 1000, native=use_native)
+    cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native)
     streams = SMALL.num_layers * SMALL.num_kv_heads
     assert cache.holdings() == Holdings(mean_k_bits=0, mean_v_bits=0, evicted_share=0)
     step(cache, 200)
@@ -823,7 +827,7 @@ def test_holdings_are_counted_over_layers_heads_and_tokens(use_native: bool) -> 
 
 
 def test_an_unquantised_cache_holds_everything_at_16_bits() -> None:
-    cache = Cache(SMALL, KvPlan(k_bits=16, v_bits=16), 1 << 20, 300)
+    cache = open_cache(SMALL, KvPlan(k_bits=16, v_bits=16), 1 << 20, 300)
     step(cache, 200)
     assert cache.holdings() == Holdings(mean_k_bits=16, mean_v_bits=16, evicted_share=0)
     cache.close()
@@ -858,7 +862,7 @@ def test_a_chunk_that_fails_half_way_ends_the_session_until_a_snapshot_is_loaded
     rows[1][7, 40] = np.nan
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     for call in (lambda: cache.begin(1), lambda: cache.trim(0), cache.state):
         with pytest.raises(CacheError, match="an earlier chunk failed"):
             call()
@@ -875,7 +879,7 @@ def test_a_chunk_that_fails_in_its_first_layer_does_no_harm() -> None:
     rows[0][199, 32] = np.inf
     with pytest.raises(CacheError, match="not finite in float16"):
         forward(cache, LAYERS, rows, at)
-    cache.abort()
+    cache.rewind()
     assert cache.state() == saved
     step(cache)
     cache.close()
@@ -915,7 +919,7 @@ def test_a_closed_cache_refuses_every_call() -> None:
 
 def test_the_numpy_cache_has_no_handle() -> None:
     cache = filled_cache(False)
-    with pytest.raises(UsageError, match="native=False and has no handle"):
+    with pytest.raises(UsageError, match="engine='numpy' and has no handle"):
         _ = cache.handle
     cache.close()
 
@@ -930,10 +934,12 @@ def test_a_snapshot_of_another_cache_is_refused_and_nothing_changes(use_native: 
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=8, v_bits=4)
     others = [
-        Cache(shape, plan, 1 << 20, 1000, native=use_native),
-        Cache(SMALL, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000, native=use_native),
-        Cache(SMALL, KvPlan(k_bits=8, v_bits=4, sink_tokens=3), 1 << 20, 1000, native=use_native),
-        Cache(SMALL, plan, (1 << 20) + 1, 1000, native=use_native),
+        open_cache(shape, plan, 1 << 20, 1000, native=use_native),
+        open_cache(SMALL, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000, native=use_native),
+        open_cache(
+            SMALL, KvPlan(k_bits=8, v_bits=4, sink_tokens=3), 1 << 20, 1000, native=use_native
+        ),
+        open_cache(SMALL, plan, (1 << 20) + 1, 1000, native=use_native),
     ]
     for other in others:
         with pytest.raises(SnapshotError, match="another shape, plan or budget"):
@@ -985,7 +991,7 @@ def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
         assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
         with suppress(KvqError):
             forward(cache, LAYERS, numbered_rows(rng, 2), np.arange(2) + 300)
-        cache.abort()
+        cache.rewind()
         columns = len(cache.columns()[0])
         cache.demote(np.array([[0, 0, c, 0, 0] for c in range(columns)], np.int32).reshape(-1, 5))
     assert outcomes == {"refused", "loaded"}
@@ -998,7 +1004,7 @@ def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
 def test_a_snapshot_loads_with_another_number_of_threads(head_dim: int) -> None:
     shape = CacheShape(num_layers=2, num_heads=8, num_kv_heads=1, head_dim=head_dim)
     layers = [attention(shape, layer) for layer in (0, 1)]
-    caches = [Cache(shape, KvPlan(), 4 << 20, 4000, threads=threads) for threads in (1, 8, 2)]
+    caches = [open_cache(shape, KvPlan(), 4 << 20, 4000, threads=threads) for threads in (1, 8, 2)]
     rng = np.random.default_rng(0)
     rows = [pack_heads(*random_heads(rng, shape, 250)) for _ in layers]
     forward(caches[0], layers, rows, np.arange(250))
@@ -1007,7 +1013,7 @@ def test_a_snapshot_loads_with_another_number_of_threads(head_dim: int) -> None:
         other.load_state(one.state())
         # Only the number of splits and the peak, which counts scratch, differ in the header.
         assert len(other.state()) == len(one.state())
-        assert other.state()[80:] == one.state()[80:]
+        assert other.state()[88:] == one.state()[88:]
         for column in range(2):
             assert other.page(1, 0, column) == one.page(1, 0, column)
     for cache in caches:
@@ -1039,7 +1045,7 @@ MEMORY_SLACK_BYTES = 6 << 20
 _FILL = """
 import resource
 import numpy as np
-from kvq.cache import Cache
+from caches import open_cache
 from kvq.config import CacheShape, KvPlan
 from pairs import attention, forward, pack_heads, random_heads
 
@@ -1059,17 +1065,18 @@ def fill(cache, tokens):
 
 plan = KvPlan(k_bits=8, v_bits=8)
 # Already short of room, so that what the first relief loads is not counted.
-warm = Cache(shape, plan, 8 << 20, 2048)
+warm = open_cache(shape, plan, 8 << 20, 2048)
 list(fill(warm, 2048))
 warm.close()
 before = resident()
-cache = Cache(shape, plan, BUDGET, 12800)
+cache = open_cache(shape, plan, BUDGET, 12800)
 peak = max(fill(cache, 12800))
 assert cache.columns()[1].min() < 8
 print(peak - before, cache.peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_process_memory_grows_by_the_budget_and_a_constant() -> None:
     """A session that fills its budget twice over, everything touched."""
@@ -1091,12 +1098,12 @@ def test_without_native_code_numpy_takes_over_and_says_so() -> None:
     script = (
         "import logging; logging.basicConfig(format='%(message)s')\n"
         "from kvq import native\n"
-        "from kvq.cache import Cache\n"
+        "from caches import open_cache\n"
         "from kvq.config import CacheShape, KvPlan\n"
         "from kvq.errors import BackendError\n"
         "shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)\n"
         "for _ in range(2):\n"
-        "    cache = Cache(shape, KvPlan(), 1 << 20, 100)\n"
+        "    cache = open_cache(shape, KvPlan(), 1 << 20, 100)\n"
         "try:\n"
         "    cache.handle\n"
         "except BackendError as error:\n"

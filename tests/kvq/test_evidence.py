@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caches import budget_for_tokens, geometry, open_cache
 from kvq import native
-from kvq.cache import Cache, budget_for_tokens
+from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 from kvq.errors import CacheError
-from kvq.formats import arena_for
 from kvq.policies import Attention, Constants
 from kvq.reference import mass_code, mass_of, sampled_token
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads
@@ -111,7 +111,7 @@ def test_equal_weights_give_numbers_done_by_hand(use_native: bool) -> None:
     """388 tokens, four sinks: five pages of 64 and a tail of 64; tokens weigh 1 / (t + 1)."""
     plan = KvPlan(k_bits=8, v_bits=8)
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
-    cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=64)
+    cache = open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=64)
     # Tokens of the second page say 1, all others 0.
     values = np.zeros((388, 64))
     values[68:132] = 1
@@ -145,7 +145,7 @@ def test_rounding_errors_are_those_of_a_second_look() -> None:
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, layer) for layer in range(2)]
     for side, bits in ((0, 4), (1, 4), (1, 2)):
-        cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=False, chunk_tokens=64)
+        cache = open_cache(SHAPE, plan, budget, 1024, observed=True, native=False, chunk_tokens=64)
         packed = rows(5, 500)
         # One query, often: the probes are what is asked afterwards.
         for layer in packed:
@@ -160,13 +160,13 @@ def test_rounding_errors_are_those_of_a_second_look() -> None:
         predicted = error.sum() * 4.0 ** (8 - bits)
         question = [layer[499:500] for layer in packed]
         before = forward(cache, layers, question, np.array([500]))
-        cache.abort()
+        cache.rewind()
         columns = cache.columns()[1].shape[2]
         widths = (8, bits) if side else (bits, 8)
         every = [(a, b, c, *widths) for a in range(2) for b in range(2) for c in range(columns)]
         cache.demote(np.array(every, np.int32))
         after = forward(cache, layers, question, np.array([500]))
-        cache.abort()
+        cache.rewind()
         # Three query heads share a KV head: the mean over rows against their sum.
         change = sum(np.square(a - b).sum() for a, b in zip(after, before, strict=True)) / 3
         assert 0.3 < predicted / change < 3
@@ -201,7 +201,7 @@ def test_rejected_drafts_leave_the_evidence_of_plain_decoding(
     shape = replace(SHAPE, num_layers=1)
     budget = budget_for_tokens(shape, plan, 1024) + (1 << 19)
     layers = [attention(shape)]
-    drafting, plain = (Cache(shape, plan, budget, 1024, observed=True) for _ in range(2))
+    drafting, plain = (open_cache(shape, plan, budget, 1024, observed=True) for _ in range(2))
     q, k, v = random_heads(np.random.default_rng(0), shape, 1024)
     truth = pack_heads(q, k, v)
     wrong = pack_heads(5 - q, k, v)
@@ -235,7 +235,9 @@ def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
     layers = [attention(SHAPE, layer) for layer in range(2)]
     seen = []
     for tokens in (316, 319, 323):
-        cache = Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=512)
+        cache = open_cache(
+            SHAPE, plan, budget, 1024, observed=True, native=use_native, chunk_tokens=512
+        )
         part = [layer[:tokens] for layer in packed]
         forward(cache, layers, part, np.arange(tokens), frequencies(32))
         cache.commit(tokens)
@@ -256,7 +258,7 @@ def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, 0, window_tokens=150), attention(SHAPE, 1)]
     one, other = (
-        Cache(SHAPE, plan, budget, 1024, observed=True, native=use_native) for _ in range(2)
+        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native) for _ in range(2)
     )
     packed = rows(4, 400)
     for start in (0, 200):
@@ -278,12 +280,12 @@ def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
 def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     plan = KvPlan()
     options = {"context_tokens": 1024, "chunk_tokens": 256, "threads": 2}
-    bare, probing = (arena_for(SHAPE, plan, probes=probes, **options) for probes in (False, True))
-    assert probing.fixed_bytes(4, 100_000) > bare.fixed_bytes(4, 100_000)
+    bare, probing = (geometry(SHAPE, plan, probes=probes, **options) for probes in (False, True))
+    assert sum(probing.regions_for(4, 100_000)) > sum(bare.regions_for(4, 100_000))
     budget = budget_for_tokens(SHAPE, plan, 1024, chunk_tokens=256, threads=2)
     # A budget that holds the whole context is never short, so no policy will ever look.
-    full = Cache(SHAPE, plan, budget, 1024, policy="budget", threads=2)
-    tight = Cache(SHAPE, plan, budget - 1, 1024, policy="budget", threads=2)
+    full = open_cache(SHAPE, plan, budget, 1024, policy="budget", threads=2)
+    tight = open_cache(SHAPE, plan, budget - 1, 1024, policy="budget", threads=2)
     assert not full.arena.probes
     assert tight.arena.probes
     with pytest.raises(CacheError, match="out of order"):
@@ -294,13 +296,11 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
 
 @pytest.mark.parametrize("budget", [1 << 19, 3 << 20])
 def test_python_counts_the_bytes_of_probes_as_the_library_does(budget: int) -> None:
-    arena = arena_for(
-        SHAPE, KvPlan(), context_tokens=5000, chunk_tokens=256, threads=2, probes=True
-    )
-    counted = native.layout(arena, budget)
-    columns, pool = arena.divide(budget)
-    assert (counted["max_columns"], counted["pool_bytes"]) == (columns, pool)
-    assert counted["minimum_bytes"] == arena.minimum_bytes
+    probing = geometry(SHAPE, KvPlan(), context_tokens=5000, threads=2, probes=True)
+    counted = native.layout(probing, budget)
+    assert (counted["max_columns"], counted["regions"]) == probing.divide(budget)
+    assert counted["pool_bytes"] == probing.room_for_pages(budget)
+    assert counted["minimum_bytes"] == probing.minimum_bytes
 
 
 def test_masses_are_coded_in_sixteenths_of_an_octave() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from caches import budget_for_tokens, open_cache
 from kvq import native
-from kvq.cache import Cache, budget_for_tokens
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
 from kvq.reference import encode, planes, two_bit_plane
@@ -171,7 +171,7 @@ def attend_by_each_kernel(
     for name in KERNELS:
         native.select_isa(name)
         outputs[name] = forward(pair.native, layers, [rows], positions, inv_freq)[0]
-        pair.native.abort()
+        pair.native.rewind()
     return outputs
 
 
@@ -181,7 +181,7 @@ def attend_by_reference(
     layers = [attention(pair.native.shape, 0, **changes)]
     positions = np.arange(len(rows)) + pair.native.tokens
     out = forward(pair.numpy, layers, [rows], positions, inv_freq)[0]
-    pair.numpy.abort()
+    pair.numpy.rewind()
     return out
 
 
@@ -220,7 +220,7 @@ def test_eight_rows_equal_eight_steps(kernels: str, widths: tuple[int, int]) -> 
     rows = pack_heads(*random_heads(rng, shape, ROWS))
     cache, layers = pair.native, [attention(shape)]
     at_once = forward(cache, layers, [rows], np.arange(300, 300 + ROWS), inv_freq)[0]
-    cache.abort()
+    cache.rewind()
     for step in range(ROWS):
         out = forward(cache, layers, [rows[step : step + 1]], np.array([300 + step]), inv_freq)[0]
         assert (out == at_once[step]).all()
@@ -414,7 +414,7 @@ def test_splits_only_change_the_order_of_sums(
     outputs = []
     for threads in (1, 2, 3):
         budget = budget_for_tokens(shape, plan, 2100, threads=threads)
-        cache = Cache(shape, plan, budget, 2100, threads=threads)
+        cache = open_cache(shape, plan, budget, 2100, threads=threads)
         rng = np.random.default_rng(3)
         qkv = pack_heads(*heads(rng, shape, 2000))
         for start in range(0, 2000, 250):
@@ -426,7 +426,7 @@ def test_splits_only_change_the_order_of_sums(
         for window in (0, 300):
             layers = [attention(shape, 0, window_tokens=window)]
             outputs.append(forward(cache, layers, [rows], np.arange(2000, 2000 + ROWS))[0])
-            cache.abort()
+            cache.rewind()
         cache.close()
     for whole, *others in (outputs[0::2], outputs[1::2]):
         for other in others:

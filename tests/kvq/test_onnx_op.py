@@ -9,8 +9,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from caches import budget_for_tokens, open_cache
 from kvq import native
-from kvq.cache import Cache, budget_for_tokens
+from kvq.cache import Cache
 from kvq.config import AttentionParams, CacheShape, KvPlan
 from pairs import Float, attention, forward, frequencies, pack_heads, random_heads
 
@@ -77,7 +78,7 @@ def caches() -> Iterator[list[Cache]]:
     """Two equal caches, divided for two threads."""
     plan = KvPlan(k_bits=4, v_bits=2)
     budget = budget_for_tokens(SHAPE, plan, CONTEXT, threads=2)
-    made = [Cache(SHAPE, plan, budget, CONTEXT, threads=2) for _ in range(2)]
+    made = [open_cache(SHAPE, plan, budget, CONTEXT, threads=2) for _ in range(2)]
     yield made
     for cache in made:
         cache.close()
@@ -213,7 +214,7 @@ def test_numbers_beyond_float16_are_refused(caches: list[Cache], value: float, w
     expect_error(
         "a key or value is not finite in float16", run, feed(caches[0], rows, np.arange(2))
     )
-    caches[0].abort()
+    caches[0].rewind()
     caches[0].begin(2)
     assert (run.run(None, feed(caches[0], rows_of(2), np.arange(2)))[0] == 1).all()
 

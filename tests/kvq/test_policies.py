@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.cache import Cache, minimum_budget
+from caches import minimum_budget, open_cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, UsageError
 from kvq.formats import page_bytes
@@ -262,7 +262,7 @@ def test_unknown_policy_is_refused_with_the_list() -> None:
     assert str(caught.value).split("possible: ")[1].split(", ") == sorted(POLICIES)
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=DIM)
     with pytest.raises(UsageError, match="'newest' is unknown"):
-        Cache(shape, KvPlan(), 1 << 20, 100, policy="newest")
+        open_cache(shape, KvPlan(), 1 << 20, 100, policy="newest")
 
 
 def test_every_row_of_the_table_imports() -> None:
@@ -330,7 +330,7 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks)
     least = minimum_budget(shape, plan, 2100, policy=policy)
     budget = least + data.draw(st.one_of(st.integers(0, 3000), st.integers(0, 60_000)), "extra")
-    cache = Cache(shape, plan, budget, 2100, policy=policy, windows=windows, native=use_native)
+    cache = open_cache(shape, plan, budget, 2100, policy=policy, windows=windows, native=use_native)
     layers = [
         attention(shape, layer, window_tokens=window)
         for layer, window in enumerate(windows or (0, 0))
@@ -346,7 +346,7 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
             rows = pack_heads(q, k, np.broadcast_to(numbers, (size, 1, 16)))
             cache.begin(size)
             assert cache.used_bytes <= budget
-            cache.abort()
+            cache.rewind()
             forward(cache, layers, [rows, rows], np.arange(first, first + size))
             cache.commit(size)
             assert cache.used_bytes <= cache.peak_bytes <= budget
@@ -359,7 +359,7 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
 
 def test_a_full_context_is_refused_with_what_to_do() -> None:
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
-    cache = Cache(shape, KvPlan(), 1 << 20, 100)
+    cache = open_cache(shape, KvPlan(), 1 << 20, 100)
     with pytest.raises(BudgetError, match=r"0 \+ 101 tokens exceed .* of 100; .*larger --ctx-size"):
         cache.begin(101)
     cache.begin(100)

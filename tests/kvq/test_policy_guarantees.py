@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.cache import Cache, budget_for_tokens, minimum_budget
+from caches import budget_for_tokens, minimum_budget, open_cache
+from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.policies import POLICIES
 from pairs import attention, forward, frequencies, pack_heads, structured_heads
@@ -61,7 +62,9 @@ def opened(policy: str, share: float, seed: int) -> Run:
     least = minimum_budget(SHAPE, plan, CONTEXT) + (1 << 14)
     most = budget_for_tokens(SHAPE, plan, CONTEXT)
     budget = least + int(share * (most - least))
-    return Run(Cache(SHAPE, plan, budget, CONTEXT, chunk_tokens=128, policy=policy), truth(seed))
+    return Run(
+        open_cache(SHAPE, plan, budget, CONTEXT, chunk_tokens=128, policy=policy), truth(seed)
+    )
 
 
 @every_policy
@@ -143,7 +146,7 @@ def test_going_back_and_on_again_ends_within_the_budget(policy: str) -> None:
 def test_a_larger_budget_is_never_worse() -> None:
     """Distance of the default policy's output from the unquantised one, over budgets."""
     plan = KvPlan(k_bits=16, v_bits=16)
-    exact = Run(Cache(SHAPE, plan, 4 << 20, CONTEXT, chunk_tokens=128), truth(5))
+    exact = Run(open_cache(SHAPE, plan, 4 << 20, CONTEXT, chunk_tokens=128), truth(5))
     exact.prompt(900)
     question = [layer[900:908] for layer in exact.rows]
     wanted = forward(exact.cache, LAYERS, question, np.arange(900, 908), FREQUENCIES)

@@ -5,14 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from kvq.cache import Cache, tight_plan
+from caches import geometry, open_cache
 from kvq.config import CacheShape, KvPlan
-from kvq.formats import arena_for, page_bytes
+from kvq.formats import page_bytes
 from kvq.policies import Evidence, policy_named
 from kvq.policies.expected_attention import ExpectedAttention
 from kvq.policies.l2norm import L2Norm
 from kvq.policies.lagkv import LagKV
 from kvq.policies.snapkv import SnapKV
+from kvq.sizing import tight_plan
 from pairs import attention, forward, pack_heads
 from policy_evidence import DIM, after, all_at, evidence, one_head, relieve
 
@@ -276,10 +277,10 @@ def test_a_page_all_queries_look_for_outlives_the_others(
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=8, v_bits=8)
     probes = "attention" in policy_named(policy).needs
-    budget = arena_for(
-        shape, tight_plan(plan), context_tokens=1280, chunk_tokens=64, threads=1, probes=probes
+    budget = geometry(
+        shape, tight_plan(plan), context_tokens=1280, chunk_tokens=64, probes=probes
     ).bytes_for_columns(6)
-    cache = Cache(shape, plan, budget, 1280, chunk_tokens=64, policy=policy, native=native)
+    cache = open_cache(shape, plan, budget, 1280, chunk_tokens=64, policy=policy, native=native)
     rng = np.random.default_rng(0)
     look = rng.standard_normal(16, np.float32)
     sought = range(4 + 2 * 64, 4 + 3 * 64)

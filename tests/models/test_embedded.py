@@ -76,6 +76,7 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     assert nats / log(2) / size < {"default": 1.4, "nano": 2.0}[name]
 
 
+@pytest.mark.slow
 def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path: Path) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
     roots = os.pathsep.join(path for path in sys.path if path)

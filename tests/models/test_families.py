@@ -25,18 +25,19 @@ import torch
 import transformers
 from transformers.masking_utils import eager_mask
 
+import caches
 import tiny
-from kvq.cache import Cache, budget_for_tokens
+from kvq.cache import Cache
 from kvq.config import KvPlan
-from kvq_apps.evaluation.text import kl_divergence
 from kvq_export.config import ExportOptions, Linear, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.backends import ForwardInput, missing
+from kvq_runtime.backends import Pass, Rows, missing
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from logits import divergence, log_softmax
 
 logger = logging.getLogger(__name__)
 
@@ -272,16 +273,6 @@ def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
     assert np.sqrt(np.square(found - rounded).mean()) < root_mean_square
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
-
-
-def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence in nats of logits `found` from `wanted`."""
-    return float(kl_divergence(log_softmax(wanted), log_softmax(found)).mean())
-
-
 # With float activations: what is left is the float16 of keys and values
 
 
@@ -354,22 +345,23 @@ def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True
     """An empty cache with room for `tokens` tokens, at once or in any chunks."""
     shape = family.bundle.config.cache_shape
     sizes = {"chunk_tokens": tokens, "threads": THREADS}
-    budget = budget_for_tokens(shape, plan, tokens, **sizes)
-    return Cache(shape, plan, budget, tokens, native=native, **sizes)
+    budget = caches.budget_for_tokens(shape, plan, tokens, **sizes)
+    return caches.open_cache(shape, plan, budget, tokens, native=native, **sizes)
 
 
 def run(family: Family, cache: Cache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Logits [T, V] of one pass over the next tokens, ids int64 and weights float32 [T, K]."""
-    inputs = ForwardInput(
+    rows = Rows(
+        cache=cache,
         ids=ids,
         weights=weights,
         positions=np.arange(cache.tokens, cache.tokens + len(ids)),
-        rows=np.arange(len(ids)),
-        rope_long=family.bundle.config.needs_long_rope(cache.context_tokens),
+        wanted=np.arange(len(ids)),
     )
+    rope_long = family.bundle.config.needs_long_rope(cache.context_tokens)
     cache.begin(len(ids))
-    logits = family.exact.backend.forward(cache, inputs)
-    cache.commit(len(ids))
+    logits = family.exact.backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
+    cache.commit(range(len(ids)))
     return logits
 
 

@@ -27,8 +27,8 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_llama_checkpoint(tmp_path_factory.mktemp("llama"))
+def folder(checkpoint: Path) -> Path:
+    return checkpoint
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

@@ -10,23 +10,14 @@ import numpy as np
 import pytest
 
 from kvq.errors import BundleError
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime import bundle as bundle_module
 from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
-from tiny import make_llama_checkpoint
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles")
-    source = make_llama_checkpoint(folder / "source")
-    return export_model(source, folder / "bundle", ExportOptions(quality=False)).path
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "bundle"))
+def folder(bundle: str, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], *, seal: bool = True) -> None:
@@ -117,10 +108,9 @@ def test_a_bad_bundle_is_refused_by_name(case: str, folder: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_checkpoint_is_not_a_bundle(tmp_path: Path) -> None:
-    make_llama_checkpoint(tmp_path / "source")
+def test_a_checkpoint_is_not_a_bundle(checkpoint: Path) -> None:
     with pytest.raises(BundleError, match=r"has no kvq\.json; run `kvq export` on it"):
-        Bundle.open(tmp_path / "source")
+        Bundle.open(checkpoint)
 
 
 def test_unknown_keys_of_this_version_are_kept_and_ignored(folder: Path) -> None:
@@ -186,19 +176,19 @@ def test_a_cache_folder_that_cannot_be_written_does_no_harm(
     assert Bundle.open(folder).manifest.name == "bundle"
 
 
-def test_weights_are_read_by_canonical_name(made: Path) -> None:
-    bundle = Bundle.open(made)
-    whole = bundle.read_weight("layers.0.o")
+def test_weights_are_read_by_canonical_name(bundle: str) -> None:
+    opened = Bundle.open(bundle)
+    whole = opened.read_weight("layers.0.o")
     assert whole.shape == (128, 256)
     assert whole.dtype == np.float32
-    np.testing.assert_array_equal(bundle.read_weight("layers.0.o", slice(4, 6)), whole[4:6])
-    assert bundle.read_weight("layers.0.attn_norm").shape == (128,)
+    np.testing.assert_array_equal(opened.read_weight("layers.0.o", slice(4, 6)), whole[4:6])
+    assert opened.read_weight("layers.0.attn_norm").shape == (128,)
     with pytest.raises(BundleError, match=r"has no weight 'layers\.9\.o'"):
-        bundle.read_weight("layers.9.o")
+        opened.read_weight("layers.9.o")
 
 
-def test_a_step_reads_all_weights_but_the_embedding(made: Path) -> None:
-    bundle = Bundle.open(made)
+def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
+    opened = Bundle.open(bundle)
     panel_bytes = 16 * (128 + 128 // 64 * 2)
-    stored = bundle.manifest.weights.num_bytes
-    assert bundle.weight_bytes_per_step == stored - (384 // 16 - 1) * panel_bytes
+    stored = opened.manifest.weights.num_bytes
+    assert opened.weight_bytes_per_step == stored - (384 // 16 - 1) * panel_bytes

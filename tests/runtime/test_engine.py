@@ -1,6 +1,7 @@
 """Engine and sessions over a real bundle: both backends, budgets, rollback, files, long rope."""
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from kvq_export.export import export_model
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session
-from tiny import make_checkpoint, make_llama_checkpoint
+from logits import generated, prompt
+from shelf import Shelf
+from tiny import make_checkpoint
 
 GREEDY = Sampling(temperature=0)
 # Mean KL divergence between the backends by (K, V) bits. The onnx backend rounds activations to
@@ -25,10 +27,8 @@ MEAN_DIVERGENCE = {(16, 16): 0.006, (8, 8): 0.008, (4, 2): 0.05}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = make_llama_checkpoint(tmp_path_factory.mktemp("engine") / "tiny")
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    return export_model(source, source.parent / "bundle", options).path
+def folder(shelf: Shelf) -> Path:
+    return shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(bits=8)))
 
 
 # The backends over a bundle's graph; `test_llama_cpp.py` is about the other one.
@@ -42,15 +42,6 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         pytest.skip(reason)
     with Engine.open(folder, backend=request.param, threads=2) as engine:
         yield engine
-
-
-def prompt(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(6, 300, count).tolist()
-
-
-def generated(session: Session, count: int) -> list[int]:
-    steps = session.generate(count, sampling=GREEDY, stop_ids=[])
-    return [step.token for step in steps]
 
 
 def test_every_row_of_the_table_is_preferred_somewhere() -> None:
@@ -194,6 +185,19 @@ def test_defaults_come_from_the_bundle(engine: Engine) -> None:
         assert session.config.budget_bytes < 512 * 1024
     with engine.session(kv_budget="512tok") as same:
         assert same.config.budget_bytes == session.config.budget_bytes
+
+
+def test_a_session_reports_what_it_holds(engine: Engine) -> None:
+    """No float tail where the budget does not hold the context, and chunks that fit the pages."""
+    with engine.session(chunk_tokens=100) as whole:
+        assert (whole.config.plan.tail_tokens, whole.config.chunk_tokens) == (64, 100)
+    with pytest.raises(BudgetError) as refused:
+        engine.session(kv_budget=4096)
+    least = int(re.findall(r"\((\d+) bytes\)", str(refused.value))[0])
+    with engine.session(kv_budget=least) as tight:
+        assert (tight.config.plan.tail_tokens, tight.config.chunk_tokens) == (0, 64)
+        tight.prefill([1 + index % 200 for index in range(300)])
+        assert tight.stats().kv_bytes_peak <= least
 
 
 def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:

@@ -21,19 +21,19 @@ from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
-from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
+from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.healing import heal
 from kvq_runtime.sampling import distribution
-from kvq_runtime.session import Session, SessionModel, Step
-from list_cache import ListCache
+from kvq_runtime.session import Session
 from serving import Rule, ask, running
-from tiny import CORPUS, byte_level_tokenizer, make_llama_checkpoint
+from shelf import Shelf
+from tiny import CORPUS, byte_level_tokenizer
 
 GREEDY = Sampling(temperature=0)
 HOT = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
@@ -63,48 +63,31 @@ SMALL = small_tokenizer()
 TINY = Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens(eos=(0,)))
 
 
-class ScriptBackend:
-    """Wants the tokens of a script, one after the other, wherever it begins; then `filler`.
+def script_rule(size: int, script: Sequence[int], begins: int) -> Any:
+    """Wants the tokens of a script, one after the other, wherever it begins; then nothing special.
 
     Without a script its logits are random numbers made of the position and the last token.
     """
 
-    name = cache_kind = "script"
-    weight_bytes_per_step = 1
-
-    def __init__(self, size: int, script: Sequence[int], begins: int) -> None:
-        self.size = size
-        self.script = script
-        self.begins = begins
-
-    def forward(self, cache: ListCache, inputs: Any) -> np.ndarray:
-        cache.ids.extend(inputs.ids[:, 0].tolist())
-        place = len(cache.ids) - self.begins
-        if not self.script:
-            seed = [len(cache.ids), cache.ids[-1]]
-            return np.random.default_rng(seed).standard_normal((1, self.size)).astype(np.float32)
-        logits = np.zeros((1, self.size), np.float32)
-        if 0 <= place < len(self.script):
-            logits[0, self.script[place]] = 9.0
+    def rule(tokens: Sequence[int]) -> np.ndarray:
+        if not script:
+            seed = [len(tokens), tokens[-1]]
+            return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+        logits = np.zeros(size, np.float32)
+        if 0 <= len(tokens) - begins < len(script):
+            logits[script[len(tokens) - begins]] = 9.0
         return logits
 
-    def close(self) -> None:
-        """Nothing to free."""
+    return rule
 
 
 def open_session(
     tokenizer: Tokenizer, *, script: Sequence[int] = (), begins: int = 0, context_tokens: int = 500
-) -> Session:
+) -> Session[RuleCache]:
+    size = tokenizer.vocab_size
     return Session(
-        backend=ScriptBackend(tokenizer.vocab_size, script, begins),
-        cache=ListCache(),
-        model=SessionModel(
-            detokenizer=lambda: IncrementalDetokenizer(tokenizer),
-            vocab_size=tokenizer.vocab_size,
-            stop_ids=frozenset(tokenizer.eos_ids),
-            fingerprint="script",
-            pieces=lambda: tokenizer.pieces,
-        ),
+        backend=RuleBackend(script_rule(size, script, begins), vocab_size=size),
+        vocabulary=Vocabulary.of(tokenizer, frozenset(tokenizer.eos_ids)),
         config=SessionConfig(
             plan=KvPlan(), context_tokens=context_tokens, budget_bytes=1000, seed=1
         ),
@@ -222,10 +205,7 @@ def test_prompt_and_answer_are_one_text_however_it_is_cut(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("healing")
-    checkpoint = make_llama_checkpoint(folder / "tiny")
-    bundle = export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path
+def engine(bundle: str) -> Iterator[Engine]:
     with Engine.open(bundle, threads=1, backend="reference") as engine:
         yield engine
 
@@ -372,7 +352,7 @@ def test_bytes_that_no_token_spells_are_refused() -> None:
     session = open_session(SMALL)
     session.prefill(small(b"a"))
     index = PieceIndex([(1, b"ab"), (2, b"cd")])
-    object.__setattr__(session._model, "pieces", lambda: index)
+    object.__setattr__(session._vocabulary, "pieces", lambda: index)
     with pytest.raises(UsageError, match=r"no tokens of this model spell b'ax'"):
         next(session.generate(1, begin_with=b"ax"))
     assert session.tokens == tuple(small(b"a"))
@@ -493,11 +473,9 @@ def test_a_wrong_wish_is_refused_by_its_name(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
+def nano(shelf: Shelf) -> str:
     """The small embedded model."""
-    checkpoint = Path(kvq_models.__path__[0]) / "nano"
-    folder = tmp_path_factory.mktemp("nano") / "bundle"
-    return str(export_model(checkpoint, folder, ExportOptions(quality=False)).path)
+    return str(shelf.exported(Path(kvq_models.__path__[0]) / "nano"))
 
 
 def test_a_line_that_ends_goes_on_below(

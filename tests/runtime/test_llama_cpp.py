@@ -34,7 +34,7 @@ from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime import backends
-from kvq_runtime.backends import ForwardInput, llama_library, llama_trial
+from kvq_runtime.backends import Pass, Rows, llama_library, llama_trial
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend
 from kvq_runtime.backends.llama_layout import CACHE_TYPES, reported_caches
@@ -43,7 +43,8 @@ from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
-from kvq_runtime.session import Session
+from logits import generated, prompt
+from pairs import relative_rms
 from tiny import COMMON, CONTROL_TOKENS, byte_level_tokenizer, make_llama_checkpoint
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -94,21 +95,9 @@ def windowed(make: Make) -> Iterator[Engine]:
         yield engine
 
 
-def prompt(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(6, 300, count).tolist()
-
-
-def generated(session: Session, count: int) -> list[int]:
-    return [step.token for step in session.generate(count, sampling=GREEDY, stop_ids=[])]
-
-
 def all_logits(engine: Engine, ids: list[int], **options: Any) -> np.ndarray:
     with engine.session(**options) as session:
         return np.concatenate(list(session.logits(ids)))
-
-
-def relative_rms(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
 # It computes the model
@@ -229,10 +218,10 @@ def test_text_and_end_tokens(engine: Engine) -> None:
 def test_rollback_is_as_if_it_had_not_happened(engine: Engine) -> None:
     with engine.session() as session:
         session.prefill(prompt(60))
-        state = session._cache.state()
+        state = session.sequence.cache.state()
         expected = generated(session, 20)
         session.rollback(20)
-        assert session._cache.state() == state
+        assert session.sequence.cache.state() == state
         assert generated(session, 20) == expected
         session.rollback(45)
         session.prefill(prompt(60)[35:])
@@ -255,14 +244,9 @@ def test_rejected_tokens_leave_no_trace(engine: Engine) -> None:
 def push(engine: Engine, cache: Any, ids: np.ndarray, commit: int | None = None) -> np.ndarray:
     """One forward pass at the end of `cache`; the logits of the last token."""
     cache.begin(len(ids))
-    inputs = ForwardInput(
-        ids=np.asarray(ids)[:, None],
-        weights=np.ones((len(ids), 1), np.float32),
-        positions=np.arange(cache.tokens, cache.tokens + len(ids)),
-        rows=np.array([len(ids) - 1]),
-    )
-    logits = engine.backend.forward(cache, inputs)
-    cache.commit(len(ids) if commit is None else commit)
+    rows = Rows.plain(cache, np.asarray(ids), np.array([len(ids) - 1]))
+    logits = engine.backend.forward(Pass(rows=(rows,)))[0]
+    cache.commit(range(len(ids) if commit is None else commit))
     return logits[0]
 
 
@@ -273,7 +257,7 @@ def test_windows_roll_back_exactly_or_compute_again(windowed: Engine, back: int)
         expected = generated(session, 12)
         session.rollback(12 + back)
         # 256 cells of 712 tokens are left.
-        assert session._cache.tokens == (700 - back if back < 400 else 0)
+        assert session.sequence.cache.tokens == (700 - back if back < 400 else 0)
         session.prefill(prompt(700)[700 - back :])
         assert generated(session, 12) == expected
 
@@ -283,7 +267,7 @@ def test_windows_cost_no_more_than_themselves(windowed: Engine) -> None:
     with windowed.session(chunk_tokens=32, context_tokens=1000) as session:
         assert session.stats().kv_budget == (1024 + 6 * 256) * row_bytes
         session.prefill(prompt(500))
-        assert session._cache.used_bytes == (500 + 6 * 24) * row_bytes
+        assert session.sequence.cache.used_bytes == (500 + 6 * 24) * row_bytes
         stats = session.stats()
         assert stats.kv_bytes == (500 + 6 * 24) * row_bytes
         assert (stats.mean_k_bits, stats.mean_v_bits) == (8, 8)
@@ -330,7 +314,7 @@ def test_hostile_cache_states_are_refused(engine: Engine) -> None:
     """What a forged snapshot with a right checksum would bring to llama.cpp."""
     with engine.session(context_tokens=200) as session:
         session.prefill(prompt(50))
-        cache = session._cache
+        cache = session.sequence.cache
         state = cache.state()
         rows_at = 8 + 16 + 50 * 12
         heads = [*range(8, 8 + 48), *range(rows_at, rows_at + 24)]
@@ -365,7 +349,7 @@ def test_bytes_are_llama_cpps_own(engine: Engine, k_bits: int, v_bits: int) -> N
     ):
         stats = session.stats()
         session.prefill(prompt(10))
-        state = session._cache.state()
+        state = session.sequence.cache.state()
     (cache,) = reported_caches(lines)
     assert (cache.cells, cache.layers) == (1024, (0, 1))
     assert stats.kv_bytes_peak / 2**20 == pytest.approx(cache.k_mib + cache.v_mib, abs=0.011)
@@ -439,14 +423,15 @@ def test_odd_heads_take_no_quantised_cache(make: Make) -> None:
 
 def test_mixed_embeddings_are_refused(engine: Engine) -> None:
     cache = engine.backend.open_cache(engine.backend.session_config(SessionRequest()))
-    inputs = ForwardInput(
+    rows = Rows(
+        cache=cache,
         ids=np.array([[7, 8]]),
         weights=np.array([[0.5, 0.5]], np.float32),
         positions=np.array([0]),
-        rows=np.array([0]),
+        wanted=np.array([0]),
     )
     with pytest.raises(BackendError, match="mixed embeddings are not possible"):
-        engine.backend.forward(cache, inputs)
+        engine.backend.forward(Pass(rows=(rows,)))
 
 
 def test_a_closed_engine_refuses_instead_of_crashing(make: Make) -> None:
@@ -500,10 +485,10 @@ def test_an_impossible_edit_is_refused_by_name(make: Make, windowed: Engine) -> 
     def reason(engine: Engine, **options: int) -> str:
         with engine.session(**options) as session:
             session.prefill(prompt(20))
-            state = session._cache.state()
+            state = session.sequence.cache.state()
             with pytest.raises(BackendError, match="an edit in the middle is not") as caught:
-                session._cache.edit(3, 5, [7])
-            assert session._cache.state() == state
+                session.sequence.cache.edit(3, 5, [7])
+            assert session.sequence.cache.state() == state
         return str(caught.value)
 
     assert "attention windows" in reason(windowed)
@@ -513,12 +498,12 @@ def test_an_impossible_edit_is_refused_by_name(make: Make, windowed: Engine) -> 
         assert "cannot shift quantised keys of this head size" in reason(engine)
         with engine.session(**EXACT) as session:
             session.prefill(prompt(20))
-            session._cache.edit(3, 5, [7])
+            session.sequence.cache.edit(3, 5, [7])
             for start, stop in ((5, 3), (-1, 3), (3, 21)):
                 with pytest.raises(UsageError, match="cannot be replaced"):
-                    session._cache.edit(start, stop, [])
+                    session.sequence.cache.edit(start, stop, [])
             with pytest.raises(BudgetError, match="the edited text has 1119 tokens"):
-                session._cache.edit(0, 0, prompt(1100))
+                session.sequence.cache.edit(0, 0, prompt(1100))
 
 
 # The vocabulary

@@ -11,74 +11,16 @@ import pytest
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
-from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends import Pass
+from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.session import Session, SessionModel, Step
-from list_cache import ListCache
+from kvq_runtime.generation import Step, Vocabulary
+from kvq_runtime.sequence import common_prefix
+from kvq_runtime.session import Session
 
 VOCABULARY = 64
 END = 63
 GREEDY = Sampling(temperature=0)
-
-
-class RecordingCache(ListCache):
-    """Remembers the calls a session makes, and may be full."""
-
-    budget_bytes = 1000
-    chunk_tokens = 256
-
-    def __init__(self, capacity_tokens: int = 10_000) -> None:
-        super().__init__()
-        self.capacity_tokens = capacity_tokens
-        self.calls: list[str] = []
-
-    def begin(self, count: int) -> None:
-        if len(self.ids) + count > self.capacity_tokens:
-            raise BudgetError(f"{count} more tokens do not fit; {self.capacity_tokens} do")
-        super().begin(count)
-        self.calls.append(f"begin {count}")
-
-    def commit(self, count: int) -> None:
-        super().commit(count)
-        self.calls.append(f"commit {count}")
-
-    def abort(self) -> None:
-        super().abort()
-        self.calls.append("abort")
-
-    def trim(self, num_tokens: int) -> None:
-        assert num_tokens <= len(self.ids)
-        super().trim(num_tokens)
-
-    def close(self) -> None:
-        super().close()
-        self.calls.append("close")
-
-
-class RuleBackend:
-    """The next token is the sum of all tokens so far, modulo the vocabulary."""
-
-    name = "rule"
-    cache_kind = "rule"
-    weight_bytes_per_step = 100
-
-    def __init__(self) -> None:
-        self.fails_at: int | None = None
-
-    def forward(self, cache: RecordingCache, inputs: ForwardInput) -> np.ndarray:
-        first = len(cache.ids)
-        np.testing.assert_array_equal(inputs.positions, first + np.arange(len(inputs.ids)))
-        np.testing.assert_array_equal(inputs.weights, np.ones((len(inputs.ids), 1)))
-        cache.ids.extend(inputs.ids[:, 0].tolist())
-        if self.fails_at is not None and len(cache.ids) > self.fails_at:
-            raise BackendError("the rule broke")
-        logits = np.zeros((len(inputs.rows), VOCABULARY), np.float32)
-        for row, logit in zip(inputs.rows, logits, strict=True):
-            logit[sum(cache.ids[: first + row + 1]) % VOCABULARY] = 5.0
-        return logits
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class Letters:
@@ -101,18 +43,24 @@ class Letters:
 
 
 def open_session(
-    *, context_tokens: int = 1000, chunk_tokens: int = 4, seed: int = 0, **model: object
-) -> Session:
-    settings = {
-        "detokenizer": Letters,
-        "vocab_size": VOCABULARY,
-        "stop_ids": frozenset({END}),
-        "fingerprint": "rule",
-    }
+    *,
+    context_tokens: int = 1000,
+    chunk_tokens: int = 4,
+    seed: int = 0,
+    capacity_tokens: int = 10_000,
+    **facts: object,
+) -> Session[RuleCache]:
+    """The next token is the sum of all tokens so far, modulo the vocabulary."""
+    backend = RuleBackend(
+        lambda tokens: sum(tokens) % VOCABULARY,
+        vocab_size=VOCABULARY,
+        stop_ids=[END],
+        capacity_tokens=capacity_tokens,
+    )
+    backend.model = replace(backend.model, **facts)
     return Session(
-        backend=RuleBackend(),
-        cache=RecordingCache(),
-        model=SessionModel(**(settings | model)),
+        backend=backend,
+        vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters),
         config=SessionConfig(
             plan=KvPlan(),
             context_tokens=context_tokens,
@@ -121,6 +69,12 @@ def open_session(
             seed=seed,
         ),
     )
+
+
+def backend(session: Session[RuleCache]) -> RuleBackend:
+    found = session.sequence._backend
+    assert isinstance(found, RuleBackend)
+    return found
 
 
 def rule(prompt: list[int], count: int) -> list[int]:
@@ -148,7 +102,7 @@ def test_every_pass_is_begun_and_committed() -> None:
     session = open_session(chunk_tokens=4)
     session.prefill([1, 2, 3, 4, 5, 6])
     taken(session.generate(3, sampling=GREEDY))
-    assert session._cache.calls == [
+    assert session.sequence.cache.calls == [
         *("begin 4", "commit 4", "begin 2", "commit 2"),
         *("begin 1", "commit 1", "begin 1", "commit 1"),
     ]
@@ -191,22 +145,26 @@ def test_generate_finishes_a_cancelled_prefill_or_yields_nothing() -> None:
 def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
     session = open_session()
     session.prefill([1, 2, 3])
-    session._backend.fails_at = 8
+
+    def breaks(one_pass: Pass[RuleCache]) -> None:
+        if one_pass.rows[0].positions[-1] > 8:
+            raise BackendError("the rule broke")
+
+    backend(session).on_pass = breaks
     with pytest.raises(BackendError, match="the rule broke"):
         session.prefill([4] * 20)
     assert session.tokens == (1, 2, 3)
-    assert session._cache.calls[-1] == "abort"
-    session._backend.fails_at = None
+    assert session.sequence.cache.calls[-1] == "rewind 0"
+    backend(session).on_pass = lambda _: None
     assert taken(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
 
 
 def test_a_budget_refused_midway_leaves_the_session_as_it_was() -> None:
-    session = open_session()
-    session._cache.capacity_tokens = 6
+    session = open_session(capacity_tokens=6)
     with pytest.raises(BudgetError, match="4 more tokens do not fit; 6 do"):
         session.prefill([4] * 20)
     assert session.tokens == ()
-    assert session._cache.tokens == 0
+    assert session.sequence.cache.tokens == 0
 
 
 def test_end_tokens_stop_and_carry_the_reason() -> None:
@@ -269,7 +227,9 @@ def test_log_probability_of_each_step() -> None:
     session = open_session()
     session.prefill([1, 1])
     (step,) = session.generate(1, sampling=GREEDY, logprobs=True)
-    assert step.logprob == pytest.approx(5 - np.log(np.exp(5) + VOCABULARY - 1), abs=1e-5)
+    assert step.logprob == pytest.approx(
+        RULE_LOGIT - np.log(np.exp(RULE_LOGIT) + VOCABULARY - 1), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 7])
@@ -375,7 +335,7 @@ def test_saving_right_after_prefill_keeps_the_logits(tmp_path: Path) -> None:
     other = open_session()
     other.load(tmp_path / "one.kvq")
     assert taken(other.generate(3, sampling=GREEDY)) == rule([1, 2, 3], 3)
-    assert other._cache.calls[0] == "begin 1"
+    assert other.sequence.cache.calls[0] == "begin 1"
 
 
 @pytest.fixture
@@ -392,7 +352,7 @@ def refused(path: Path, session: Session | None = None) -> str:
     with pytest.raises(SnapshotError) as caught:
         session.load(path)
     assert session.tokens == (5, 6)
-    assert session._cache.ids == [5, 6]
+    assert session.sequence.cache.ids == [5, 6]
     return str(caught.value)
 
 
@@ -401,9 +361,9 @@ def test_another_model_or_plan_is_refused(saved: Path) -> None:
         saved, open_session(fingerprint="other")
     )
     session = open_session()
-    session.config = replace(session.config, plan=KvPlan(k_bits=8))
+    session.sequence.config = replace(session.config, plan=KvPlan(k_bits=8))
     assert "another plan" in refused(saved, session)
-    assert "another rope_long" in refused(saved, open_session(rope_long=True))
+    assert "another rope_long" in refused(saved, open_session(short_rope_tokens=10))
 
 
 @pytest.mark.parametrize("kept", [0, 5, 20, 60, -1])
@@ -422,10 +382,10 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
 def test_newer_sessions_are_refused(saved: Path) -> None:
     content = saved.read_bytes()
     length = struct.unpack_from("<I", content, 8)[0]
-    header = content[12 : 12 + length].replace(b'"version": 2', b'"version": 3')
+    header = content[12 : 12 + length].replace(b'"version": 3', b'"version": 4')
     body = content[:12] + header + content[12 + length : -32]
     saved.write_bytes(body + sha256(body).digest())
-    assert "version 3; this kvq reads kvq-session version 2" in refused(saved)
+    assert "version 4; this kvq reads kvq-session version 3" in refused(saved)
 
 
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:
@@ -446,7 +406,7 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
     def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvq_runtime.snapshot.os.fsync", full)
+    monkeypatch.setattr("kvq.files.os.fsync", full)
     session = open_session()
     session.prefill([7])
     with pytest.raises(SnapshotError, match="No space left on device"):
@@ -458,4 +418,16 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
 def test_closing_frees_the_cache() -> None:
     with open_session() as session:
         session.prefill([1])
-    assert session._cache.calls[-1] == "close"
+        cache = session.sequence.cache
+    assert cache.calls[-1] == "close"
+    for use in (lambda: session.prefill([1]), lambda: next(session.generate()), session.stats):
+        with pytest.raises(UsageError, match="this session is closed; open another one"):
+            use()
+    session.close()
+    assert cache.calls.count("close") == 1
+
+
+def test_common_prefix() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
+    assert common_prefix([], [1]) == 0

@@ -40,7 +40,7 @@ def run(
     async def drive() -> None:
         async with app.run_test(size=size) as pilot:
             if ready:
-                await until(pilot, lambda: app.desk.facts is not None)
+                await until(pilot, lambda: app.controller.engine.facts is not None)
             await script(app, pilot)
             if app.is_running and not app._exit:
                 await app.action_quit()
@@ -64,7 +64,7 @@ async def say(app: ChatApp, pilot: Pilot[Any], text: str) -> None:
     """Sends a message or a command and waits until nothing is being done."""
     app.prompt.fill(text)
     await pilot.press("enter")
-    await until(pilot, lambda: app.desk.idle)
+    await until(pilot, lambda: app.controller.idle)
 
 
 def shown(app: ChatApp) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caches import open_cache
 from kvq.cache import Cache
 from kvq.config import AttentionParams, CacheShape, KvPlan
 
@@ -92,7 +93,9 @@ class Pair:
     ):
         """Both caches on equal arenas."""
         arguments = (shape, plan, budget_bytes, context_tokens)
-        return cls(Cache(*arguments, **options), Cache(*arguments, native=False, **options))
+        return cls(
+            open_cache(*arguments, **options), open_cache(*arguments, native=False, **options)
+        )
 
     def __iter__(self):
         return iter((self.native, self.numpy))

@@ -19,21 +19,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvq.config import KvPlan
 from kvq.errors import BackendError
-from kvq_apps.serve.arenas import Arenas
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import Served
-from kvq_apps.serve.saved import SavedSessions
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_runtime.backends import Pass
+from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.session import Session, SessionModel
-from list_cache import ListCache
+from kvq_runtime.generation import Vocabulary
+from kvq_runtime.serving.pool import Served
+from kvq_runtime.serving.saving import SavedSessions
+from kvq_runtime.serving.slots import Slots
+from kvq_runtime.session import Session
 from tiny import CHATML, byte_level_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -48,26 +48,28 @@ def wait_until(holds: Callable[[], Any], what: str = "") -> None:
         time.sleep(0.002)
 
 
-class RuleBackend:
+class GatedBackend(RuleBackend):
     """The next token is the letter after the sum of all tokens so far.
 
-    `passes` are the forward passes made, as their lists of ids, `owners` their caches; `arrivals`
-    counts those begun. While the gate is shut, each needs a permit from `let`. A pass over a
-    token of `fails_on` raises.
+    `owners` are the caches of each pass, `arrivals` counts passes begun. While the gate is shut,
+    each needs a permit from `let`. A pass over a token of `fails_on` raises.
     """
 
-    name = cache_kind = "rule"
-    native_cache = False
-    weight_bytes_per_step = 1
-
-    def __init__(self, letters: list[int]) -> None:
+    def __init__(self, letters: list[int], tokenizer: Tokenizer) -> None:
+        super().__init__(
+            lambda tokens: letters[sum(tokens) % len(letters)],
+            vocab_size=400,
+            stop_ids=[0],
+            tokenizer=tokenizer,
+            chunk_tokens=10_000,
+        )
         self.letters = letters
-        self.passes: list[list[int]] = []
-        self.owners: list[ListCache] = []
+        self.owners: list[list[RuleCache]] = []
         self.arrivals = 0
         self.fails_on: dict[int, Exception] = {}
         self.gate = threading.Semaphore(0)
         self.shut = False
+        self.on_pass = self._arrive
 
     def let(self, count: int = 1) -> None:
         """Lets `count` passes go through the shut gate."""
@@ -78,25 +80,15 @@ class RuleBackend:
         self.shut = False
         self.gate.release(1000)
 
-    def forward(self, cache: ListCache, inputs: Any) -> np.ndarray:
+    def _arrive(self, one_pass: Pass[RuleCache]) -> None:
         self.arrivals += 1
         if self.shut:
             assert self.gate.acquire(timeout=PATIENCE_S)
-        ids = inputs.ids[:, 0].tolist()
-        self.passes.append(ids)
-        self.owners.append(cache)
-        for token in ids:
-            if token in self.fails_on:
-                raise self.fails_on[token]
-        first = len(cache.ids)
-        cache.ids.extend(ids)
-        logits = np.zeros((len(inputs.rows), 400), np.float32)
-        for row, logit in zip(inputs.rows, logits, strict=True):
-            logit[self.letters[sum(cache.ids[: first + row + 1]) % len(self.letters)]] = 8.0
-        return logits
-
-    def close(self) -> None:
-        """Nothing to free."""
+        self.owners.append([rows.cache for rows in one_pass.rows])
+        for rows in one_pass.rows:
+            for token in rows.ids[:, 0].tolist():
+                if token in self.fails_on:
+                    raise self.fails_on[token]
 
 
 class Rule:
@@ -118,7 +110,8 @@ class Rule:
         if not heals:
             # Without an index no token is longer than another: prompts stay whole.
             self.tokenizer.pieces = PieceIndex()
-        self.backend = RuleBackend([self.tokenizer.encode(letter)[0] for letter in LETTERS])
+        letters = [self.tokenizer.encode(letter)[0] for letter in LETTERS]
+        self.backend = GatedBackend(letters, self.tokenizer)
         self.context_tokens = context_tokens
         self.detokenizer = detokenizer or (lambda: IncrementalDetokenizer(self.tokenizer))
         self.folder = folder
@@ -127,12 +120,9 @@ class Rule:
     def session(self) -> Session:
         session = Session(
             backend=self.backend,
-            cache=ListCache(),
-            model=SessionModel(
-                detokenizer=self.detokenizer,
-                vocab_size=400,
+            vocabulary=Vocabulary(
                 stop_ids=frozenset({0}),
-                fingerprint="rule",
+                detokenizer=self.detokenizer,
                 pieces=lambda: self.tokenizer.pieces,
             ),
             config=SessionConfig(
@@ -150,12 +140,14 @@ class Rule:
         return Served(
             name="rule",
             tokenizer=self.tokenizer,
+            backend=self.backend,
             vocab_size=400,
             stop_ids=frozenset({0}),
             k_bits=4,
             v_bits=2,
+            kv="4:2",
             loaded_at=1,
-            arenas=Arenas(
+            slots=Slots(
                 self.session, config.sessions, SavedSessions(self.folder or Path(), "rule", limit)
             ),
             close=lambda: None,

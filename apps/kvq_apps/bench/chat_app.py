@@ -28,8 +28,7 @@ from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.settings import ChatSettings
-
-Progress = Callable[[float, float, str], None]
+from kvq_apps.output import Shown
 
 SIZE = (100, 40)
 POLL_S = 0.02
@@ -69,7 +68,7 @@ class SinkDriver(HeadlessDriver):
         self.seen(data)
 
 
-def measure(job: ChatJob, progress: Progress) -> dict[str, Any]:
+def measure(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """The numbers of a stream and of openings, by name; times in milliseconds."""
     return asyncio.run(_streamed(job, progress)) | asyncio.run(_opened(job, progress))
 
@@ -97,7 +96,7 @@ def _endless_words() -> Iterator[str]:
         yield "\n\n"
 
 
-async def _streamed(job: ChatJob, progress: Progress) -> dict[str, Any]:
+async def _streamed(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """Busy share, echo of keys and lag behind the engine while a reply streams."""
     engine_s: list[float] = []
 
@@ -111,18 +110,18 @@ async def _streamed(job: ChatJob, progress: Progress) -> dict[str, Any]:
     app = _app(FakeClient(FakeOptions(context=1 << 30), script), ChatSettings())
     async with _running(app):
         typist = Typist(app)
-        app.desk.enqueue("go")
-        await _until(lambda: app.desk.stream is not None)
+        app.controller.enqueue("go")
+        await _until(lambda: app.controller.engine.stream is not None)
         since, cpu = perf_counter(), thread_time()
         typist.start()
-        while not app.desk.idle:
+        while not app.controller.idle:
             await asyncio.sleep(POLL_S)
             done = (perf_counter() - since) * job.tok_s
             progress(min(done, job.tokens), job.tokens, "a reply streams into the chat")
         seconds, cpu = perf_counter() - since, thread_time() - cpu
         # The last echo comes from this thread's loop.
         echoes = await asyncio.to_thread(typist.stop)
-        answer = app.desk.conversation.messages[-1].text
+        answer = app.controller.conversation.messages[-1].text
     assert answer == "".join(hard_words(job.tokens))
     return {
         "tokens": job.tokens,
@@ -135,7 +134,7 @@ async def _streamed(job: ChatJob, progress: Progress) -> dict[str, Any]:
     }
 
 
-async def _opened(job: ChatJob, progress: Progress) -> dict[str, Any]:
+async def _opened(job: ChatJob, progress: Shown) -> dict[str, Any]:
     """How long a saved chat takes from the key that opens it to its text on the screen."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "chats.sqlite3"
@@ -156,9 +155,9 @@ async def _open(app: ChatApp, chat_id: str, end: str) -> float:
     shown: list[float] = []
     _driver(app).seen = lambda data: shown.append(perf_counter()) if end in data else None
     since = perf_counter()
-    app.desk.do(lambda: app.desk.resume_chat(chat_id))
+    app.controller.do(lambda: app.controller.resume_chat(chat_id))
     await _until(lambda: shown)
-    await _until(lambda: app.desk.idle)
+    await _until(lambda: app.controller.idle)
     return shown[0] - since
 
 
@@ -236,7 +235,7 @@ def _driver(app: ChatApp) -> SinkDriver:
 async def _running(app: ChatApp) -> AsyncIterator[None]:
     """The app from its first frame until it has been left by its own way."""
     running = asyncio.create_task(app.run_async(size=SIZE, mouse=False))
-    await _until(lambda: app.desk.idle)
+    await _until(lambda: app.controller.idle)
     yield
     app.quit()
     await running

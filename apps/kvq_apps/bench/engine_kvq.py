@@ -3,23 +3,22 @@
 Knows how to fill a cache without weights; measures nothing.
 """
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache, budget_bytes, budget_for_tokens
-from kvq.config import DEFAULT_POLICY, KvPlan, parse_budget, parse_kv
+from kvq.cache import Cache
+from kvq.config import DEFAULT_POLICY, Budget, parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
+from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.engines import Setting
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, missing, open_backend, plain_input
+from kvq_runtime.backends import Backend, Pass, Rows, missing, open_backend
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import SessionConfig
 
 
 class KvqEngine:
@@ -27,7 +26,7 @@ class KvqEngine:
 
     name = "kvq"
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
@@ -40,61 +39,50 @@ class KvqEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        """See `Engine.sequence`."""
-        tokens = depth + room
-        config = SessionConfig(
-            plan=self._plan(setting.kv),
-            context_tokens=tokens,
-            budget_bytes=self.cache_bytes(setting, tokens),
-            policy=setting.policy or DEFAULT_POLICY,
-        )
+        arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
-            self._check_pressure(setting, config, depth)
-        # Over a graph every backend opens the paged cache.
-        cache = cast(Cache, self._backend.open_cache(config))
+            _check_pressure(setting, arena, depth)
+        sensitivity = self._bundle.manifest.sensitivity
+        cache = Cache(arena, sensitivity=sensitivity, engine=self._backend.cache_kind)
         fill(cache, self._bundle.config, depth)
         return KvqSequence(self._backend, cache, self._bundle.config)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
-        shape, plan = self._bundle.config.cache_shape, self._plan(setting.kv)
-        if setting.budget is None:
-            return budget_for_tokens(shape, plan, tokens, threads=self._threads)
-        budget = parse_budget(setting.budget)
-        policy = DEFAULT_POLICY if setting.policy is None else setting.policy
-        return budget_bytes(budget, shape, plan, tokens, threads=self._threads, policy=policy)
+        """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
+        return self._spec(setting, tokens).budget_bytes
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._backend.close()
 
-    def _check_pressure(self, setting: Setting, config: SessionConfig, depth: int) -> None:
-        """Raises `UsageError` where a page can close without anything giving way."""
-        shape = self._bundle.config.cache_shape
-        needed = budget_for_tokens(
-            shape,
-            config.plan,
-            depth,
-            context_tokens=config.context_tokens,
+    def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
+        model, (k_bits, v_bits) = self._bundle.config, parse_kv(setting.kv)
+        whole = Budget(tokens=tokens)
+        return CacheSpec(
+            shape=model.cache_shape,
+            plan=replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits),
+            context_tokens=tokens,
+            budget=whole if setting.budget is None else parse_budget(setting.budget),
             threads=self._threads,
-            policy=config.policy,
+            policy=setting.policy or DEFAULT_POLICY,
+            windows=tuple(layer.window_tokens for layer in model.layers),
         )
-        if config.budget_bytes >= needed:
-            raise UsageError(
-                f"--kv-budget {setting.budget} is {format_bytes(config.budget_bytes)}, and "
-                f"{depth} tokens at {setting.kv} need {format_bytes(needed)}: --kv-policy would "
-                "have nothing to do; lower the budget or raise --context"
-            )
 
-    def _plan(self, kv: str) -> KvPlan:
-        k_bits, v_bits = parse_kv(kv)
-        return replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits)
+
+def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
+    """Raises `UsageError` where a page can close without anything giving way."""
+    needed = arena.spec.bytes_for_tokens(depth)
+    if arena.num_bytes >= needed:
+        raise UsageError(
+            f"--kv-budget {setting.budget} is {format_bytes(arena.num_bytes)}, and "
+            f"{depth} tokens at {setting.kv} need {format_bytes(needed)}: --kv-policy would "
+            "have nothing to do; lower the budget or raise --context"
+        )
 
 
 class KvqSequence:
     """A cache, and a snapshot of what it began with."""
 
-    def __init__(self, backend: Backend, cache: Cache, config: ModelConfig) -> None:
+    def __init__(self, backend: Backend[Cache], cache: Cache, config: ModelConfig) -> None:
         self._backend = backend
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
@@ -104,37 +92,34 @@ class KvqSequence:
         self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`; a long input goes through in chunks, as in a session."""
+        """See `BenchSequence.forward`; a long input goes through in chunks, as in a session."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
             last = np.array([len(chunk) - 1])
-            first = self._cache.tokens
-            inputs = plain_input(chunk, first, last, rope_long=self._rope_long)
             since = perf_counter()
             # Where nothing must give way this takes microseconds.
             self._cache.begin(len(chunk))
             self.relief_s += perf_counter() - since
-            logits = self._backend.forward(self._cache, inputs)
-            self._cache.commit(len(chunk))
+            rows = Rows.plain(self._cache, chunk, last)
+            logits = self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
+            self._cache.commit(range(len(chunk)))
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`; trimming would not reopen the pages closed since."""
+        """See `BenchSequence.rollback`; trimming would not reopen the pages closed since."""
         self._cache.load_state(self._beginning)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`."""
         qkv = self._layers.random_rows(rows)
         positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
         self._cache.begin(rows)
         for params, frequencies, norm in self._layers.attention:
             self._cache.attend(params, qkv, positions, frequencies, norm, norm)
-        self._cache.commit(0)
+        self._cache.commit(())
         return True
 
     def close(self) -> None:
-        """See `Sequence.close`."""
         self._cache.close()
         self._beginning = b""
 
@@ -175,4 +160,4 @@ def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int =
         for params, frequencies, norm in layers.attention:
             narrow = replace(params, window_tokens=window_tokens)
             cache.attend(narrow, qkv[:count], positions, frequencies, norm, norm)
-        cache.commit(count)
+        cache.commit(range(count))

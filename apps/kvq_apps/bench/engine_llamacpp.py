@@ -5,8 +5,7 @@ Flash attention is on and weights are repacked, llama.cpp's fast paths. Knows no
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -18,9 +17,9 @@ from kvq.settings import cache_folder
 from kvq_apps import output
 from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_runtime.backends import ModelFiles, llama_library, plain_input
+from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
-from kvq_runtime.backends.llama_cpp import LlamaCppBackend
+from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
 from kvq_runtime.backends.llama_layout import CACHE_TYPES
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionRequest
@@ -42,12 +41,13 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
 
-    def __init__(self, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, files: ModelFiles, *, threads: int, settings: Sequence[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
-            self._backend = LlamaCppBackend(_same_weights(cast(Bundle, files)), threads=threads)
+            same = _same_weights(cast(Bundle, files))
+            self._backend = LlamaCppBackend(same, threads=threads)
             plans = PEER_PLANS.items()
-            self._plans = {kv: plan for kv, plan in plans if not self._backend.refusal(plan)}
+            self._plans = {kv: plan for kv, plan in plans if not refusal(same, plan)}
         else:
             self._backend = LlamaCppBackend(files, threads=threads)
             self._plans = {setting.kv: _plan(setting.kv) for setting in settings}
@@ -61,7 +61,6 @@ class LlamaCppEngine:
         return llama_library.missing()
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
-        """See `Engine.sequence`."""
         plan = self._plans[setting.kv]
         request = SessionRequest(
             k_bits=plan.k_bits,
@@ -73,11 +72,9 @@ class LlamaCppEngine:
         return LlamaCppSequence(self._backend, cache, plan, depth)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`."""
         return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._backend.close()
 
 
@@ -97,27 +94,21 @@ class LlamaCppSequence:
         self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
             last = np.array([len(chunk) - 1])
-            self._cache.begin(len(chunk))
-            inputs = plain_input(chunk, self._cache.tokens, last, rope_long=False)
-            logits = self._backend.forward(self._cache, inputs)
-            self._cache.commit(len(chunk))
+            logits = forward_chain(self._backend, self._cache, chunk, last)
         return logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`."""
         self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`; its attention is inside the graph."""
+        """See `BenchSequence.attend`; its attention is inside the graph."""
         return False
 
     def close(self) -> None:
-        """See `Sequence.close`."""
         self._cache.close()
 
     def _fill(self, plan: KvPlan) -> None:

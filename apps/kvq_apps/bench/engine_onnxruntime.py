@@ -6,8 +6,7 @@ that a step copies nothing. Knows no other engine.
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class OnnxRuntimeEngine:
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Many[Setting]) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         del settings
         reason = _refusal(bundle.config)
         if reason is not None:
@@ -51,16 +50,13 @@ class OnnxRuntimeEngine:
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
-        """See `Engine.sequence`."""
         session = self._sessions[setting.kv]
         return OnnxRuntimeSequence(session, self._config, setting.kv, depth, room)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `Engine.cache_bytes`."""
         return tokens * _bytes_per_token(self._config, setting.kv)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._sessions.clear()
 
 
@@ -79,7 +75,6 @@ class OnnxRuntimeSequence:
         self._steps: dict[int, _Step] = {}
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Sequence.forward`."""
         if len(ids) not in self._steps:
             self._steps[len(ids)] = self._step(len(ids))
         step = self._steps[len(ids)]
@@ -91,15 +86,13 @@ class OnnxRuntimeSequence:
         return step.logits[0]
 
     def rollback(self) -> None:
-        """See `Sequence.rollback`."""
         self._tokens = self._depth
 
     def attend(self, rows: int) -> bool:
-        """See `Sequence.attend`; its attention is inside the graph."""
+        """See `BenchSequence.attend`; its attention is inside the graph."""
         return False
 
     def close(self) -> None:
-        """See `Sequence.close`."""
         self._steps.clear()
         self._cache.clear()
 

@@ -1,9 +1,9 @@
 """The seam between the measuring and an engine: two protocols and one table. Measures nothing.
 
-To add an engine: one file with a class that has `Engine`'s members, one row in `ENGINES`.
+To add an engine: one file with a class that has `BenchEngine`'s members, one row in `ENGINES`.
 """
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ class Setting:
         return self.kv if self.policy is None else f"{self.kv} {self.policy}"
 
 
-class Sequence(Protocol):
+class BenchSequence(Protocol):
     """One sequence in an engine, begun with a cache that holds some tokens already."""
 
     @property
@@ -74,13 +74,13 @@ class Sequence(Protocol):
         ...
 
 
-class Engine(Protocol):
+class BenchEngine(Protocol):
     """A model's weights in memory, ready for sequences at any of its cache settings."""
 
     name: str
     settings: tuple[Setting, ...]
 
-    def sequence(self, setting: Setting, depth: int, room: int) -> Sequence:
+    def sequence(self, setting: Setting, depth: int, room: int) -> BenchSequence:
         """A sequence of `depth` random tokens with room for `room` more, its cache as `setting`.
 
         The cache is filled without running the model. Raises `UsageError` for a budget in which
@@ -97,7 +97,7 @@ class Engine(Protocol):
         ...
 
 
-def check_peers(names: Many[str]) -> None:
+def check_peers(names: Sequence[str]) -> None:
     """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
         if name not in PEERS:
@@ -112,8 +112,10 @@ def own_engine(files: ModelFiles) -> str:
     return OURS if files.has_onnx else "llama.cpp"
 
 
-def open_engine(name: str, files: ModelFiles, *, threads: int, settings: Many[Setting]) -> Engine:
-    """Engine `name` with the weights of `files`; `settings` are those asked of ours.
+def open_engine(
+    name: str, files: ModelFiles, *, threads: int, settings: Sequence[Setting]
+) -> BenchEngine:
+    """BenchEngine `name` with the weights of `files`; `settings` are those asked of ours.
 
     Raises `BackendError` for a model the engine cannot compute.
     """

@@ -30,7 +30,7 @@ def describe(engines: Sequence[str]) -> dict[str, Any]:
         "versions": {
             "kvq": kvq.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in sorted(packages)},
+            **{name: version(name) for name in sorted(packages)},
         },
     }
 
@@ -41,7 +41,8 @@ def busy(machine: Mapping[str, Any]) -> bool:
     return load is not None and load > BUSY_SHARE * machine["cores"]
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, or that there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

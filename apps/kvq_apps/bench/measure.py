@@ -4,8 +4,7 @@ A case is one engine with one cache setting at one depth. Knows the engines' pro
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
@@ -17,11 +16,16 @@ import numpy as np
 
 from kvq.config import PAGE_TOKENS
 from kvq.errors import UsageError
-from kvq_apps.bench.engines import Engine, Sequence, Setting, open_engine, own_engine
+from kvq_apps.bench.engines import (
+    BenchEngine,
+    BenchSequence,
+    Setting,
+    open_engine,
+    own_engine,
+)
+from kvq_apps.output import Shown
 from kvq_runtime import device
 from kvq_runtime.backends import ModelFiles
-
-Progress = Callable[[float, float, str], None]
 
 # A visit takes one step to bring the engine's weights and threads back, then times these.
 STEPS_PER_VISIT = 3
@@ -33,7 +37,7 @@ MEMORY_SHARE = 0.4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class SpeedJob:
     """What is measured: depths, cache settings of ours, peers, and how often.
 
     Each depth is extended by `prefill_tokens` in one go; a prefill expected to take longer than
@@ -99,7 +103,7 @@ class Case:
     setting: Setting
     context: int
     threads: int
-    sequence: Sequence
+    sequence: BenchSequence
     decode_s: list[float] = field(default_factory=list[float])
     relief_s: list[float] = field(default_factory=list[float])
     prefill_s: list[float] = field(default_factory=list[float])
@@ -111,7 +115,7 @@ class Case:
         """The engine and its setting."""
         return f"{self.engine} {self.setting.text}"
 
-    def row(self, job: Job) -> dict[str, Any]:
+    def row(self, job: SpeedJob) -> dict[str, Any]:
         """The medians, in the units of `kvq bench --json`."""
         decode, prefill = median(self.decode_s), _median(self.prefill_s)
         one, many = (_median(self.attention_s.get(rows, [])) for rows in (1, job.rows))
@@ -137,7 +141,9 @@ class Case:
         }
 
 
-def measure(files: ModelFiles, job: Job, threads: int, progress: Progress) -> list[dict[str, Any]]:
+def measure(
+    files: ModelFiles, job: SpeedJob, threads: int, progress: Shown
+) -> list[dict[str, Any]]:
     """The rows of all engines at `threads` threads, by depth, ours first."""
     with ExitStack() as stack:
         engines = [
@@ -152,7 +158,7 @@ def measure(files: ModelFiles, job: Job, threads: int, progress: Progress) -> li
         return rows
 
 
-def _groups(engines: Many[Engine], job: Job) -> list[tuple[int, ...]]:
+def _groups(engines: Sequence[BenchEngine], job: SpeedJob) -> list[tuple[int, ...]]:
     """Depths measured together: all of them, or one by one where memory is short."""
     contexts = tuple(sorted(set(job.contexts)))
     needed = sum(
@@ -167,7 +173,11 @@ def _groups(engines: Many[Engine], job: Job) -> list[tuple[int, ...]]:
 
 
 def _measure_group(
-    engines: Many[Engine], job: Job, contexts: Many[int], threads: int, progress: Progress
+    engines: Sequence[BenchEngine],
+    job: SpeedJob,
+    contexts: Sequence[int],
+    threads: int,
+    progress: Shown,
 ) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         cases: list[Case] = []
@@ -193,11 +203,11 @@ def _measure_group(
         return [case.row(job) for case in cases]
 
 
-def _decode(cases: Many[Case], job: Job, progress: Progress) -> None:
+def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     token = np.zeros(1, np.int64)
     samples, steps = job.visit
 
-    def decode(sequence: Sequence) -> None:
+    def decode(sequence: BenchSequence) -> None:
         for _ in range(steps):
             sequence.forward(token)
 
@@ -211,7 +221,7 @@ def _decode(cases: Many[Case], job: Job, progress: Progress) -> None:
         case.sequence.rollback()
 
 
-def _attention(cases: Many[Case], job: Job, progress: Progress) -> None:
+def _attention(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     willing = [case for case in cases if case.sequence.attend(1)]
     for turn, case in _turns(willing, job.repeat):
         progress(turn, job.repeat * len(willing), f"attention at {case.context}")
@@ -221,7 +231,7 @@ def _attention(cases: Many[Case], job: Job, progress: Progress) -> None:
             case.attention_s.setdefault(rows, []).append(seconds)
 
 
-def _prefill(cases: Many[Case], job: Job, progress: Progress) -> None:
+def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
     """From shallow to deep, so that a prefill too long is foreseen by the one before."""
     ids = np.arange(job.prefill_tokens, dtype=np.int64) % 64
     before: dict[str, Case] = {}
@@ -243,7 +253,7 @@ def _prefill(cases: Many[Case], job: Job, progress: Progress) -> None:
         before |= {case.name: case for case in willing}
 
 
-def _too_long(case: Case, before: Case | None, job: Job) -> str | None:
+def _too_long(case: Case, before: Case | None, job: SpeedJob) -> str | None:
     """Why a prefill is left out, judged by the same setting's at a smaller depth.
 
     Two bounds: time grows at most in proportion to the tokens attended to, and a row of a prefill
@@ -260,7 +270,7 @@ def _too_long(case: Case, before: Case | None, job: Job) -> str | None:
     return f"up to {expected:.0f} s expected, --prefill-limit is {job.prefill_limit_s:g}"
 
 
-def _turns(cases: Many[Case], rounds: int) -> Iterator[tuple[int, Case]]:
+def _turns(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
     """A B C, B C A, ..., numbered: none always follows the same other one."""
     turned = (cases[(first + i) % len(cases)] for first in range(rounds) for i in range(len(cases)))
     return enumerate(turned)

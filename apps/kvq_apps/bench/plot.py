@@ -7,13 +7,16 @@ import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench.engines import OURS
 from kvq_apps.bench.report import by_setting, setting_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {OURS: "#c2410c", "onnxruntime": "#1d4ed8", "llama.cpp": "#4b5563"}
 STYLES = ("-", "--", ":")
@@ -42,10 +45,22 @@ def draw(path: Path, data: Mapping[str, Any]) -> None:
     for panel, count in zip(panels, threads, strict=True):
         rows = [row for row in data["rows"] if row["threads"] == count]
         _draw_panel(panel, rows, f"{data['model']}, {count} thread{'s'[: count > 1]}")
+    write_figure(figure, path)
+
+
+def write_figure(figure: "Figure", path: Path) -> None:
+    """Writes what was drawn. Raises `UsageError`."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
+
+
+def open_panel(panel: Any, title: str) -> None:
+    """The looks that all panels share."""
+    panel.set_title(title, fontsize=10, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
 
 
 def _scale_axes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -65,9 +80,7 @@ def _draw_panel(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
     panel.minorticks_off()
     panel.set_xlabel("context, tokens")
-    panel.set_title(title, fontsize=10, loc="left")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+    open_panel(panel, title)
     lines = [_draw_line(panel, series, rows) for series in by_setting(rows).values()]
     places = _apart([end for _, end, _ in lines], panel.get_ylim())
     for (name, _, colour), place in zip(lines, places, strict=True):

@@ -8,14 +8,14 @@ from kvq.config import PAGE_TOKENS
 from kvq.formats import format_bytes
 from kvq_apps import output
 from kvq_apps.bench.engines import OURS, Setting
-from kvq_apps.bench.measure import Job
+from kvq_apps.bench.measure import SpeedJob
 from kvq_runtime.backends import ModelFiles
 
 Row = Mapping[str, Any]
 
 
 def report(
-    files: ModelFiles, job: Job, threads: Sequence[int], machine: Row, rows: Sequence[Row]
+    files: ModelFiles, job: SpeedJob, threads: Sequence[int], machine: Row, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """The object of `--json`. `medians` holds decode_ms by setting and depth."""
     return {
@@ -34,7 +34,7 @@ def report(
     }
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def _settings(job: SpeedJob) -> dict[str, Any]:
     """The job's own fields; `rows` is the name of the results."""
     settings = asdict(job)
     settings["verify_rows"] = settings.pop("rows")

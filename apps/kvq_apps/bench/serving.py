@@ -20,13 +20,12 @@ from urllib.parse import urlsplit
 from kvq.errors import BackendError, KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.measure import p95
+from kvq_apps.output import Shown
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import serve_engine
 from kvq_apps.serve.server import Server
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.engine import Engine
-
-Progress = Callable[[float, float, str], None]
 
 # A chat is never longer: the arenas have room for it.
 MOST_CHAT_TOKENS = 1024
@@ -83,7 +82,7 @@ def measure(
     job: ServeJob,
     session_options: dict[str, Any],
     threads: int,
-    progress: Progress,
+    progress: Shown,
 ) -> dict[str, Any]:
     """The rows of all phases and how much the chat slows. Raises `KvqError`."""
     context = job.context + MOST_CHAT_TOKENS + _most_completions(job)
@@ -236,9 +235,9 @@ def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -
         ready.wait()
         if fault:
             raise fault[0]
-        served = server.engine.served
+        served = server.pool.served
         assert served is not None
-        facts = {"model": served.name, "kv": served.kv, "kv_budget": served.arena_bytes}
+        facts = {"model": served.name, "kv": served.kv, "kv_budget": served.slot_bytes}
         yield _Asker(address, facts, served.stop_ids)
     finally:
         server.stop()

@@ -1,4 +1,4 @@
-"""The chat on screen: shows what the desk does, and hands it what the user types and presses."""
+"""The chat on screen: shows what the controller does, hands it what the user types and presses."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from kvq.settings import editor_command
 from kvq_apps.chat import commands, keys
 from kvq_apps.chat.blocks import code_fences
 from kvq_apps.chat.client import ChatClient
-from kvq_apps.chat.desk import Desk
+from kvq_apps.chat.controller import ChatController
 from kvq_apps.chat.history import ChatSummary
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import meter_line
@@ -86,8 +86,8 @@ class ChatApp(App[None]):
         self.said: list[str] = []
         self.transcript = Transcript(id="transcript")
         self.prompt = Prompt(id="prompt")
-        self.desk = Desk(self, client, settings)
-        self.slash = SlashCommands(self, self.desk, client_for)
+        self.controller = ChatController(self, client, settings)
+        self.slash = SlashCommands(self, self.controller, client_for)
         self._editing: Message | None = None
         self._interrupted_s = -QUIT_WITHIN_S
         self._started_s = time()
@@ -109,7 +109,7 @@ class ChatApp(App[None]):
         self._apply_settings()
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.set_interval(0.5, self.draw_meter)
-        self.call_after_refresh(lambda: self.run_worker(self.desk.work(), exit_on_error=True))
+        self.call_after_refresh(lambda: self.run_worker(self.controller.work(), exit_on_error=True))
 
     def on_resize(self, event: Resize) -> None:
         """Below the command line half of the terminal stays the terminal's."""
@@ -128,7 +128,7 @@ class ChatApp(App[None]):
 
     def _apply_settings(self) -> None:
         """Takes the user's theme and keys; says what cannot be used of them."""
-        settings = self.desk.settings
+        settings = self.controller.settings
         for warning in settings.warnings:
             self.say(warning, error=True)
         if settings.theme in self.available_themes:
@@ -147,17 +147,17 @@ class ChatApp(App[None]):
 
     def draw_meter(self) -> None:
         """Draws the meter: a running reply counts its seconds."""
-        desk, activity = self.desk, self.desk.activity
-        if desk.stream is not None:
-            activity = f"{activity} {monotonic() - desk.stream.started_s:.0f} s"
+        controller, activity = self.controller, self.controller.engine.activity
+        if controller.engine.stream is not None:
+            activity = f"{activity} {monotonic() - controller.engine.stream.started_s:.0f} s"
         if self.transcript.unseen:
             activity = f"{activity}  new below: End"
-        width, detail = max(1, self.size.width - 4), desk.settings.meter
-        line = meter_line(desk.facts, desk.stats, activity, width, detail)
+        width, detail = max(1, self.size.width - 4), controller.settings.meter
+        line = meter_line(controller.engine.facts, controller.engine.stats, activity, width, detail)
         self.query_one("#meter", Static).update(visible(line))
 
     def _draw_queue(self) -> None:
-        texts = self.desk.queue
+        texts = self.controller.queue
         lines = [f"queued: {text.splitlines()[0][:80]}" for text in texts[-QUEUE_LINES:]]
         if lines:
             lines[-1] += "   (Up in the empty prompt takes it back)"
@@ -165,7 +165,7 @@ class ChatApp(App[None]):
         queue.update(visible("\n".join(lines)))
         queue.display = bool(texts)
 
-    # What the desk shows
+    # What the controller shows
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Shows a remark in the conversation."""
@@ -176,13 +176,11 @@ class ChatApp(App[None]):
         self.call_later(partial(self.say, text, error=True))
 
     def changed(self) -> None:
-        """Draws meter and queue again."""
         if self.is_running:
             self.draw_meter()
             self._draw_queue()
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Shows these messages alone."""
         self.transcript.show(messages)
 
     def add(self, message: Message) -> None:
@@ -192,24 +190,21 @@ class ChatApp(App[None]):
             self.transcript.action_scroll_end()
 
     def feed(self, text: str) -> None:
-        """Shows more of the last message."""
         if text:
             self.transcript.feed(text)
         else:
             self.transcript.settle()
 
     def finished(self, message: Message) -> None:
-        """The streaming message is whole."""
         self.transcript.finish()
         self.transcript.restate(message)
 
     async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
-        """Asks over the conversation."""
         return await self.push_screen_wait(Question(question, answers))
 
     def set_theme(self, name: str) -> None:
         """Takes the theme used last, if it is there and the user's settings name no other."""
-        if name in self.available_themes and self.desk.settings.theme is None:
+        if name in self.available_themes and self.controller.settings.theme is None:
             self.theme = name
 
     # Messages from the prompt
@@ -227,19 +222,19 @@ class ChatApp(App[None]):
         editing = self._editing
         self._edit(None)
         if editing is not None:
-            self.desk.do(partial(self.desk.answer_edited, editing, text))
+            self.controller.do(partial(self.controller.answer_edited, editing, text))
         else:
-            self.desk.enqueue(text)
+            self.controller.enqueue(text)
 
     @on(Prompt.Again)
     def _again(self) -> None:
-        if self.desk.unanswered and self._editing is None:
+        if self.controller.unanswered and self._editing is None:
             self.action_retry()
 
     @on(Prompt.Recalled)
     def _recalled(self) -> None:
-        if self.desk.queue:
-            self.prompt.fill(self.desk.queue.pop())
+        if self.controller.queue:
+            self.prompt.fill(self.controller.queue.pop())
             self._draw_queue()
 
     @on(TranscriptView.Unseen)
@@ -250,7 +245,7 @@ class ChatApp(App[None]):
 
     def action_cancel(self) -> None:
         """Stops the reply, or leaves an edit; the prompt has the focus afterwards."""
-        if not self.desk.cancel() and self._editing is not None:
+        if not self.controller.engine.cancel() and self._editing is not None:
             self._edit(None)
             self.prompt.text = ""
         self.screen.clear_selection()
@@ -264,7 +259,7 @@ class ChatApp(App[None]):
         if selected:
             self._copy(selected, "selection")
             return
-        if self.desk.cancel():
+        if self.controller.engine.cancel():
             return
         now = monotonic()
         if now - self._interrupted_s <= QUIT_WITHIN_S:
@@ -280,42 +275,36 @@ class ChatApp(App[None]):
         self.run_worker(self._leave(), exit_on_error=True)
 
     def quit(self) -> None:
-        """Leaves."""
         self.run_worker(self.action_quit())
 
     async def _leave(self) -> None:
-        await self.desk.leave()
+        await self.controller.leave()
         self.said = self.transcript.lines_since(self._started_s)
         self.exit()
 
     def action_new_chat(self) -> None:
-        """Begins a new chat."""
-        self.desk.do(self.desk.new_chat)
+        self.controller.do(self.controller.new_chat)
 
     def action_resume(self) -> None:
-        """Lists the chats."""
         self.pick("")
 
-    def action_search(self) -> None:
-        """Searches all chats."""
-        self.pick("")
+    action_search = action_resume
 
     def pick(self, text: str) -> None:
         """Lists the chats that have `text`, to open one."""
-        if isinstance(self.screen, ChatPicker) or not self.desk.has_history:
+        if isinstance(self.screen, ChatPicker) or not self.controller.history.is_open:
             return
 
         async def find(words: str) -> list[ChatSummary]:
-            return await self.desk.read(lambda history: history.search(words))
+            return await self.controller.history.read(lambda history: history.search(words))
 
         def picked(chat_id: str | None) -> None:
-            if chat_id is not None and chat_id != self.desk.conversation.id:
-                self.desk.do(partial(self.desk.resume_chat, chat_id))
+            if chat_id is not None and chat_id != self.controller.conversation.id:
+                self.controller.do(partial(self.controller.resume_chat, chat_id))
 
         self.push_screen(ChatPicker(find, text), picked)
 
     def action_help(self) -> None:
-        """Shows keys and commands."""
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(f"{keys.help_text()}\n\n{commands.help_text()}"))
 
@@ -328,7 +317,6 @@ class ChatApp(App[None]):
             os.kill(os.getpid(), signal.SIGTSTP)
 
     def action_redraw(self) -> None:
-        """Draws everything again."""
         self.refresh(layout=True)
 
     def action_page(self, step: int) -> None:
@@ -337,7 +325,6 @@ class ChatApp(App[None]):
         scroll(animate=False)
 
     def action_top(self) -> None:
-        """Shows the first line."""
         self.transcript.action_scroll_home()
 
     def action_bottom(self) -> None:
@@ -365,7 +352,7 @@ class ChatApp(App[None]):
             self.notify("there is no code in this message; y copies all of it", markup=False)
 
     def _chosen(self) -> Message | None:
-        return self.transcript.selected or self.desk.conversation.last("assistant")
+        return self.transcript.selected or self.controller.conversation.last("assistant")
 
     def _copy(self, text: str, what: str) -> None:
         self.copy_to_clipboard(text)
@@ -373,7 +360,7 @@ class ChatApp(App[None]):
 
     def action_edit(self) -> None:
         """Edits the selected message, or the user's last one."""
-        message = self.transcript.selected or self.desk.conversation.last("user")
+        message = self.transcript.selected or self.controller.conversation.last("user")
         if message is None or message.role == "system":
             self.notify("there is no message to edit; Alt+Up selects one", markup=False)
             return
@@ -391,18 +378,18 @@ class ChatApp(App[None]):
         """Answers the last question again, beside the answer it has."""
         selected = self.transcript.selected
         answer = selected if selected is not None and selected.role == "assistant" else None
-        self.desk.do(partial(self.desk.retry, answer))
+        self.controller.do(partial(self.controller.retry, answer))
 
     def action_draft(self, step: int) -> None:
         """Shows the next or previous branch of the selected or last message."""
         message = self.transcript.selected
         if message is None:
-            rows = self.desk.conversation.messages
+            rows = self.controller.conversation.messages
             message = next((row for row in reversed(rows) if row.branches > 1), None)
         if message is None or message.branches < 2:
             self.notify("there is one draft only; r or /drafts 3 makes more", markup=False)
             return
-        self.desk.do(partial(self.desk.switch_branch, message, step))
+        self.controller.do(partial(self.controller.switch_branch, message, step))
 
     def action_editor(self) -> None:
         """Writes the message in the user's editor; what was written stays if that fails."""
@@ -427,14 +414,13 @@ class ChatApp(App[None]):
     # Themes
 
     def choose_theme(self, name: str) -> None:
-        """Takes a theme by name."""
         if name not in self.available_themes:
             raise UsageError(f"there is no theme {name!r}; Ctrl+P, then Theme, lists them")
         self.theme = name
 
     def _remember_theme(self, theme: Theme) -> None:
-        if self.desk.has_history and theme.name != self.desk.settings.theme:
-            self.desk.write(lambda history: history.set("theme", theme.name))
+        if self.controller.history.is_open and theme.name != self.controller.settings.theme:
+            self.controller.history.write(lambda history: history.set("theme", theme.name))
 
 
 def _run_in_terminal(words: Sequence[str]) -> str:

@@ -63,11 +63,6 @@ class BlockScanner:
         self._last_marker = ""
         self._blank_before = False
 
-    @property
-    def in_fence(self) -> bool:
-        """Whether the open block is a fence."""
-        return self._open is not None and self._open.kind == "fence"
-
     def feed(self, text: str) -> list[Block]:
         """The blocks that `text` closes."""
         if self._half_break:

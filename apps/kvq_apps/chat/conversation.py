@@ -24,6 +24,10 @@ class Conversation:
 
     def __init__(self, write: Write, *, system: str | None = None) -> None:
         self._write = write
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Becomes a new chat."""
         self.id = new_id()
         self.title = ""
         self.messages: list[Message] = []

@@ -55,9 +55,4 @@ def summary_turn(
     least, most = SUMMARY_TOKENS
     tokens = min(most, max(least, round(limit * SUMMARY_SHARE)))
     request = Message(role="user", text=_REQUEST.format(words=tokens // 2))
-    return Turn(
-        messages=[*system, *old, request],
-        sampling=settings.sampling,
-        max_tokens=tokens,
-        seed=settings.seed,
-    )
+    return settings.turn([*system, *old, request], tokens)

@@ -169,11 +169,8 @@ class History:
             {"id": chat_id, "first": message_id, "summary": summary},
         )
 
-    def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow | None) -> None:
-        """Where the chat's KV is saved now; None: nowhere."""
-        if snapshot is None:
-            self._write("DELETE FROM kv_snapshot WHERE chat_id = :id", {"id": chat_id})
-            return
+    def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow) -> None:
+        """Where the chat's KV is saved now."""
         self._write(
             "INSERT OR REPLACE INTO kv_snapshot VALUES (:id, :path, :model, :plan, :hash, :now)",
             {"id": chat_id, "path": snapshot.path, "model": snapshot.model,
@@ -202,6 +199,10 @@ class History:
         )
         return [_summary(row) for row in rows]
 
+    def latest(self) -> str | None:
+        """The chat used last."""
+        return next((chat.id for chat in self.chats(1)), None)
+
     def search(self, text: str, limit: int = 200) -> list[ChatSummary]:
         """Chats with a message that holds all the words, or else the text itself; latest first."""
         words = ['"' + word.replace('"', '""') + '"' for word in text.split()]
@@ -226,10 +227,6 @@ class History:
                 limit,
             )
         return [_summary(row) for row in found]
-
-    def exists(self, chat_id: str) -> bool:
-        """Whether there is such a chat."""
-        return self._one("SELECT id FROM chat WHERE id = ?", chat_id) is not None
 
     def branch(self, chat_id: str) -> list[Message]:
         """The messages of the chosen branch, from the first."""
@@ -263,15 +260,8 @@ class History:
 
     def snapshot(self, chat_id: str) -> SnapshotRow | None:
         """Where the chat's KV was saved last."""
-        row = self._one("SELECT * FROM kv_snapshot WHERE chat_id = ?", chat_id)
-        if row is None:
-            return None
-        return SnapshotRow(
-            path=row["path"],
-            model=row["model"],
-            kv_plan=row["kv_plan"],
-            token_hash=row["token_hash"],
-        )
+        row = self._one(_SNAPSHOT, chat_id)
+        return None if row is None else SnapshotRow(**dict(row))
 
     def _message(self, row: sqlite3.Row) -> Message:
         chunks = self._all("SELECT text FROM chunk WHERE message_id = ? ORDER BY seq", row["id"])
@@ -335,6 +325,7 @@ def new_id() -> str:
     return f"{time_ns():016x}{secrets.token_hex(4)}"
 
 
+_SNAPSHOT = "SELECT path, model, kv_plan, token_hash FROM kv_snapshot WHERE chat_id = ?"
 _SEARCH = """
     SELECT chat.id, title, updated, {excerpt} AS excerpt,
         (SELECT count(*) FROM message WHERE chat_id = chat.id) AS messages

@@ -1,15 +1,13 @@
 """Chats as files: JSON lines and Markdown out, those and ChatGPT's JSON in."""
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import DataError
+from kvq.files import replace_file
 from kvq_apps import text_input
 from kvq_apps.chat.messages import ROLES, Message
 from kvq_apps.chat.visible import storable
@@ -25,15 +23,8 @@ def export_chat(path: Path, messages: Sequence[Message]) -> None:
     kept = [message for message in messages if message.role in ROLES]
     content = _markdown(kept) if path.suffix.lower() in (".md", ".markdown") else _lines(kept)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(content)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with replace_file(path) as stream:
+            stream.write(content.encode())
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -48,11 +48,11 @@ class LocalClient:
             raise ContextFullError(len(prompt), limit)
         if turn.seed is not None:
             session.reseed(turn.seed)
-        session.rollback(len(session.tokens) - common_prefix(session.tokens, prompt))
-        cached = len(session.tokens) - session.pending_tokens
+        cached = session.align(prompt)
         stream.measured(self._stats(prompt, cached, 0))
-        rest = prompt[len(session.tokens) :]
-        if rest and not session.prefill(rest, progress=stream.prefilled, cancel=stream.cancelled):
+        if cached < len(prompt) and not session.prefill(
+            progress=stream.prefilled, cancel=stream.cancelled
+        ):
             return "cancelled"
         steps = session.generate(turn.max_tokens, sampling=turn.sampling, cancel=stream.cancelled)
         reason = "cancelled"
@@ -159,15 +159,6 @@ def prompt_tokens(engine: "Engine", messages: Sequence[Message]) -> list[int]:
     """Token ids of the conversation in the model's chat template, ready for a reply."""
     rows = [{"role": message.role, "content": message.text} for message in messages]
     return engine.tokenizer.chat(rows, add_generation_prompt=True)
-
-
-def common_prefix(before: Sequence[int], after: Sequence[int]) -> int:
-    """How many first tokens two sequences share."""
-    pairs = zip(before, after, strict=False)
-    return next(
-        (index for index, (old, new) in enumerate(pairs) if old != new),
-        min(len(before), len(after)),
-    )
 
 
 def token_hash(tokens: Sequence[int]) -> str:

@@ -28,7 +28,6 @@ STYLES = (
 )  # fmt: skip
 HIGHLIGHT_CHARACTERS = 64 * 1024
 _CONSOLE = Console(width=80, color_system=None, force_terminal=False)
-_TAB = " " * 4
 
 
 def draw(block: Block, width: int, palette: Palette, *, highlight: bool = True) -> list[Strip]:

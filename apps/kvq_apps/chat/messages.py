@@ -27,6 +27,11 @@ class Message:
     stats: Mapping[str, Any] = field(default_factory=dict)
 
 
+def state_after(reason: str) -> str:
+    """The state of a reply that ended for `reason`."""
+    return {"cancelled": "stopped", "stop": "done"}.get(reason, reason)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyStats:
     """What one reply cost, as the engine counted it. Bytes, tokens, milliseconds, tokens a second.

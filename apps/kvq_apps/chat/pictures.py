@@ -70,7 +70,7 @@ async def _picture(client: ChatClient, theme: str, key: str) -> str:
                 app.prompt.fill(question)
                 await pilot.press("enter")
                 await pilot.pause(0.1)
-                while not app.desk.idle:
+                while not app.controller.idle:
                     await pilot.pause(0.05)
             app.prompt.fill("And only the words longer than three letters?")
             app.prompt.cursor_blink = False

@@ -14,12 +14,11 @@ from kvq_apps.chat import commands
 from kvq_apps.chat.client import ChatClient, Stream, Turn
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.history import History
-from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.chat.messages import ReplyStats, state_after
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
-from kvq_apps.interrupt import interruptible
+from kvq_apps.interrupt import INTERRUPTED, interruptible
 
-INTERRUPTED = 130
 POLL_S = 0.02
 Show = Callable[[str], None]
 
@@ -33,13 +32,13 @@ class PlainChat:
         self._settings = settings
         self._show = show
         self._history = History(settings.history_path, on_trouble=output.print_note)
-        self.begin()
+        self.conversation = Conversation(self._write, system=settings.system)
         self._resume()
         client.open()
 
     def begin(self) -> None:
         """A new, empty chat."""
-        self.conversation = Conversation(self._write, system=self._settings.system)
+        self.conversation.begin(self._settings.system)
 
     def answer(self, text: str) -> str:
         """Shows the reply to `text`; returns why it ended. Raises `KvqError`.
@@ -47,19 +46,13 @@ class PlainChat:
         Ctrl-C stops it; what came so far stays, as it does after an error.
         """
         self.conversation.add("user", storable(text))
-        turn = Turn(
-            messages=self.conversation.context(),
-            sampling=self._settings.sampling,
-            max_tokens=self._settings.max_tokens,
-            seed=self._settings.seed,
-        )
+        turn = self._settings.turn(self.conversation.context())
         reply = self.conversation.add("assistant", "")
         reason = "failed"
         try:
             reason = self._stream(turn)
         finally:
-            state = {"cancelled": "stopped", "stop": "done"}.get(reason, reason)
-            self.conversation.finish(state, self.stats)
+            self.conversation.finish(state_after(reason), self.stats)
             if not reply.text.endswith("\n"):
                 self._show("\n")
         return reason
@@ -105,8 +98,7 @@ class PlainChat:
     def _resume(self) -> None:
         chat_id = self._settings.chat_id
         if chat_id is None and self._settings.latest:
-            latest = self._history.chats(1)
-            chat_id = latest[0].id if latest else None
+            chat_id = self._history.latest()
         if chat_id is None:
             return
         saved = self._history.saved_chat(chat_id)

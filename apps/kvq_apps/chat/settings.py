@@ -1,10 +1,15 @@
 """What a chat is started with and what `/set` changes. Knows no screen and no engine."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvq.errors import UsageError
+from kvq_apps.chat.client import Turn
+from kvq_apps.chat.messages import Message
+from kvq_apps.flags import FLAGS
+from kvq_apps.options import SAMPLING_FIELDS
 from kvq_runtime.config import Sampling, check_seed
 
 
@@ -31,36 +36,36 @@ class ChatSettings:
     chat_id: str | None = None
     latest: bool = False
 
+    def turn(self, messages: Sequence[Message], max_tokens: int | None = None) -> Turn:
+        """Asks for a reply to `messages`, of `max_tokens` or as many as the settings say."""
+        return Turn(
+            messages=messages,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            seed=self.seed,
+        )
+
     def change(self, words: str) -> str:
         """`"temp 0.2"` changes one value; returns what it is now. Raises `UsageError`."""
         name, _, value = words.strip().partition(" ")
-        fields = {
-            "temp": "temperature",
-            "top-k": "top_k",
-            "top-p": "top_p",
-            "min-p": "min_p",
-            "repeat-penalty": "repeat_penalty",
-        }
-        known = ", ".join([*fields, "seed", "predict"])
-        if name not in (*fields, "seed", "predict") or not value.strip():
+        known = (*SAMPLING_FIELDS, "seed", "predict")
+        if name not in known or not value.strip():
             raise UsageError(
-                f"/set {words} is not possible: write /set NAME VALUE, NAME of {known}"
+                f"/set {words} is not possible: write /set NAME VALUE, NAME of {', '.join(known)}"
             )
         try:
-            number = (
-                float(value) if name in ("temp", "top-p", "min-p", "repeat-penalty") else int(value)
-            )
-        except ValueError:
+            number = FLAGS[name].read(value)
+        except ArgumentTypeError:
             raise UsageError(f"/set {name} {value} is not possible: give a number") from None
         if name == "seed":
-            check_seed(int(number))
-            self.seed = int(number)
+            check_seed(number)
+            self.seed = number
         elif name == "predict":
             if number < 1:
                 raise UsageError("/set predict needs 1 or more tokens")
-            self.max_tokens = int(number)
+            self.max_tokens = number
         else:
-            self.sampling = replace(self.sampling, **{fields[name]: number})
+            self.sampling = replace(self.sampling, **{SAMPLING_FIELDS[name]: number})
         return f"{name} is {value.strip()} from the next reply on"
 
     def lines(self) -> list[str]:

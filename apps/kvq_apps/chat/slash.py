@@ -1,4 +1,4 @@
-"""What each slash command does: checks its words, then asks the desk or the app."""
+"""What each slash command does: checks its words, then asks the controller or the app."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,7 +11,7 @@ from kvq_apps import output
 from kvq_apps.chat import interchange
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.commands import parse_command
-from kvq_apps.chat.desk import Desk
+from kvq_apps.chat.controller import ChatController
 from kvq_apps.chat.messages import ReplyStats
 
 ClientFor = Callable[[str], ChatClient]
@@ -35,9 +35,11 @@ class Screen(Protocol):
 class SlashCommands:
     """The commands by name; `client_for` makes a client of another model."""
 
-    def __init__(self, screen: Screen, desk: Desk, client_for: ClientFor | None) -> None:
+    def __init__(
+        self, screen: Screen, controller: ChatController, client_for: ClientFor | None
+    ) -> None:
         self._screen = screen
-        self._desk = desk
+        self._controller = controller
         self.client_for = client_for
         self.by_name: Mapping[str, Callable[[str], object]] = {
             "help": lambda _: screen.action_help(),
@@ -47,12 +49,12 @@ class SlashCommands:
             "edit": lambda _: screen.action_edit(),
             "copy": self._copy,
             "system": self._system,
-            "set": lambda words: screen.say(desk.settings.change(words)),
+            "set": lambda words: screen.say(controller.settings.change(words)),
             "show": lambda _: screen.say("\n".join(self._facts())),
             "kv": self._kv,
-            "stats": lambda _: screen.say(stats_text(desk.stats)),
+            "stats": lambda _: screen.say(stats_text(controller.engine.stats)),
             "model": self._model,
-            "save": lambda _: desk.do(desk.save_now),
+            "save": lambda _: controller.do(controller.save_now),
             "load": self._load,
             "export": self._export,
             "search": screen.pick,
@@ -74,18 +76,18 @@ class SlashCommands:
     def _drafts(self, words: str) -> None:
         if not words.isdecimal() or not 1 <= int(words) <= 9:
             raise UsageError("/drafts needs a number from 1 to 9")
-        self._desk.make_drafts(int(words))
+        self._controller.make_drafts(int(words))
 
     def _system(self, text: str) -> None:
-        desk = self._desk
+        controller = self._controller
         if not text:
-            self._screen.say(f"system: {desk.conversation.system or '(none)'}")
+            self._screen.say(f"system: {controller.conversation.system or '(none)'}")
             return
-        desk.settings.system = text
-        if desk.conversation.messages:
+        controller.settings.system = text
+        if controller.conversation.messages:
             self._screen.say("the system message begins with the next chat: /new")
         else:
-            desk.conversation.set_system(text)
+            controller.conversation.set_system(text)
             self._screen.say(f"system: {text}")
 
     def _kv(self, words: str) -> None:
@@ -98,34 +100,34 @@ class SlashCommands:
                 budget = word
         if k_bits is None and budget is None:
             raise UsageError("/kv needs K:V widths, a size, or both: /kv 4:2 64MiB")
-        self._desk.do(partial(self._desk.change_kv, k_bits, v_bits, budget))
+        self._controller.do(partial(self._controller.change_kv, k_bits, v_bits, budget))
 
     def _model(self, name: str) -> None:
         if not name or self.client_for is None:
             raise UsageError("/model needs a NAME: a bundle, a checkpoint folder, or a hub id")
-        self._desk.do(partial(self._desk.change_model, self.client_for(name)))
+        self._controller.do(partial(self._controller.change_model, self.client_for(name)))
 
     def _load(self, name: str) -> None:
         if not name:
             raise UsageError("/load needs a FILE: JSON lines, Markdown or ChatGPT's JSON")
-        self._desk.do(partial(self._desk.load_file, Path(name).expanduser()))
+        self._controller.do(partial(self._controller.load_file, Path(name).expanduser()))
 
     def _export(self, name: str) -> None:
         if not name:
             raise UsageError("/export needs a FILE: .md for Markdown, otherwise JSON lines")
-        messages = self._desk.conversation.messages
+        messages = self._controller.conversation.messages
         interchange.export_chat(Path(name).expanduser(), messages)
         self._screen.say(f"{len(messages)} messages are written to {name}")
 
     def _facts(self) -> list[str]:
-        facts = self._desk.facts
+        facts = self._controller.engine.facts
         lines = ["no model"]
         if facts is not None:
             lines = [f"model {facts.model}, context {facts.context_tokens} tokens"]
             if facts.k_bits:
                 widths = output.kv_text(facts.k_bits, facts.v_bits)
                 lines[0] += f", KV {widths} of {output.format_bytes(facts.kv_budget)}"
-        return lines + self._desk.settings.lines()
+        return lines + self._controller.settings.lines()
 
 
 def stats_text(stats: ReplyStats) -> str:

@@ -173,11 +173,6 @@ class TranscriptView(ScrollView, can_focus=True):
         rows = [row for row in self._rows if row.message.created_s >= created_s]
         return [strip_text(strip) for row in rows for strip in row.strips or ()]
 
-    @property
-    def drawn_rows(self) -> int:
-        """How many blocks have been drawn."""
-        return sum(row.strips is not None for row in self._rows)
-
     # Choosing a message
 
     def select(self, step: int) -> None:

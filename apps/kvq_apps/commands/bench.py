@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import UsageError
-from kvq_apps import options, output
+from kvq_apps import flag_values, flags, options, output
 
 if TYPE_CHECKING:
-    from kvq_apps.bench.measure import Job
+    from kvq_apps.bench.measure import SpeedJob
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
@@ -20,32 +20,32 @@ DEFAULT_PRESSED_CONTEXTS = (4096,)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
-    options.add_flags(
+    flags.add_flags(
         parser, "model", "offline", "context",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
     )  # fmt: skip
-    options.add_flags(parser, "shape")
+    flags.add_flags(parser, "shape")
     parser.add_argument(
         "--threads",
         metavar="N,..",
-        type=options.wholes,
+        type=flag_values.wholes,
         help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
     )
-    options.add_flags(parser, "peer", "plot", plot="draw decode over context")
+    flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
     cache = parser.add_argument_group("cache")
-    options.add_flags(
-        cache, *options.KV_WIDTHS, "kv",
+    flags.add_flags(
+        cache, *flags.KV_WIDTHS, "kv",
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         cache, "kv-policy", "kv-budget",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
     )  # fmt: skip
-    options.add_flags(parser, "suite")
+    flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    options.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
+    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
 
 
 def run(arguments: Namespace) -> int:
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
         return _run_serve(arguments)
     if arguments.suite == "chat":
         return _run_chat(arguments)
-    peers = tuple(dict.fromkeys(arguments.peer.split(","))) if arguments.peer else ()
+    peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
 
@@ -77,13 +77,10 @@ def run(arguments: Namespace) -> int:
         )
     found = machine.describe((own, *peers))
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
     rows: list[dict[str, Any]] = []
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
             rows += measure.measure(files, job, count, progress)
-    finally:
-        progress.clear()
     data = report.report(files, job, threads, found, rows)
     if arguments.plot is not None:
         plot.draw(arguments.plot, data)
@@ -119,11 +116,8 @@ def _run_serve(arguments: Namespace) -> int:
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = serving.measure(files, job, options.session_options(arguments), threads, progress)
-    finally:
-        progress.clear()
     data = {"suite": "serve", "machine": found, "threads": threads, **data}
     if arguments.json:
         output.print_json(data)
@@ -142,11 +136,8 @@ def _run_chat(arguments: Namespace) -> int:
     )
     found = machine.describe(())
     _note_load(found)
-    progress = output.Progress(quiet=not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = {"suite": "chat", "machine": found, **chat_app.measure(job, progress)}
-    finally:
-        progress.clear()
     if arguments.json:
         output.print_json(data)
     else:
@@ -179,12 +170,12 @@ def _files(arguments: Namespace) -> "ModelFiles":
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
-def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "Job":
-    from kvq_apps.bench.measure import Job
+def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
+    from kvq_apps.bench.measure import SpeedJob
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
-    return Job(
+    return SpeedJob(
         contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
         kv=kv,
         kv_policy=policies,
@@ -214,7 +205,7 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
         raise UsageError(
             "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
         )
-    policies = tuple(dict.fromkeys(options.policies(arguments.kv_policy or DEFAULT_POLICY)))
+    policies = tuple(dict.fromkeys(flag_values.policies(arguments.kv_policy or DEFAULT_POLICY)))
     for policy in policies:
         policy_named(policy)
     parse_budget(arguments.kv_budget)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
 from kvq.errors import UsageError
-from kvq_apps import configuration, options, output, text_input
+from kvq_apps import configuration, flags, options, output, text_input
 
 if TYPE_CHECKING:
     from kvq_apps.chat.client import ChatClient
@@ -20,12 +20,12 @@ FAKE = "fake:"
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq chat`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
-    options.add_flags(parser, *options.ENGINE_FLAGS, "server", "api-key")
-    options.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter")
-    options.add_flags(parser, "predict", predict=PREDICT_HELP)
-    options.add_flags(parser.add_argument_group("chats"), *options.CHAT_FLAGS)
-    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
-    options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS, "server", "api-key")
+    flags.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter")
+    flags.add_flags(parser, "predict", predict=PREDICT_HELP)
+    flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)
 
@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
         return _list(settings, arguments)
     if arguments.export is not None or getattr(arguments, "import") is not None:
         return _exchange(settings, arguments)
-    client = _client(arguments, _model(arguments))
+    client = _client(arguments, options.model_name(arguments))
     if not sys.stdin.isatty() or arguments.json:
         return _answer_piped(client, settings, arguments)
     if not sys.stdout.isatty() or environment_settings.terminal_is_dumb():
@@ -118,12 +118,6 @@ def _max_tokens(predict: int | None) -> int | None:
     return predict
 
 
-def _model(arguments: Namespace) -> str | None:
-    if arguments.name is not None and options.written(arguments, "model"):
-        raise UsageError("the model is given twice; write it once, as MODEL or with -m")
-    return arguments.name if arguments.name is not None else arguments.model
-
-
 def _client(arguments: Namespace, model: str | None) -> "ChatClient":
     """The client the flags ask for; nothing heavy is imported before it is opened."""
     if arguments.engine:
@@ -139,7 +133,7 @@ def _client(arguments: Namespace, model: str | None) -> "ChatClient":
 
     return LocalClient(
         model,
-        engine_options=options.given(arguments, threads="threads", backend="backend"),
+        engine_options=options.engine_options(arguments),
         session_options=options.session_options(arguments) | options.given(arguments, seed="seed"),
     )
 
@@ -187,8 +181,8 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
             conversation.adopt(messages)
             output.print_data(conversation.id)
         if arguments.export is not None:
-            chat_id = arguments.cid or next((chat.id for chat in history.chats(1)), None)
-            if chat_id is None or not history.exists(chat_id):
+            chat_id = arguments.cid or history.latest()
+            if chat_id is None or history.saved_chat(chat_id) is None:
                 raise UsageError("there is no such chat to export; `kvq chat --list` shows all")
             export_chat(Path(arguments.export).expanduser(), history.branch(chat_id))
     finally:

@@ -1,23 +1,22 @@
 """`kvq doctor`: what this installation found, and what it will use."""
 
 import platform
-import re
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import kvq
 from kvq.errors import KvqError
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
+from kvq_apps.owners import filled
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
-    "huggingface-hub", "starlette", "uvicorn", "httpx", "textual",
+    "huggingface-hub", "starlette", "uvicorn", "textual", "markdown-it-py", "pygments",
 )  # fmt: skip
 EDITORS = ("nvim", "vim", "code", "codium", "emacs", "hx", "zed", "subl")
 SECRETS = ("api-key",)
@@ -25,7 +24,7 @@ SECRETS = ("api-key",)
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq doctor`."""
-    options.add_flags(parser, "model", "threads", "config", "paths")
+    flags.add_flags(parser, "model", "threads", "config", "paths")
 
 
 def run(arguments: Namespace) -> int:
@@ -54,6 +53,7 @@ def _print(report: dict[str, Any], *, as_json: bool) -> int:
 
 def _report(arguments: Namespace) -> dict[str, Any]:
     from kvq import native
+    from kvq_apps.bench import machine
     from kvq_runtime import backends, device, huge_pages
 
     runs = {kind.name: _runner(kind) for kind in (_Kind("bundle"), _Kind("gguf"))}
@@ -61,7 +61,7 @@ def _report(arguments: Namespace) -> dict[str, Any]:
         "kvq": kvq.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: machine.version(name) for name in PACKAGES},
         "native": _native(native.library_path()),
         "backend": runs["bundle"]["backend"],
         "runs": runs,
@@ -198,24 +198,11 @@ def _settings() -> Iterator[dict[str, Any]]:
         yield {
             "setting": setting,
             "value": value,
-            "shown": _default(name) if found is None else _text(value),
+            "shown": filled(flags.FLAGS[name].default) or "-" if found is None else _text(value),
             "origin": "default" if found is None else found.origin,
             "flag": f"--{name}",
             "variable": environment_name(name),
         }
-
-
-def _default(name: str) -> str:
-    """What a flag's help says of its default."""
-    said = re.search(r"\(default: (.*)\)", options.FLAGS[name].help)
-    return said[1].replace("%%", "%") if said else "-"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _text(value: object) -> str:

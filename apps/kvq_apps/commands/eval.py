@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.config import parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.evaluation.asked import Asked
@@ -37,25 +37,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
         ".xz); a first word that is no file is the model",
     )
-    options.add_flags(parser, *options.ENGINE_FLAGS)
-    options.add_flags(
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
+    flags.add_flags(
         parser, "task", "context", "max-tokens", "depths", "trials", "seed",
-        context="tokens per window (default: 2048); passkey and retrieval take a list of lengths",
-        seed="seed of look-ups and of the choice of lines (default: 0)",
+        context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
+        "passkey and retrieval take a list of lengths",
+        seed="seed of look-ups and of the choice of lines "
+        "(default: {kvq_apps.evaluation.asked:Asked.seed})",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         parser.add_argument_group("filling in lines"),
         "limit", "predict", "execute", "baseline",
-        predict="tokens of a line at most (default: 64)",
+        predict="tokens of a line at most (default: {kvq_apps.evaluation.asked:Asked.line_tokens})",
     )  # fmt: skip
-    options.add_flags(
+    flags.add_flags(
         parser.add_argument_group("many settings"),
         "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
         plot="sweep: draw quality over bytes",
     )  # fmt: skip
-    options.add_flags(
-        parser.add_argument_group("cache"), *options.KV_FLAGS,
+    flags.add_flags(
+        parser.add_argument_group("cache"), *flags.KV_FLAGS,
         kv="both at once, such as 4:2; fp: an unquantised cache; --table takes several",
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ def run(arguments: Namespace) -> int:
     from kvq_runtime.engine import Engine
 
     _check_before_loading(arguments)
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     with Engine.open(resolve_model(model), **engine_options) as engine:
         return mode(engine, arguments, files)
 
@@ -135,8 +137,7 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     open_session = partial(engine.session, **(cache | options.session_options(arguments)))
     exact = UNQUANTIZED.opener(engine.session, context_tokens)
     asked = _asked(arguments, files)
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         # An impossible setting is refused before any work.
         with open_session() as session:
             plan = session.config.plan
@@ -153,8 +154,6 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
         if baseline:
             beaten = asked.baseline(engine.tokenizer, baseline, material.gaps, progress)
             measured.details["baseline"] = beaten
-    finally:
-        progress.clear()
     report = {
         "task": task,
         "model": engine.model.name,
@@ -197,8 +196,7 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     context_tokens = _one_length(engine, arguments)
     asked = _asked(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
     material = asked.material(engine.tokenizer, table.TASKS, context_tokens, texts=files)
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         rows = table.measure_table(
             engine.session,
             material,
@@ -206,8 +204,6 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             context_tokens,
             progress,
         )
-    finally:
-        progress.clear()
     report = {
         "model": engine.model.name,
         "backend": engine.backend.name,
@@ -265,11 +261,8 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             for task in tasks
         },
     )
-    progress = output.Progress()
-    try:
+    with output.Progress() as progress:
         sweep.run(engine.session, material, plan, file, progress)
-    finally:
-        progress.clear()
     if arguments.plot is not None:
         sweep_report.draw_sweep(arguments.plot, file.data)
     if arguments.json:

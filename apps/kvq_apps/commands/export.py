@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_runtime.bundle import Bundle
@@ -22,13 +22,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="MODEL",
         help="folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
     )
-    options.add_flags(
+    flags.add_flags(
         parser,
         "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
-        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 (default: 4)",
-        vbits="bits of cached values the bundle asks for: 8, 4 or 2 (default: 2)",
+        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
+        "(default: {kvq.config:KvPlan.k_bits})",
+        vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
+        "(default: {kvq.config:KvPlan.v_bits})",
     )  # fmt: skip
 
 
@@ -59,11 +61,8 @@ def run(arguments: Namespace) -> int:
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
     since = perf_counter()
-    progress = output.Progress(quiet=arguments.json and not sys.stderr.isatty())
-    try:
+    with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
         bundle = export_model(arguments.source, destination, export_options, progress)
-    finally:
-        progress.clear()
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import KvqError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_runtime.backends import ModelFiles
@@ -28,10 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a bundle, a GGUF file, a checkpoint folder, a saved session or an embedded model; "
         "without one the bundles made so far are listed",
     )
-    options.add_flags(parser, "model", "offline", "estimate")
+    flags.add_flags(parser, "model", "offline", "estimate")
     sized = parser.add_argument_group("estimating")
-    options.add_flags(
-        sized, "threads", "ctx-size", *options.KV_FLAGS,
+    flags.add_flags(
+        sized, "threads", "ctx-size", *flags.KV_FLAGS,
         kv_budget="bytes of the cache (default: what the context needs)",
     )  # fmt: skip
 

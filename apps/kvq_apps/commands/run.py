@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output, text_input
-from kvq_apps.interrupt import interruptible
+from kvq_apps import flags, options, output, text_input
+from kvq_apps.interrupt import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
 
 DEFAULT_PREDICT = 256
-INTERRUPTED = 130
 # More than any text has on average; a prompt of fewer is counted as a whole.
 CHARACTERS_PER_TOKEN = 16
 
@@ -30,11 +29,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="one word or quoted text is the prompt; `-` reads it from stdin, and piped text "
         "goes before it",
     )
-    options.add_flags(parser, *options.ENGINE_FLAGS)
-    options.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
-    options.add_flags(parser, "extract", "stream", "no-stream", "usage")
-    options.add_flags(parser.add_argument_group("cache"), *options.KV_FLAGS)
-    options.add_flags(parser.add_argument_group("sampling"), *options.SAMPLING_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
+    flags.add_flags(parser, "extract", "stream", "no-stream", "usage")
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
 
 
 def run(arguments: Namespace) -> int:
@@ -50,7 +49,7 @@ def run(arguments: Namespace) -> int:
     from kvq_runtime.engine import Engine
 
     path = resolve_model(model)
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     with (
         Engine.open(path, **engine_options) as engine,
         engine.session(**session_options) as session,
@@ -132,7 +131,7 @@ def _refuse_endless(prompt: str, engine: "Engine", session: "Session") -> None:
     if len(head) < len(prompt) and len(engine.tokenizer.encode(head)) > 2 * limit:
         raise UsageError(
             f"the prompt has more than {2 * limit} tokens and the context holds {limit}; shorten "
-            f"the prompt or raise {session.what_limits}"
+            f"the prompt or raise {session.config.what_limits}"
         )
 
 
@@ -164,11 +163,8 @@ def _answer(
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
     answer = _Answer()
-    progress = output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048)
-    try:
+    with output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048) as progress:
         complete = session.prefill(ids, progress=progress, cancel=cancel)
-    finally:
-        progress.clear()
     if not complete:
         output.print_note("")
         return answer

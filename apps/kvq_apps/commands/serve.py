@@ -12,13 +12,13 @@ from kvq import __version__
 from kvq.config import parse_budget
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
-    from kvq_apps.serve.engine_thread import Served
     from kvq_apps.serve.instances import Instance
     from kvq_apps.serve.server import Server
+    from kvq_runtime.serving.pool import Served
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
-    options.add_flags(parser, *options.ENGINE_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
     others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
     others.add_argument("--status", action="store_true", help="list your servers and end")
     others.add_argument(
@@ -36,22 +36,22 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="end your server, of several the one at --port or --socket: answers may end within "
         "its --grace, sessions are saved",
     )
-    options.add_flags(parser.add_argument_group("where"), *options.SERVE_FLAGS)
+    flags.add_flags(parser.add_argument_group("where"), *flags.SERVE_FLAGS)
     cache = parser.add_argument_group(
         "cache",
         "All sessions together hold exactly --sessions times --kv-budget bytes, taken at the "
         "start. More conversations than that take turns: the one unused for longest goes to disk "
         "and comes back without being read again.",
     )
-    options.add_flags(cache, "sessions", "sessions-disk", "queue", "chunk-tokens", "ctx-size")
-    options.add_flags(
+    flags.add_flags(cache, "sessions", "sessions-disk", "queue", "chunk-tokens", "ctx-size")
+    flags.add_flags(
         cache,
-        *options.KV_FLAGS,
+        *flags.KV_FLAGS,
         kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of its fp16 size "
-        "(default: what 8192 tokens need)",
+        "(default: what {kvq.sizing:DEFAULT_TOKENS} tokens need)",
     )
     sampling = parser.add_argument_group("sampling, where a request does not say")
-    options.add_flags(sampling, *(flag for flag in options.SAMPLING_FLAGS if flag != "seed"))
+    flags.add_flags(sampling, *(flag for flag in flags.SAMPLING_FLAGS if flag != "seed"))
 
 
 def run(arguments: Namespace) -> int:
@@ -60,32 +60,20 @@ def run(arguments: Namespace) -> int:
         return _status(as_json=arguments.json)
     if arguments.stop_other:
         return _stop(arguments)
-    if arguments.name is not None and options.written(arguments, "model"):
-        raise UsageError("give the model once: as [MODEL] or with -m")
+    model = options.model_name(arguments)
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
-    settings: dict[str, Any] = options.given(
-        arguments,
-        host="host",
-        port="port",
-        api_key="api-key",
-        sessions="sessions",
-        queue="queue",
-        chunk_tokens="chunk-tokens",
-        grace_s="grace",
-    )
-    settings |= _disk(arguments) | _socket(arguments)
+    settings = options.serve_options(arguments) | _disk(arguments) | _socket(arguments)
     config = ServeConfig(
         sampling=options.sampling(arguments),
         origins=tuple(arguments.origin or ()),
         aliases=("default", *(arguments.alias or ())),
         **settings,
     )
-    engine_options = options.given(arguments, threads="threads", backend="backend")
+    engine_options = options.engine_options(arguments)
     session_options = options.session_options(arguments)
-    model = arguments.model if arguments.name is None else arguments.name
     if not config.loopback and config.api_key is None:
         output.print_note(
             f"warning: {config.host} lets other machines in and there is no --api-key; anyone who "
@@ -191,7 +179,7 @@ def _socket(arguments: Namespace) -> dict[str, Any]:
     return found if options.given(arguments, port="port", host="host") else found | {"port": None}
 
 
-def _disk(arguments: Namespace) -> dict[str, int]:
+def _disk(arguments: Namespace) -> dict[str, Any]:
     """`saved_bytes` as `--sessions-disk` says it; empty for the default."""
     text = arguments.sessions_disk
     if text is None:
@@ -212,12 +200,12 @@ def _announce(served: "Served", url: str, sessions: int, *, as_json: bool) -> No
                 "kv": served.kv,
                 "context": served.context_tokens,
                 "sessions": sessions,
-                "kv_budget": served.arena_bytes,
-                "kv_budget_total": served.arena_bytes * sessions,
+                "kv_budget": served.slot_bytes,
+                "kv_budget_total": served.slot_bytes * sessions,
             }
         )
     output.print_note(
         f"serving {served.name} at {url}; {sessions} sessions of "
-        f"{format_bytes(served.arena_bytes)} (KV {served.kv}), "
-        f"{format_bytes(served.arena_bytes * sessions)} together"
+        f"{format_bytes(served.slot_bytes)} (KV {served.kv}), "
+        f"{format_bytes(served.slot_bytes * sessions)} together"
     )

@@ -1,6 +1,6 @@
 """What a person wants measured, as files and numbers with their defaults; makes the material."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,9 @@ from kvq_apps import text_input
 from kvq_apps.evaluation import documents, infilling, ngram, recall, text
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
 from kvq_apps.evaluation.tasks import RECALL_TASKS, TEXT_TASKS, Material
+from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import check_seed
-
-Shown = Callable[[float, float, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,11 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import BudgetError, DataError, UsageError
+from kvq.files import replace_file
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
+from kvq_apps.output import Shown
 from kvq_runtime.session import Session
 
 FORMAT, VERSION = "kvq-sweep", 1
@@ -25,7 +27,6 @@ BUDGETS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 6), Fraction(1, 8))
 # What a cell without a policy and a budget is called: the cache that everything is compared with.
 EXACT = "unquantised"
 
-Shown = Callable[[float, float, str], None]
 Key = tuple[str, str, str, str | None]
 
 
@@ -72,10 +73,10 @@ class SweepFile:
     def add(self, cell: Mapping[str, Any]) -> None:
         """Keeps a cell, on disk too: the file holds it whole or is what it was before."""
         self.data["cells"].append(dict(cell))
-        partial = self.path.with_name(f".{self.path.name}.partial")
+        content = json.dumps(self.data, indent=1) + "\n"
         try:
-            partial.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self.path)
+            with replace_file(self.path, private=False) as stream:
+                stream.write(content.encode())
         except OSError as error:
             raise UsageError(f"--out {self.path} cannot be written: {error.strerror}") from error
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import UsageError
 from kvq.formats import format_bytes
 from kvq_apps import output
+from kvq_apps.bench.plot import open_panel, write_figure
 from kvq_apps.evaluation.sweep import EXACT
 
 Cell = Mapping[str, Any]
@@ -73,10 +73,7 @@ def draw_sweep(path: Path, data: Mapping[str, Any]) -> None:
     figure.suptitle(
         f"{data['model']}, {data['context_tokens']} tokens of context", x=0.01, ha="left"
     )
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
+    write_figure(figure, path)
 
 
 def _draw_panel(
@@ -102,9 +99,7 @@ def _draw_panel(
     if axis == "share":
         panel.set_ylim(-0.03, 1.03)
     panel.set_xlabel("KV bytes held")
-    panel.set_title(words, fontsize=10, loc="left")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(visible=True, axis="y", color="#e5e7eb", linewidth=0.6)
+    open_panel(panel, words)
 
 
 def _held(cells: Iterable[Cell]) -> str:

@@ -8,12 +8,11 @@ from kvq_apps import output
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
+from kvq_apps.output import Shown
 from kvq_runtime.session import Session
 
 SETTINGS = ("fp", "8:8", "8:4", "4:4", "4:2", "2:4", "2:2")
 TASKS = ("kld", "passkey", "retrieval")
-
-Shown = Callable[[float, float, str], None]
 
 
 def measure_table(

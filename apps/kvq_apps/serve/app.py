@@ -5,6 +5,7 @@ in a worker thread, what the engine does comes back through the job's outbox.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,12 @@ from kvq import __version__
 from kvq.errors import KvqError
 from kvq_apps.serve import requests
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.counts import Metric, prometheus_text
-from kvq_apps.serve.engine_thread import EngineThread, Served, leaving
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
-from kvq_apps.serve.outbox import Failed
+from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import PROTOCOL
-from kvq_apps.serve.requests import Ask, ModelView
+from kvq_apps.serve.requests import ModelView
 from kvq_apps.serve.shapes import SHAPES, Answered, Shape
 from kvq_apps.serve.streams import (
     Events,
@@ -37,23 +36,26 @@ from kvq_apps.serve.streams import (
     whole_answer,
 )
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.serving.outbox import Failed
+from kvq_runtime.serving.pool import Served, SessionPool
+from kvq_runtime.serving.request import GenerationRequest, leaving
 
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
 
-Read = Callable[[Fields, ModelView], Ask]
+Read = Callable[[Fields, ModelView], GenerationRequest]
 
 _GENERATE: dict[str, Read] = {
-    "/v1/chat/completions": requests.chat_ask,
-    "/v1/completions": requests.completion_ask,
-    "/completion": requests.native_ask,
-    "/infill": requests.infill_ask,
+    "/v1/chat/completions": requests.chat_request,
+    "/v1/completions": requests.completion_request,
+    "/completion": requests.native_request,
+    "/infill": requests.infill_request,
 }
 
 
-def make_app(engine: EngineThread, config: ServeConfig) -> Starlette:
+def make_app(pool: SessionPool, config: ServeConfig) -> Starlette:
     """The ASGI application over a started engine thread."""
-    routes = _Routes(engine, config)
+    routes = _Routes(pool, config)
     generating = [
         Route(path, routes.generating(path, read), methods=["POST"])
         for path, read in _GENERATE.items()
@@ -71,7 +73,7 @@ def make_app(engine: EngineThread, config: ServeConfig) -> Starlette:
             Route("/props", routes.props),
         ],
         middleware=[
-            Middleware(_Counting, engine=engine),
+            Middleware(_Counting, answered=routes.answered),
             Middleware(Guard, config=config, refuse=error_response),
         ],
         exception_handlers={
@@ -92,10 +94,11 @@ def error_response(error: RequestError) -> Response:
 
 
 class _Routes:
-    """The handlers, over one engine."""
+    """The handlers, over one pool."""
 
-    def __init__(self, engine: EngineThread, config: ServeConfig) -> None:
-        self._engine = engine
+    def __init__(self, pool: SessionPool, config: ServeConfig) -> None:
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self._pool = pool
         self._config = config
 
     def generating(self, path: str, read: Read) -> Callable[[Request], Any]:
@@ -104,11 +107,11 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await self._body(request)
-            ask, delivery = await asyncio.to_thread(self._understood, body, served, read)
+            asked, delivery = await asyncio.to_thread(self._understood, body, served, read)
             answered = Answered(
                 model=served.name,
                 tokenizer=served.tokenizer,
-                ask=ask,
+                request=asked,
                 delivery=delivery,
                 kv=served.kv,
                 context_limit=served.context_tokens,
@@ -163,21 +166,21 @@ class _Routes:
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`: the prompt that `messages` become."""
         _, fields = await self._plain(request)
-        ask = await asyncio.to_thread(requests.chat_ask, fields, self._view(self._served()))
-        text = self._served().tokenizer.decode(ask.prompts[0], special=True)
+        chat = await asyncio.to_thread(requests.chat_request, fields, self._view(self._served()))
+        text = self._served().tokenizer.decode(chat.prompts[0], special=True)
         return JSONResponse({"prompt": text})
 
     async def health(self, _: Request) -> Response:
         """`GET /health`: 503 until the model is loaded, and while the server is leaving."""
         self._served()
-        if self._engine.draining:
+        if self._pool.draining:
             raise leaving()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`: Prometheus' text."""
         return PlainTextResponse(
-            prometheus_text(_metrics(self._engine)),
+            prometheus_text(_metrics(self._pool, self.answered)),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -196,7 +199,7 @@ class _Routes:
                     "version": __version__,
                     "protocol": PROTOCOL,
                     "kv": served.kv,
-                    "kv_budget": served.arena_bytes,
+                    "kv_budget": served.slot_bytes,
                     "sessions": self._config.sessions,
                 },
             }
@@ -204,14 +207,14 @@ class _Routes:
 
     def _served(self) -> Served:
         """The loaded model. Raises `RequestError` while it is still being loaded."""
-        if self._engine.served is None or not self._engine.ready:
+        if self._pool.served is None or not self._pool.ready:
             raise RequestError(
                 "the model is still being loaded; ask again soon",
                 status=503,
                 code="loading",
                 retry_s=1,
             )
-        return self._engine.served
+        return self._pool.served
 
     def _names(self, served: Served) -> frozenset[str]:
         return frozenset((served.name, *self._config.aliases))
@@ -237,7 +240,7 @@ class _Routes:
                 "n_vocab": served.vocab_size,
                 "kbits": served.k_bits,
                 "vbits": served.v_bits,
-                "kv_budget": served.arena_bytes,
+                "kv_budget": served.slot_bytes,
                 "chat": served.tokenizer.chat_template is not None,
                 "infill": served.tokenizer.fim is not None,
             },
@@ -258,7 +261,9 @@ class _Routes:
             raise RequestError("the request's body did not arrive in time", status=408) from None
         return b"".join(parts)
 
-    def _understood(self, body: bytes, served: Served, read: Read) -> tuple[Ask, requests.Delivery]:
+    def _understood(
+        self, body: bytes, served: Served, read: Read
+    ) -> tuple[GenerationRequest, requests.Delivery]:
         fields = parse_object(body)
         return read(fields, self._view(served)), requests.delivery(fields)
 
@@ -269,7 +274,7 @@ class _Routes:
         return served.tokenizer, await asyncio.to_thread(parse_object, body)
 
     async def _answer(self, request: Request, shape: Shape, answered: Answered) -> Response:
-        events = Events(self._engine, self._config, answered.ask)
+        events = Events(self._pool, self._config, answered.request)
         watcher = asyncio.create_task(cancel_when_gone(request.receive, events))
         try:
             if answered.delivery.stream:
@@ -288,9 +293,9 @@ class _Routes:
 class _Counting:
     """Counts requests by path and status."""
 
-    def __init__(self, app: Any, engine: EngineThread) -> None:
+    def __init__(self, app: Any, answered: Counter[tuple[str, int]]) -> None:
         self._app = app
-        self._counts = engine.counts
+        self._answered = answered
         self._known = {*_GENERATE, "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -302,7 +307,7 @@ class _Counting:
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._counts.answered(path, message["status"])
+                self._answered[path, message["status"]] += 1
             await send(message)
 
         await self._app(scope, receive, counted)
@@ -337,17 +342,17 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return list(content)
 
 
-def _metrics(engine: EngineThread) -> list[Metric]:
+def _metrics(pool: SessionPool, answered: Counter[tuple[str, int]]) -> list[Metric]:
     """Everything `/metrics` tells."""
-    counts, served = engine.counts, engine.served
-    waiting, running = engine.queue
+    counts, served = pool.counts, pool.served
+    waiting, running = pool.queue
     rows: dict[str, tuple[str, float]] = {
         "jobs_total": ("Jobs that ended, however they did.", counts.finished),
         "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
         "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
         "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
-        "steps_total": ("Steps of the engine.", counts.steps),
-        "busy_seconds_total": ("Seconds the engine was stepping.", counts.busy_s),
+        "steps_total": ("Steps of the pool.", counts.steps),
+        "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
         "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
         "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
@@ -355,13 +360,13 @@ def _metrics(engine: EngineThread) -> list[Metric]:
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }
     if served is not None:
-        saved = served.arenas.saved
-        used = sum(arena.session.kv_bytes_peak for arena in served.arenas.all)
+        saved = served.slots.saved
+        used = sum(slot.session.kv_bytes_peak for slot in served.slots.all)
         rows |= {
-            "sessions": ("Arenas, each of the KV budget.", len(served.arenas.all)),
+            "sessions": ("Sessions, each of the KV budget.", len(served.slots.all)),
             "kv_budget_bytes": (
-                "Bytes of all arenas together.",
-                served.arena_bytes * len(served.arenas.all),
+                "Bytes of all sessions together.",
+                served.slot_bytes * len(served.slots.all),
             ),
             "kv_peak_bytes": ("Most bytes ever used in them.", used),
             "sessions_saved_total": ("Sessions written to disk.", saved.saved),
@@ -382,7 +387,7 @@ def _metrics(engine: EngineThread) -> list[Metric]:
     ]
     by_status = {
         f'path="{path}",status="{status}"': count
-        for (path, status), count in sorted(counts.requests.items())
+        for (path, status), count in sorted(answered.items())
     }
     requests_total = Metric(
         name="kvq_requests_total", kind="counter", help="HTTP requests.", values=by_status

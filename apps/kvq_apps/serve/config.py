@@ -5,23 +5,18 @@ from pathlib import Path
 
 from kvq.errors import UsageError
 from kvq_runtime.config import Sampling
+from kvq_runtime.serving.pool import PoolConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
-# A step of the engine should not take longer than this while others wait.
-STEP_TARGET_S = 0.05
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeConfig:
+class ServeConfig(PoolConfig):
     """Where to listen, how much to hold, how long to wait.
 
     `port` None listens on `socket_path` only, a socket file that its owner alone may open.
-    `sessions` arenas are opened at the start and no more later; `queue` requests may wait for
-    one. `chunk_tokens` of a prompt go through the model at once, None: as many as take about
-    50 ms, measured at the start. `saved_bytes` bounds the sessions kept on disk, 0: none are.
-    `buffer_bytes` is what the engine writes ahead of one reader, `stall_s` how long that may
-    stay full. At shutdown running requests get `grace_s` to end.
+    `saved_bytes` bounds the sessions kept on disk, 0: none are. `buffer_bytes` is what the engine
+    writes ahead of one reader. At shutdown running requests get `grace_s` to end.
     """
 
     host: str = LOOPBACK_HOSTS[0]
@@ -30,15 +25,10 @@ class ServeConfig:
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ("default",)
-    sessions: int = 4
-    queue: int = 64
-    chunk_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     saved_bytes: int = 2 << 30
     grace_s: float = 8.0
     ping_s: float = 15.0
-    idle_save_s: float = 2.0
-    stall_s: float = 120.0
     upload_s: float = 60.0
     buffer_bytes: int = 128 << 10
     body_bytes: int = 16 << 20

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.errors import BackendError, CacheError, KvqError
+from kvq_runtime.serving.request import PoolError
 
 _TYPES = {
     401: "authentication_error",
@@ -14,6 +15,7 @@ _TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
+_POOL_STATUS = {"not_read": 408, "queue_full": 429, "shutting_down": 503}
 
 
 class RequestError(KvqError):
@@ -44,6 +46,9 @@ def as_request_error(error: BaseException) -> RequestError:
     """`error` with the status it means: what the user caused is 400, a fault of ours 500."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, PoolError):
+        status = _POOL_STATUS[error.code]
+        return RequestError(str(error), status=status, code=error.code, retry_s=error.retry_s)
     if isinstance(error, BackendError | CacheError):
         return RequestError(str(error), status=500, code="engine_error")
     if isinstance(error, KvqError):

@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvq.settings import cache_folder
 from kvq_apps.model_path import resolve_model
-from kvq_apps.serve.arenas import Arenas
+from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import Served
-from kvq_apps.serve.saved import SavedSessions
 from kvq_runtime.engine import Engine
+from kvq_runtime.serving.pool import Served
+from kvq_runtime.serving.saving import SavedSessions
+from kvq_runtime.serving.slots import Slots
 
 
 def load(
@@ -28,7 +29,7 @@ def load(
 def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: ServeConfig) -> Served:
     """What is served of an opened engine."""
     first = engine.session(**session_options)
-    settings = asdict(first.config) | {"model": engine.model.fingerprint}
+    settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()
     saved = SavedSessions(
         cache_folder() / "sessions",
@@ -39,11 +40,13 @@ def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: Ser
     return Served(
         name=engine.model.name,
         tokenizer=engine.tokenizer,
+        backend=engine.backend,
         vocab_size=engine.model.vocab_size,
         stop_ids=engine.model.stop_ids,
         k_bits=plan.k_bits,
         v_bits=plan.v_bits,
+        kv=kv_text(plan.k_bits, plan.v_bits),
         loaded_at=int(time.time()),
-        arenas=Arenas(lambda: engine.session(**session_options), config.sessions, saved),
+        slots=Slots(lambda: engine.session(**session_options), config.sessions, saved),
         close=engine.close,
     )

@@ -13,10 +13,11 @@ from kvq.errors import DataError, ModelError
 from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.scheduler import PRIORITIES
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.healing import heal
+from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.scheduler import PRIORITIES
 
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
@@ -41,40 +42,6 @@ class ModelView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """What the engine is asked: `choices` continuations of each of `prompts` (token ids).
-
-    `max_tokens` None: until the context is full; 0: only read the prompt. `stop_ids` None: the
-    model's own. `indent`: end before a line with fewer leading spaces; `time_limit_ms`: end at
-    the first line break after this long. `top_logprobs` alternatives come with every token.
-    `transient`: an editor's request, whose session is not worth keeping on disk. `heal`: the
-    prompts are texts, whose last tokens may be generated again.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
-    seed: int
-    rank: int
-    choices: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_ids: frozenset[int] | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-    reuse: bool = True
-    indent: int = 0
-    time_limit_ms: int = 0
-    truncated: bool = False
-    transient: bool = False
-    heal: bool = False
-
-    @property
-    def num_answers(self) -> int:
-        """Choices of all prompts together; one each for a prompt that is only read."""
-        return len(self.prompts) * (1 if self.max_tokens == 0 else self.choices)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
     """How the answer is to be sent."""
 
@@ -95,7 +62,7 @@ def delivery(fields: Fields) -> Delivery:
     )
 
 
-def chat_ask(fields: Fields, model: ModelView) -> Ask:
+def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """`POST /v1/chat/completions`."""
     _refuse_unsupported(fields, _CHAT_UNSUPPORTED)
     _check_model(fields, model)
@@ -113,7 +80,7 @@ def chat_ask(fields: Fields, model: ModelView) -> Ask:
     name = "max_completion_tokens" if fields.get("max_completion_tokens") else "max_tokens"
     return _checked(
         replace(
-            _openai_ask(fields, model, "chat"),
+            _openai_request(fields, model, "chat"),
             prompts=(tuple(ids),),
             max_tokens=fields.whole(name, 1, _MOST_TOKENS, 0) or None,
             logprobs=logprobs,
@@ -124,7 +91,7 @@ def chat_ask(fields: Fields, model: ModelView) -> Ask:
     )
 
 
-def completion_ask(fields: Fields, model: ModelView) -> Ask:
+def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """`POST /v1/completions`; `suffix` asks for what stands before it."""
     _refuse_unsupported(fields, _COMPLETION_UNSUPPORTED)
     _check_model(fields, model)
@@ -143,7 +110,7 @@ def completion_ask(fields: Fields, model: ModelView) -> Ask:
     count = fields.whole("logprobs", 0, MOST_LOGPROBS, 0)
     return _checked(
         replace(
-            _openai_ask(fields, model, "completion"),
+            _openai_request(fields, model, "completion"),
             prompts=tuple(map(tuple, prompts)),
             max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
             stop_ids=stop_ids,
@@ -157,27 +124,27 @@ def completion_ask(fields: Fields, model: ModelView) -> Ask:
     )
 
 
-def native_ask(fields: Fields, model: ModelView) -> Ask:
+def native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """llama-server's `POST /completion`."""
     _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
     prompts = _prompts(fields, model)
     if len(prompts) != 1:
         fields.refuse("prompt", "one prompt")
-    ask = replace(
-        _native_ask(fields, model),
+    request = replace(
+        _native_request(fields, model),
         prompts=(tuple(prompts[0]),),
         heal=_heals(fields, model, prompts),
     )
-    return _checked(ask, model, "prompt")
+    return _checked(request, model, "prompt")
 
 
-def infill_ask(fields: Fields, model: ModelView) -> Ask:
+def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """llama-server's `POST /infill`: `prompt` belongs to the end of `input_prefix`.
 
     What does not fit is left out, farthest from the gap first, as that server does.
     """
     _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
-    ask = _native_ask(fields, model)
+    request = _native_request(fields, model)
     prefix = fields.text("input_prefix") + fields.text("prompt")
     suffix = fields.text("input_suffix")
     extra = [
@@ -185,7 +152,7 @@ def infill_ask(fields: Fields, model: ModelView) -> Ask:
         for chunk in fields.objects("input_extra")
     ]
     # A model's answer gets at most a quarter of the context reserved; it may grow beyond.
-    answer = min(model.context_tokens // 4, ask.max_tokens or model.context_tokens)
+    answer = min(model.context_tokens // 4, request.max_tokens or model.context_tokens)
     room = model.context_tokens - max(1, answer)
     ids, truncated = _encoded(
         "input_prefix",
@@ -193,7 +160,7 @@ def infill_ask(fields: Fields, model: ModelView) -> Ask:
     )
     return _checked(
         replace(
-            ask,
+            request,
             prompts=(tuple(ids),),
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
@@ -204,10 +171,10 @@ def infill_ask(fields: Fields, model: ModelView) -> Ask:
     )
 
 
-def _openai_ask(fields: Fields, model: ModelView, priority: str) -> Ask:
+def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
     """What both of OpenAI's routes read alike; the prompts come later."""
     seed = fields.whole("seed", -(1 << 63), (1 << 63) - 1, randbits(62))
-    return Ask(
+    return GenerationRequest(
         prompts=(),
         sampling=_sampling(fields, model),
         # A generator takes no negative seed; the two's complement keeps them apart.
@@ -219,12 +186,12 @@ def _openai_ask(fields: Fields, model: ModelView, priority: str) -> Ask:
     )
 
 
-def _native_ask(fields: Fields, model: ModelView) -> Ask:
+def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """What both of llama-server's routes read alike; -1 is its word for no limit, or any seed."""
     _check_model(fields, model)
     limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
     seed = fields.whole("seed", -1, (1 << 63) - 1, -1)
-    return Ask(
+    return GenerationRequest(
         prompts=(),
         sampling=_sampling(fields, model),
         seed=randbits(62) if seed < 0 else seed,
@@ -374,9 +341,9 @@ def _encoded(param: str, encode: Any) -> Any:
         raise RequestError(str(error), param=param) from error
 
 
-def _checked(ask: Ask, model: ModelView, param: str) -> Ask:
-    """`ask`, unless a prompt is empty or leaves no room for an answer."""
-    for ids in ask.prompts:
+def _checked(request: GenerationRequest, model: ModelView, param: str) -> GenerationRequest:
+    """`request`, unless a prompt is empty or leaves no room for an answer."""
+    for ids in request.prompts:
         if not ids:
             raise RequestError(f"{param} is empty; give some text", param=param)
         if len(ids) + 1 > model.context_tokens:
@@ -388,7 +355,7 @@ def _checked(ask: Ask, model: ModelView, param: str) -> Ask:
                 code="context_length_exceeded",
                 numbers={"n_prompt_tokens": len(ids), "n_ctx": model.context_tokens},
             )
-    return ask
+    return request
 
 
 def _refuse_unsupported(fields: Fields, rows: Mapping[str, str]) -> None:

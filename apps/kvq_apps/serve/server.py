@@ -16,9 +16,9 @@ import uvicorn
 
 from kvq_apps.serve.app import make_app
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import EngineThread, Served
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.protocol import own_headers
+from kvq_runtime.serving.pool import Served, SessionPool
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Connections get this long to take what was sent to them.
@@ -40,7 +40,7 @@ class Server:
         self._file = self._listen_on_file(config)
         self._on_ready = on_ready
         self._stops = 0
-        self.engine = EngineThread(load, config, self._notify)
+        self.pool = SessionPool(load, config, self._notify)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
 
@@ -57,8 +57,8 @@ class Server:
         in_main = threading.current_thread() is threading.main_thread()
         with closing(self), _signals(self.stop) if in_main else nullcontext():
             asyncio.run(self._run())
-        if self.engine.error is not None:
-            raise self.engine.error
+        if self.pool.error is not None:
+            raise self.pool.error
 
     def stop(self) -> None:
         """Asks `run` to end, from any thread; asked again, it does not wait for answers."""
@@ -88,7 +88,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(self.engine, self._config),
+                make_app(self.pool, self._config),
                 http="h11",
                 ws="none",
                 loop="asyncio",
@@ -103,24 +103,24 @@ class Server:
         sockets = [one for one in (self._socket, self._file) if one is not None]
         url = self.url or f"unix:{self._config.socket_path}"
         serving = asyncio.create_task(server.serve(sockets=sockets))
-        self.engine.start()
+        self.pool.start()
         try:
-            await self._until(lambda: self.engine.ready or self._ending)
-            if self.engine.served is not None and not self._ending:
-                self._on_ready(self.engine.served, url)
+            await self._until(lambda: self.pool.ready or self._ending)
+            if self.pool.served is not None and not self._ending:
+                self._on_ready(self.pool.served, url)
             await self._until(lambda: self._ending)
-            self.engine.drain()
+            self.pool.drain()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.grace_s):
-                    await self._until(lambda: not self.engine.busy or self._stops > 1)
+                    await self._until(lambda: not self.pool.busy or self._stops > 1)
         finally:
-            await asyncio.to_thread(self.engine.stop)
+            await asyncio.to_thread(self.pool.stop)
             server.should_exit = True
             await serving
 
     @property
     def _ending(self) -> bool:
-        return self._stops > 0 or self.engine.ended
+        return self._stops > 0 or self.pool.ended
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Waits for news until `holds`."""

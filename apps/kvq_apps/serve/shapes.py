@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, Protocol
 
-from kvq_apps.serve.outbox import Delta, Finished, Report, TokenLog
-from kvq_apps.serve.requests import Ask, Delivery
+from kvq_apps.serve.requests import Delivery, GenerationRequest
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
 
 Json = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Answered:
 
     model: str
     tokenizer: Tokenizer
-    ask: Ask
+    request: GenerationRequest
     delivery: Delivery
     kv: str
     context_limit: int
@@ -170,7 +170,7 @@ class ChatShape(_OpenAiShape):
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        asked = self._answered.ask.logprobs
+        asked = self._answered.request.logprobs
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -211,7 +211,7 @@ class CompletionShape(_OpenAiShape):
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        asked = self._answered.ask.logprobs
+        asked = self._answered.request.logprobs
         return {
             "index": index,
             "text": choice.text,
@@ -289,7 +289,7 @@ class LlamaShape:
             "tokens_predicted": report.new_tokens,
             "tokens_evaluated": report.prompt_tokens,
             "tokens_cached": report.cached_tokens,
-            "truncated": self._answered.ask.truncated,
+            "truncated": self._answered.request.truncated,
             "stop_type": {"stop": "eos", "length": "limit"}.get(choice.reason, "none"),
             "stopping_word": "",
             "has_new_line": "\n" in choice.text,

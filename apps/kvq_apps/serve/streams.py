@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import EngineThread
 from kvq_apps.serve.errors import as_request_error, error_body
-from kvq_apps.serve.job import Job
-from kvq_apps.serve.outbox import Delta, Done, Event, Failed, Finished, Outbox
-from kvq_apps.serve.requests import Ask
+from kvq_apps.serve.requests import GenerationRequest
 from kvq_apps.serve.shapes import Answered, Choice, Shape
+from kvq_runtime.serving.job import Job
+from kvq_runtime.serving.outbox import Delta, Done, Event, Failed, Finished, Outbox
+from kvq_runtime.serving.pool import SessionPool
 
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -31,8 +31,8 @@ _STREAM_HEADERS = {
 class Events:
     """A job's events as they reach the event loop."""
 
-    def __init__(self, engine: EngineThread, config: ServeConfig, ask: Ask) -> None:
-        self._engine = engine
+    def __init__(self, pool: SessionPool, config: ServeConfig, request: GenerationRequest) -> None:
+        self._pool = pool
         self._arrived = asyncio.Event()
         self._ended = False
         loop = asyncio.get_running_loop()
@@ -42,8 +42,8 @@ class Events:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._arrived.set)
 
-        self.job = Job(ask, Outbox(config.buffer_bytes, notify))
-        engine.submit(self.job)
+        self.job = Job(request, Outbox(config.buffer_bytes, notify))
+        pool.submit(self.job)
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event; None after `timeout_s` of silence. Raises `ClientDisconnect`."""
@@ -54,7 +54,7 @@ class Events:
             was_full = self.job.outbox.full
             event = self.job.outbox.take()
             if was_full and not self.job.outbox.full:
-                self._engine.poke()
+                self._pool.poke()
             if event is not None:
                 self._ended = isinstance(event, Done | Failed)
                 return event
@@ -66,7 +66,7 @@ class Events:
     def cancel(self) -> None:
         """Ends the job, unless it has ended; wakes whoever waits for it."""
         if not self._ended:
-            self._engine.cancel(self.job)
+            self._pool.cancel(self.job)
             self._arrived.set()
 
 
@@ -79,8 +79,8 @@ async def cancel_when_gone(receive: Receive, events: Events) -> None:
 
 async def whole_answer(events: Events, shape: Shape, answered: Answered) -> Any:
     """The answer in one piece."""
-    ask = answered.ask
-    choices = [Choice() for _ in range(ask.num_answers)]
+    request = answered.request
+    choices = [Choice() for _ in range(request.num_answers)]
     while True:
         match await events.next():
             case Delta(index=index, text=text, logs=logs):

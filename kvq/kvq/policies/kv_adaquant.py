@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
-from kvq.formats import FORMATS
+from kvq.formats import GRANULES
 from kvq.policies import Evidence
 from kvq.policies.ladder import EVICTED, descend
 from kvq.policies.spend import Steps, held_pages
@@ -60,7 +60,7 @@ def _ladder(losses: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.i
 
     The last rung of every layer, eviction, comes after all others and at the same place.
     """
-    granules = np.array([FORMATS[bits].granules for bits in PAGE_WIDTHS])
+    granules = np.array([GRANULES[bits] for bits in PAGE_WIDTHS])
     growth = np.diff(np.maximum.accumulate(losses, axis=2), axis=2)
     # A rung cannot be reached before the one above it, nor a key's before the value's.
     rates = np.maximum.accumulate(growth / -np.diff(granules), axis=2)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS
-from kvq.formats import FORMATS, constant_bytes, granule_bytes
+from kvq.formats import GRANULES, constant_bytes, granule_bytes
 from kvq.policies import Evidence
 
 Steps = NDArray[np.int32]  # [n, 5]: layer, head, column, K bits, V bits
@@ -17,7 +17,7 @@ Steps = NDArray[np.int32]  # [n, 5]: layer, head, column, K bits, V bits
 # A window's pages are kept this much longer, so that a rollback of a page or two loses nothing.
 WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 
-_GRANULES = np.array([FORMATS[bits].granules if bits in FORMATS else 0 for bits in range(9)])
+_GRANULES = np.array([GRANULES.get(bits, 0) for bits in range(9)])
 
 
 def held_pages(evidence: Evidence) -> NDArray[np.int32]:

@@ -1,13 +1,15 @@
 """The seam between the loop and an engine: its protocols, one table. Knows no engine itself.
 
-To add a backend: one file with a class that has `Backend`'s members, one row in `BACKENDS`.
+To add a backend: one file with a class that has `Backend`'s members, and of its own `missing`,
+`reads` and `estimate`, asked before anything is loaded; one row in `BACKENDS`.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,36 +31,6 @@ BACKENDS = {
 
 # `auto` takes the first of these that reads the model's files and can run here.
 PREFERENCE = ("onnx", "llama.cpp", "reference")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardInput:
-    """What one forward pass computes over T new tokens.
-
-    `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
-    sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
-    `rows` int64 [R]: the rows whose logits are wanted. `rope_long`: use the long-context rotary
-    frequencies of a model that has two sets; the same for every pass of a session.
-    """
-
-    ids: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    rope_long: bool = False
-
-
-def plain_input(
-    ids: NDArray[np.int64], first: int, rows: NDArray[np.int64], *, rope_long: bool
-) -> ForwardInput:
-    """Tokens `ids` [T] at positions `first`, `first` + 1, ..."""
-    return ForwardInput(
-        ids=ids[:, None],
-        weights=np.ones((len(ids), 1), np.float32),
-        positions=np.arange(first, first + len(ids), dtype=np.int64),
-        rows=rows,
-        rope_long=rope_long,
-    )
 
 
 class ModelFiles(Protocol):
@@ -115,9 +87,24 @@ class ModelFacts:
     short_rope_tokens: int | None = None
 
 
-class SequenceCache(Protocol):
-    """One sequence's keys and values. A forward pass is `begin(n)`, the pass, `commit(m <= n)`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a session would hold; `bytes_per_token` of a plan is None where it is not possible."""
 
+    plan: KvPlan
+    context_tokens: int
+    kv_bytes: int
+    bytes_per_token: Callable[[KvPlan], float | None]
+
+
+class SequenceCache(Protocol):
+    """One sequence's keys and values, and a branch of rows after them that may be forgotten.
+
+    A pass is `begin`, the pass, and `commit` or `rewind`; several passes may add to one branch.
+    `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
+    the last token; None: a chain. More rows than a branch holds are possible for a chain that
+    begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
+    the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back exactly;
     the loop computes what is missing again.
     """
@@ -142,11 +129,11 @@ class SequenceCache(Protocol):
 
     def holdings(self) -> Holdings: ...
 
-    def begin(self, tokens: int, /) -> None: ...
+    def begin(self, tokens: int, parents: Sequence[int] | None = None, /) -> None: ...
 
-    def commit(self, tokens: int, /) -> None: ...
+    def commit(self, path: Sequence[int], /) -> None: ...
 
-    def abort(self) -> None: ...
+    def rewind(self, rows: int, /) -> None: ...
 
     def trim(self, tokens: int, /) -> None: ...
 
@@ -157,7 +144,49 @@ class SequenceCache(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
+C = TypeVar("C", bound=SequenceCache)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows(Generic[C]):
+    """What one sequence brings to a pass: T rows begun in its `cache`.
+
+    `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
+    sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
+    `wanted` int64 [R]: the rows whose logits are wanted.
+    """
+
+    cache: C
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    positions: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+
+    @classmethod
+    def plain(cls, cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> "Rows[C]":
+        """Tokens `ids` [T] right after those in the cache."""
+        return cls(
+            cache=cache,
+            ids=ids[:, None],
+            weights=np.ones((len(ids), 1), np.float32),
+            positions=cache.tokens + np.arange(len(ids), dtype=np.int64),
+            wanted=wanted,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass(Generic[C]):
+    """One forward pass: the rows of S sequences, each over a cache of its own.
+
+    `rope_long`: use the long-context rotary frequencies of a model that has two sets; the same
+    for every pass of a session.
+    """
+
+    rows: tuple[Rows[C], ...]
+    rope_long: bool = False
+
+
+class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
@@ -180,15 +209,15 @@ class Backend(Protocol):
         """
         ...
 
-    def open_cache(self, config: SessionConfig) -> SequenceCache:
+    def open_cache(self, config: SessionConfig) -> C:
         """An empty cache as `config` says."""
         ...
 
-    def forward(self, cache: Any, inputs: ForwardInput) -> NDArray[np.float32]:
-        """Logits float32 [R, V] of `inputs.rows`; writes the new tokens' K and V into `cache`.
+    def forward(self, one_pass: Pass[C]) -> list[NDArray[np.float32]]:
+        """Of each sequence the logits float32 [R, V] of its wanted rows.
 
-        `cache` is one that this backend opened. The caller has called `cache.begin(T)` and will
-        call `commit` or `abort`.
+        Writes the rows' K and V into the caches, which this backend opened and in which they are
+        begun. A sequence's result does not depend on the others of the pass.
         """
         ...
 
@@ -197,7 +226,26 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend:
+def forward_chain(
+    backend: Backend[C],
+    cache: C,
+    ids: NDArray[np.int64],
+    wanted: NDArray[np.int64],
+    *,
+    rope_long: bool = False,
+) -> NDArray[np.float32]:
+    """Logits float32 [R, V] of `wanted` among the tokens `ids` [T], which `cache` then holds too.
+
+    For measuring and calibrating; what generates text has a `Sequence`.
+    """
+    cache.begin(len(ids))
+    rows = Rows.plain(cache, ids, wanted)
+    logits = backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
+    cache.commit(range(len(ids)))
+    return logits
+
+
+def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend[Any]:
     """The backend called `name` (or the best one for `auto`) with the weights of `files` loaded.
 
     Raises `UsageError` for an unknown name and `BackendError` for one that cannot run here or
@@ -215,6 +263,16 @@ def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend:
         possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
         raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
     return _load(name)(files, threads=threads)
+
+
+def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
+    """What a session on the best backend that reads `files` would hold, told from them alone.
+
+    Without a budget it gives up none of its tokens, by default the model's context. Loads no
+    weights, and asks not whether the backend can run here. Raises what `session_config` would.
+    """
+    name = next(name for name in PREFERENCE if _load(name).reads(files))
+    return _load(name).estimate(files, request, threads=threads)
 
 
 def missing(name: str) -> str | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Holdings
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
-from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends import Rows
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
     SEQUENCES,
@@ -78,7 +78,7 @@ class LlamaCppCache:
         self.context_tokens = config.context_tokens
         self.budget_bytes = config.budget_bytes
         self.tokens = 0
-        self._reserved = 0
+        self._rows = 0
         self._context, lines = open_context(
             model,
             config=config,
@@ -123,9 +123,15 @@ class LlamaCppCache:
             evicted_share=self._layout.evicted_share(self.tokens),
         )
 
-    def begin(self, tokens: int) -> None:
-        """Makes sure that `tokens` new tokens have room. Raises `BudgetError`."""
-        if self.tokens + tokens > self.context_tokens:
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+        """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
+        first = self._rows
+        if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
+            raise BackendError(
+                "drafts that branch are not possible on the llama.cpp backend: give a chain, or "
+                "run a bundle with an ONNX graph"
+            )
+        if self.tokens + first + tokens > self.context_tokens:
             raise BudgetError(
                 f"{self.tokens} + {tokens} tokens exceed this session's context of "
                 f"{self.context_tokens}; open it with a larger --ctx-size"
@@ -135,36 +141,38 @@ class LlamaCppCache:
                 f"one forward pass takes 1 to {self.chunk_tokens} tokens, {tokens} were given; "
                 "split them"
             )
-        self._reserved = tokens
+        self._rows += tokens
 
-    def forward(self, inputs: ForwardInput) -> NDArray[np.float32]:
-        """See `Backend.forward`."""
+    def forward(self, rows: "Rows[LlamaCppCache]") -> NDArray[np.float32]:
+        """Logits float32 [R, V] of one sequence's rows; see `Backend.forward`."""
         context = self._live()
-        batch = self._batch.fill(inputs.ids[:, 0], inputs.positions, inputs.rows)
+        batch = self._batch.fill(rows.ids[:, 0], rows.positions, rows.wanted)
         status = self._functions.llama_decode(context, batch)
         if status != 0:
             raise CacheError(
-                f"llama.cpp could not compute {len(inputs.ids)} tokens (status {status}): "
+                f"llama.cpp could not compute {len(rows.ids)} tokens (status {status}): "
                 f"{self._model.library.messages.last_errors()}"
             )
         vocabulary = self._functions.llama_vocab_n_tokens(self._model.vocabulary)
-        logits = np.empty((len(inputs.rows), vocabulary), np.float32)
-        for place, row in enumerate(inputs.rows.tolist()):
+        logits = np.empty((len(rows.wanted), vocabulary), np.float32)
+        for place, row in enumerate(rows.wanted.tolist()):
             pointer = self._functions.llama_get_logits_ith(context, row)
             logits[place] = np.ctypeslib.as_array(pointer, (vocabulary,))
         return logits
 
-    def commit(self, tokens: int) -> None:
-        """Keeps the first `tokens` of the pending tokens."""
-        kept = self.tokens + tokens
-        self.tokens += self._reserved
-        self._reserved = 0
+    def commit(self, path: Sequence[int]) -> None:
+        """Keeps the rows `path`, which in a chain are the first ones."""
+        kept = self.tokens + len(path)
+        self.tokens += self._rows
+        self._rows = 0
         self.trim(kept)
 
-    def abort(self) -> None:
-        """Gives up the pending tokens after an error."""
-        self._reserved = 0
-        self._truncate(self.tokens)
+    def rewind(self, rows: int) -> None:
+        """Forgets all but the first `rows` rows of the chain, also after an error."""
+        self._rows = rows
+        base = self.tokens
+        self._truncate(base + rows)
+        self.tokens = min(base, self.tokens)
 
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens, or to none where these are not all there.
@@ -265,18 +273,11 @@ class LlamaCppCache:
             part = np.array(ids[first : first + self.chunk_tokens], np.int64)
             self.begin(len(part))
             try:
-                self.forward(
-                    ForwardInput(
-                        ids=part[:, None],
-                        weights=np.ones((len(part), 1), np.float32),
-                        positions=np.arange(self.tokens, self.tokens + len(part)),
-                        rows=np.zeros(0, np.int64),
-                    )
-                )
+                self.forward(Rows.plain(self, part, np.zeros(0, np.int64)))
             except CacheError:
-                self.abort()
+                self.rewind(0)
                 raise
-            self.commit(len(part))
+            self.commit(range(len(part)))
 
     def _restored(self, state: bytes) -> bool:
         """Whether the sequence is now what `state` says; otherwise it is empty."""

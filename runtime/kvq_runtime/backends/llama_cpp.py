@@ -15,12 +15,20 @@ from numpy.typing import NDArray
 from kvq.config import FLOAT_WIDTH, KvPlan
 from kvq.errors import BackendError, UnsupportedModelError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ForwardInput, ModelFacts, ModelFiles, llama_library, llama_trial
+from kvq_runtime.backends import (
+    Estimate,
+    ModelFacts,
+    ModelFiles,
+    Pass,
+    llama_library,
+    llama_trial,
+)
 from kvq_runtime.backends.llama_cache import LlamaCppCache, open_context
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
     CELLS,
     CacheLayout,
+    LayerGroup,
     LlamaSizing,
     layout_of,
     reported_caches,
@@ -53,6 +61,7 @@ class LlamaCppBackend:
             self.layout = _measured_layout(model, file)
             self._tokenizer = file.bundled_tokenizer or tokenizer_of(model, file)
             self.model = _facts(model, file, self._tokenizer)
+            _warn_of_wider(file.name, file.kv, self.model.kv)
         except BaseException:
             model.close()
             raise
@@ -77,33 +86,24 @@ class LlamaCppBackend:
         """See `Backend.tokenizer`: the bundle's, or the file's own vocabulary."""
         return self._tokenizer
 
+    @staticmethod
+    def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
+        """See `backends.estimate`. Windows, which only llama.cpp knows, count in full."""
+        file = files.gguf()
+        layout = CacheLayout(groups=(LayerGroup(widths=file.kv_widths),))
+        held = _config(file, layout, request.whole(file.context_length))
+        return Estimate(
+            plan=held.plan,
+            context_tokens=held.context_tokens,
+            kv_bytes=held.budget_bytes,
+            bytes_per_token=lambda plan: (
+                None if refusal(file, plan) else layout.bytes_per_token(plan)
+            ),
+        )
+
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        if request.policy not in (None, NO_POLICY):
-            raise BackendError(
-                f"--kv-policy {request.policy} is not possible on the llama.cpp backend, whose "
-                "cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
-            )
-        plan = request.plan(self.model.kv)
-        reason = self.refusal(plan)
-        if reason is not None:
-            raise BackendError(reason)
-        sizing = LlamaSizing(
-            layout=self.layout,
-            plan=plan,
-            model_tokens=self.model.context_length,
-            chunk_tokens=request.chunk_tokens,
-        )
-        context_tokens, budget_bytes = sizing.session(request)
-        return SessionConfig(
-            plan=plan,
-            context_tokens=context_tokens,
-            budget_bytes=budget_bytes,
-            policy=NO_POLICY,
-            evicts=False,
-            chunk_tokens=request.chunk_tokens,
-            seed=request.seed,
-        )
+        return _config(self._file, self.layout, request)
 
     def open_cache(self, config: SessionConfig) -> LlamaCppCache:
         """See `Backend.open_cache`."""
@@ -111,14 +111,14 @@ class LlamaCppBackend:
         self._caches.add(cache)
         return cache
 
-    def forward(self, cache: LlamaCppCache, inputs: ForwardInput) -> NDArray[np.float32]:
-        """See `Backend.forward`."""
-        if inputs.ids.shape[1] != 1 or np.any(inputs.weights != 1):
+    def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`; each sequence is a context of its own, and a pass of its own."""
+        if any(rows.ids.shape[1] != 1 or np.any(rows.weights != 1) for rows in one_pass.rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
                 "an ONNX graph"
             )
-        return cache.forward(inputs)
+        return [rows.cache.forward(rows) for rows in one_pass.rows]
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -126,21 +126,51 @@ class LlamaCppBackend:
             cache.close()
         self._model.close()
 
-    def refusal(self, plan: KvPlan) -> str | None:
-        """Why a cache of these widths is not possible, or None."""
-        for flag, bits in (("kbits", plan.k_bits), ("vbits", plan.v_bits)):
-            if bits not in CACHE_TYPES:
-                return (
-                    f"--{flag} {bits} is not possible on the llama.cpp backend: choose 8 or 4, or "
-                    f"16 for both (--kv fp); {bits}-bit pages need a bundle with an ONNX graph"
-                )
-        for head_dim, bits in zip(self._file.head_dims, (plan.k_bits, plan.v_bits), strict=True):
-            if head_dim % CACHE_TYPES[bits].block:
-                return (
-                    "a quantised cache is not possible on the llama.cpp backend with heads of "
-                    f"{head_dim} channels, no multiple of {CACHE_TYPES[bits].block}; choose --kv fp"
-                )
-        return None
+
+def refusal(file: GgufFile, plan: KvPlan) -> str | None:
+    """Why a cache of these widths is not possible, or None."""
+    for flag, bits in (("kbits", plan.k_bits), ("vbits", plan.v_bits)):
+        if bits not in CACHE_TYPES:
+            return (
+                f"--{flag} {bits} is not possible on the llama.cpp backend: choose 8 or 4, or "
+                f"16 for both (--kv fp); {bits}-bit pages need a bundle with an ONNX graph"
+            )
+    for head_dim, bits in zip(file.head_dims, (plan.k_bits, plan.v_bits), strict=True):
+        if head_dim % CACHE_TYPES[bits].block:
+            return (
+                "a quantised cache is not possible on the llama.cpp backend with heads of "
+                f"{head_dim} channels, no multiple of {CACHE_TYPES[bits].block}; choose --kv fp"
+            )
+    return None
+
+
+def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> SessionConfig:
+    if request.policy not in (None, NO_POLICY):
+        raise BackendError(
+            f"--kv-policy {request.policy} is not possible on the llama.cpp backend, whose "
+            "cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
+        )
+    plan = request.plan(_possible_plan(file))
+    reason = refusal(file, plan)
+    if reason is not None:
+        raise BackendError(reason)
+    sizing = LlamaSizing(
+        layout=layout,
+        plan=plan,
+        model_tokens=file.context_length,
+        chunk_tokens=request.chunk_tokens,
+    )
+    context_tokens, budget_bytes = sizing.session(request)
+    return SessionConfig(
+        plan=plan,
+        context_tokens=context_tokens,
+        budget_bytes=budget_bytes,
+        policy=NO_POLICY,
+        evicts=False,
+        chunk_tokens=request.chunk_tokens,
+        draft_tokens=request.draft_tokens,
+        seed=request.seed,
+    )
 
 
 def _refuse_other_kinds(model: LlamaModel, file: GgufFile) -> None:
@@ -193,17 +223,17 @@ def _facts(model: LlamaModel, file: GgufFile, tokenizer: Tokenizer | None) -> Mo
 
 def _possible_plan(file: GgufFile) -> KvPlan:
     """The file's plan, at the next wider types llama.cpp has where it lacks one."""
-    plan = KvPlan(k_bits=_wider(file.kv.k_bits), v_bits=_wider(file.kv.v_bits), sink_tokens=0)
-    if (plan.k_bits, plan.v_bits) != (file.kv.k_bits, file.kv.v_bits):
+    return KvPlan(k_bits=_wider(file.kv.k_bits), v_bits=_wider(file.kv.v_bits), sink_tokens=0)
+
+
+def _warn_of_wider(name: str, asked: KvPlan, held: KvPlan) -> None:
+    widths = (asked.k_bits, asked.v_bits, held.k_bits, held.v_bits)
+    if widths[:2] != widths[2:]:
         logger.warning(
             "the KV plan of %s is %d:%d; llama.cpp has no 2-bit types, so its default is %d:%d",
-            file.name,
-            file.kv.k_bits,
-            file.kv.v_bits,
-            plan.k_bits,
-            plan.v_bits,
+            name,
+            *widths,
         )
-    return plan
 
 
 def _wider(bits: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvq.config import Budget, KvPlan
 from kvq.errors import BackendError, BudgetError
 from kvq.formats import format_bytes
-from kvq_runtime.budget import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
+from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
 from kvq_runtime.config import SessionRequest
 
 # llama.cpp gives caches a multiple of this many cells.

@@ -15,7 +15,7 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import huge_pages
-from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends import Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -39,7 +39,7 @@ class OnnxBackend(PagedBackend):
     """The fast path: quantised weights, native cache, one thread pool for both."""
 
     name = "onnx"
-    native_cache = True
+    cache_kind = "native"
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         reason = self.missing()
@@ -58,17 +58,20 @@ class OnnxBackend(PagedBackend):
             return "onnxruntime is not installed; pip install onnxruntime"
         return native.why_not() or None
 
-    def forward(self, cache: Cache, inputs: ForwardInput) -> NDArray[np.float32]:
+    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
+        return [self._forward(rows, rope_long=one_pass.rope_long) for rows in one_pass.rows]
+
+    def _forward(self, rows: Rows[Cache], *, rope_long: bool) -> NDArray[np.float32]:
         feeds = {
-            "input_ids": inputs.ids,
-            "input_weights": inputs.weights,
-            "position_ids": inputs.positions,
-            "cache": np.array([cache.handle], np.int64),
-            "logit_rows": inputs.rows,
+            "input_ids": rows.ids,
+            "input_weights": rows.weights,
+            "position_ids": rows.positions,
+            "cache": np.array([rows.cache.handle], np.int64),
+            "logit_rows": rows.wanted,
         }
         if self._has_long_rope:
-            feeds["rope_long"] = np.array([inputs.rope_long], np.int64)
+            feeds["rope_long"] = np.array([rope_long], np.int64)
         try:
             return cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
         except _run_errors() as error:

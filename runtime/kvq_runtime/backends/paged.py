@@ -6,10 +6,11 @@ Knows no engine.
 import hashlib
 
 from kvq.cache import Cache
+from kvq.formats import bytes_per_token
+from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ModelFacts, ModelFiles
-from kvq_runtime.budget import Sizing
+from kvq_runtime.backends import Estimate, ModelFacts, ModelFiles
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionConfig, SessionRequest
 
@@ -17,11 +18,10 @@ from kvq_runtime.config import SessionConfig, SessionRequest
 class PagedBackend:
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
-    native_cache: bool
+    cache_kind: str
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
-        self.cache_kind = "native" if self.native_cache else "numpy"
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self._bundle = bundle
         self._threads = threads
@@ -35,44 +35,56 @@ class PagedBackend:
         """See `Backend.tokenizer`."""
         return self._bundle.tokenizer()
 
+    @staticmethod
+    def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
+        """See `backends.estimate`."""
+        assert isinstance(files, Bundle)
+        shape = files.config.cache_shape
+        held = _config(files, request.whole(files.config.context_length), threads)
+        return Estimate(
+            plan=held.plan,
+            context_tokens=held.context_tokens,
+            kv_bytes=held.budget_bytes,
+            bytes_per_token=lambda plan: bytes_per_token(shape, plan),
+        )
+
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        plan = request.plan(self.model.kv)
-        policy = self._bundle.manifest.policy if request.policy is None else request.policy
-        sizing = Sizing(
-            shape=self._bundle.config.cache_shape,
-            plan=plan,
-            model_tokens=self.model.context_length,
-            chunk_tokens=request.chunk_tokens,
-            threads=self._threads,
-            policy=policy,
-        )
-        context_tokens, num_bytes = sizing.session(request.context_tokens, request.kv_budget)
-        return SessionConfig(
-            plan=plan,
-            context_tokens=context_tokens,
-            budget_bytes=num_bytes,
-            policy=policy,
-            evicts=plan.quantized,
-            chunk_tokens=request.chunk_tokens,
-            seed=request.seed,
-        )
+        return _config(self._bundle, request, self._threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""
-        model = self._bundle.config
-        return Cache(
-            model.cache_shape,
-            config.plan,
-            config.budget_bytes,
-            config.context_tokens,
-            chunk_tokens=config.chunk_tokens,
-            policy=config.policy,
-            threads=self._threads,
-            windows=[layer.window_tokens for layer in model.layers],
-            sensitivity=self._bundle.manifest.sensitivity,
-            native=self.native_cache,
-        )
+        assert config.arena is not None
+        sensitivity = self._bundle.manifest.sensitivity
+        return Cache(config.arena, sensitivity=sensitivity, engine=self.cache_kind)
+
+
+def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:
+    model, manifest = bundle.config, bundle.manifest
+    given = request.context_tokens
+    spec = CacheSpec(
+        shape=model.cache_shape,
+        plan=request.plan(manifest.kv),
+        context_tokens=model.context_length if given is None else given,
+        budget=request.kv_budget,
+        chunk_tokens=request.chunk_tokens,
+        draft_tokens=request.draft_tokens,
+        threads=threads,
+        policy=manifest.policy if request.policy is None else request.policy,
+        windows=tuple(layer.window_tokens for layer in model.layers),
+    )
+    arena = (spec.shortened() if given is None else spec).resolved()
+    return SessionConfig(
+        plan=arena.plan,
+        context_tokens=arena.context_tokens,
+        budget_bytes=arena.num_bytes,
+        policy=spec.policy,
+        evicts=arena.plan.quantized,
+        chunk_tokens=arena.chunk_tokens,
+        draft_tokens=arena.draft_tokens,
+        seed=request.seed,
+        arena=arena,
+    )
 
 
 def _facts(bundle: Bundle) -> ModelFacts:

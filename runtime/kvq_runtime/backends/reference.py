@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq_models.reference import forward
-from kvq_runtime.backends import ForwardInput
+from kvq_runtime.backends import Pass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -19,7 +19,7 @@ class ReferenceBackend(PagedBackend):
     """The slow path that always runs; numpy's own threads, whatever `threads` says."""
 
     name = "reference"
-    native_cache = False
+    cache_kind = "numpy"
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         super().__init__(bundle, threads=threads)
@@ -30,18 +30,21 @@ class ReferenceBackend(PagedBackend):
         """Why this backend cannot run here: it always can."""
         return None
 
-    def forward(self, cache: Cache, inputs: ForwardInput) -> NDArray[np.float32]:
-        """See `Backend.forward`."""
-        return forward(
-            self._bundle.config,
-            self._weight,
-            inputs.ids[:, 0],
-            inputs.positions,
-            cache.attend,
-            inputs.rows,
-            (inputs.ids, inputs.weights),
-            long_rope=inputs.rope_long,
-        )
+    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`; one sequence after the other."""
+        return [
+            forward(
+                self._bundle.config,
+                self._weight,
+                rows.ids[:, 0],
+                rows.positions,
+                rows.cache.attend,
+                rows.wanted,
+                (rows.ids, rows.weights),
+                long_rope=one_pass.rope_long,
+            )
+            for rows in one_pass.rows
+        ]
 
     def close(self) -> None:
         """See `Backend.close`."""

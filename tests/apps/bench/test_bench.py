@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.cache import Cache, budget_for_tokens
+from caches import budget_for_tokens, open_cache
+from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import engine_kvq, gguf_file, shapes
 from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
 from kvq_apps.bench.llama_state import StateLayout
-from kvq_apps.bench.measure import Case, Job, _decode, measure
+from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
 from kvq_apps.bench.report import comparisons
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
@@ -228,7 +229,7 @@ def test_filling_stores_what_attending_would(make: Make) -> None:
     caches = []
     for window in (1, 0):
         plan, shape = KvPlan(), config.cache_shape
-        cache = Cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
+        cache = open_cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
         engine_kvq.fill(cache, config, 400, window_tokens=window)
         caches.append(cache)
     quick, exact = caches
@@ -320,7 +321,7 @@ def test_a_row_holds_medians_and_rates() -> None:
     case.relief_s += [0.0001, 0.0005, 0.0003]
     case.prefill_s += [0.5, 0.25, 2.0]
     case.attention_s |= {1: [0.002, 0.001, 0.009], 4: [0.003, 0.004, 0.001]}
-    found = case.row(Job(contexts=(64,), kv=("4:2",), rows=4, prefill_tokens=100))
+    found = case.row(SpeedJob(contexts=(64,), kv=("4:2",), rows=4, prefill_tokens=100))
     assert (found["decode_ms"], found["decode_min_ms"], found["decode_p95_ms"]) == (3.0, 2.0, 4.0)
     assert found["relief_share"] == pytest.approx(0.1)
     assert (found["kv"], found["kv_policy"], case.name) == ("4:2", "h2o", "kvq 4:2 h2o")
@@ -379,7 +380,9 @@ def test_comparisons_are_with_the_fastest_peer() -> None:
 
 
 def test_a_prefill_too_long_is_left_out(make: Make) -> None:
-    job = Job(contexts=(16, 500), kv=("4:2",), repeat=1, prefill_tokens=16, prefill_limit_s=1e-6)
+    job = SpeedJob(
+        contexts=(16, 500), kv=("4:2",), repeat=1, prefill_tokens=16, prefill_limit_s=1e-6
+    )
     shallow, deep = measure(make("llama"), job, 1, lambda done, total, label: None)
     assert shallow["prefill_skipped"] is None
     assert shallow["prefill_samples"] == 1
@@ -433,7 +436,7 @@ def test_policies_are_measured_beside_the_same_cache_with_room(
 def test_relief_is_part_of_a_decode_step(
     policies: tuple[str, ...], samples: int, forwards: int
 ) -> None:
-    job = Job(contexts=(64,), kv=("4:2",), kv_policy=policies, kv_budget="9%", repeat=2)
+    job = SpeedJob(contexts=(64,), kv=("4:2",), kv_policy=policies, kv_budget="9%", repeat=2)
     case = Case(
         engine="kvq", setting=job.settings[-1], context=64, threads=1, sequence=(busy := Busy())
     )

@@ -9,16 +9,12 @@ from kvq.errors import UsageError
 from kvq_apps.bench import serving
 from kvq_apps.bench.serving import BOTH, CHAT, COMPLETIONS, ServeJob, p95
 from kvq_apps.cli import main
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("bench")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=4096)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=4096))
 
 
 def test_every_phase_is_measured(

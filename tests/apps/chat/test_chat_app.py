@@ -14,8 +14,7 @@ from textual.pilot import Pilot
 
 from chat_pilot import gated, meter, run, say, shown, telling, until
 from kvq_apps import cli
-from kvq_apps.chat import desk as desk_module
-from kvq_apps.chat import keys
+from kvq_apps.chat import controller, engine_link, keys
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError, Turn
 from kvq_apps.chat.commands import COMMANDS, parse_command
@@ -75,7 +74,7 @@ def test_messages_typed_while_the_model_loads_are_queued_and_sent_in_order() -> 
         for text in ("one", "two", "three"):
             app.prompt.fill(text)
             await pilot.press("enter")
-        await until(pilot, lambda: app.desk.queue == ["one", "two", "three"])
+        await until(pilot, lambda: app.controller.queue == ["one", "two", "three"])
         assert "queued: three" in str(app.query_one("#queue").render())
         # Up in the empty prompt takes the last one back; emptied it is gone.
         await pilot.press("up")
@@ -83,8 +82,8 @@ def test_messages_typed_while_the_model_loads_are_queued_and_sent_in_order() -> 
         app.prompt.fill("two and a half")
         await pilot.press("enter")
         gate.set()
-        await until(pilot, lambda: app.desk.idle)
-        users = [m.text for m in app.desk.conversation.messages if m.role == "user"]
+        await until(pilot, lambda: app.controller.idle)
+        users = [m.text for m in app.controller.conversation.messages if m.role == "user"]
         assert users == ["one", "two", "two and a half"]
         assert not app.query_one("#queue").display
 
@@ -106,7 +105,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_app_usable() -> None:
         await pilot.press("enter")
         app.prompt.fill("/model better")
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert made == ["better"]
         assert "You asked: hello" in shown(app)
 
@@ -125,7 +124,7 @@ def test_cancel_in_decode_keeps_the_partial_text(tmp_path: Path) -> None:
         await until(pilot, lambda: "some words" in shown(app))
         await pilot.press("escape")
         gate.set()
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert app.prompt.has_focus
         assert "kvq  stopped\n" in shown(app)
         await say(app, pilot, "go on")
@@ -142,11 +141,11 @@ def test_cancel_in_prefill_stops_within_a_chunk() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.fill("word " * 3000)
         await pilot.press("enter")
-        await until(pilot, lambda: "/3002" in app.desk.activity)
+        await until(pilot, lambda: "/3002" in app.controller.engine.activity)
         await pilot.press("ctrl+c")
-        await until(pilot, lambda: app.desk.idle)
-        assert app.desk.conversation.messages[-1].state == "stopped"
-        assert app.desk.conversation.messages[-1].text == ""
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].state == "stopped"
+        assert app.controller.conversation.messages[-1].text == ""
         assert len(client._tokens) == 0
 
     run(script, client)
@@ -156,13 +155,13 @@ def test_a_silent_engine_ticks_and_can_be_stopped() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.fill("go")
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.stream is not None)
-        assert app.desk.stream is not None
-        app.desk.stream.started_s -= 6000
+        await until(pilot, lambda: app.controller.engine.stream is not None)
+        assert app.controller.engine.stream is not None
+        app.controller.engine.stream.started_s -= 6000
         assert re.search(r"(encoding|answering) 60\d\d s", meter(app))
         await pilot.press("escape")
-        await until(pilot, lambda: app.desk.idle)
-        assert app.desk.conversation.messages[-1].state == "stopped"
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].state == "stopped"
 
     run(script, FakeClient(FakeOptions(silent=True)))
 
@@ -180,13 +179,13 @@ def test_an_error_in_the_middle_keeps_the_partial_and_one_key_retries(
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "go")
-        assert app.desk.conversation.messages[-1].state == "failed"
-        assert app.desk.conversation.messages[-1].text == "first half a"[:12]
+        assert app.controller.conversation.messages[-1].state == "failed"
+        assert app.controller.conversation.messages[-1].text == "first half a"[:12]
         assert says in " ".join(shown(app).split())
         assert "Traceback" not in shown(app)
         await pilot.press(*key.split())
-        await until(pilot, lambda: app.desk.idle)
-        last = app.desk.conversation.messages[-1]
+        await until(pilot, lambda: app.controller.idle)
+        last = app.controller.conversation.messages[-1]
         assert (last.state, last.text) == ("done", "first half and second half")
         assert (last.branch, last.branches) == (2, 2)
         # There is nothing left to ask again.
@@ -214,21 +213,21 @@ def lost_client(times: int) -> tuple[FakeClient, list[int]]:
 
 
 def test_a_lost_engine_is_looked_for_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr(engine_link, "RETRY_S", (0.01, 0.02))
     client, openings = lost_client(5)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.fill("go")
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.activity == "engine lost, retrying")
+        await until(pilot, lambda: app.controller.engine.activity == "engine lost, retrying")
         assert "engine lost, retrying" in meter(app)
         # What is typed meanwhile waits for the engine instead of failing.
         app.prompt.fill("and then?")
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert openings == [7]
         assert shown(app).count("engine lost, retrying") == 1
-        assert [m.state for m in app.desk.conversation.messages if m.role == "assistant"] == [
+        assert [m.state for m in app.controller.conversation.messages if m.role == "assistant"] == [
             "failed", "done"
         ]  # fmt: skip
 
@@ -238,7 +237,7 @@ def test_a_lost_engine_is_looked_for_until_it_is_back(monkeypatch: pytest.Monkey
 def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk_module, "RETRY_S", (0.01, 60.0))
+    monkeypatch.setattr(engine_link, "RETRY_S", (0.01, 60.0))
     client, openings = lost_client(1000)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
@@ -246,10 +245,10 @@ def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
         await pilot.press("enter")
         await until(pilot, lambda: openings == [2])
         await pilot.press("ctrl+n")
-        await until(pilot, lambda: not app.desk.conversation.messages)
+        await until(pilot, lambda: not app.controller.conversation.messages)
         await until(pilot, lambda: openings == [3])
         await pilot.press("escape")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert "the engine is not looked for any more" in " ".join(shown(app).split())
         assert openings == [3]
 
@@ -257,7 +256,7 @@ def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
 
 
 def test_an_engine_that_starts_later_than_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "RETRY_S", (0.01,))
+    monkeypatch.setattr(engine_link, "RETRY_S", (0.01,))
     client = FakeClient()
     opened, openings = client.open, [0]
 
@@ -285,7 +284,7 @@ def test_an_internal_error_shows_no_traceback() -> None:
         await say(app, pilot, "go")
         assert "internal error: ZeroDivisionError: oops" in shown(app)
         await say(app, pilot, "again")
-        assert len(app.desk.conversation.messages) == 4
+        assert len(app.controller.conversation.messages) == 4
 
     run(script, FakeClient(script=script_of))
 
@@ -299,25 +298,29 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         for text in ("one", "two", "three"):
             await say(app, pilot, text)
-        before = [m.text for m in app.desk.conversation.messages]
+        before = [m.text for m in app.controller.conversation.messages]
         await pilot.press("alt+up", "alt+up", "alt+up", "alt+up")
-        assert app.transcript.selected is app.desk.conversation.messages[2]
+        assert app.transcript.selected is app.controller.conversation.messages[2]
         await pilot.press("e")
         assert app.prompt.text == "two"
         await say(app, pilot, "two, but better")
-        texts = [m.text for m in app.desk.conversation.messages]
+        texts = [m.text for m in app.controller.conversation.messages]
         assert texts[:3] == [*before[:2], "two, but better"]
         assert len(texts) == 4
-        stats = app.desk.stats
+        stats = app.controller.engine.stats
         note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
         assert note in shown(app)
         assert 0 < stats.encoded_tokens < stats.prompt_tokens
         await pilot.press("alt+p")
-        await until(pilot, lambda: app.desk.idle and len(app.desk.conversation.messages) == 6)
-        assert [m.text for m in app.desk.conversation.messages] == before
+        await until(
+            pilot, lambda: app.controller.idle and len(app.controller.conversation.messages) == 6
+        )
+        assert [m.text for m in app.controller.conversation.messages] == before
         assert "you  1/2" in shown(app)
         await pilot.press("alt+n")
-        await until(pilot, lambda: app.desk.idle and len(app.desk.conversation.messages) == 4)
+        await until(
+            pilot, lambda: app.controller.idle and len(app.controller.conversation.messages) == 4
+        )
         assert "you  2/2" in shown(app)
 
     run(script, client, folder=tmp_path)
@@ -332,7 +335,7 @@ def test_escape_leaves_an_edit() -> None:
         await pilot.press("escape")
         assert (app.prompt.text, app.prompt.border_title) == ("", None)
         await say(app, pilot, "two")
-        assert len(app.desk.conversation.messages) == 4
+        assert len(app.controller.conversation.messages) == 4
 
     run(script)
 
@@ -341,12 +344,12 @@ def test_drafts_are_siblings() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "go")
         await say(app, pilot, "/drafts 3")
-        assert app.desk.conversation.messages[-1].text == "gamma"
+        assert app.controller.conversation.messages[-1].text == "gamma"
         assert "kvq  3/3" in shown(app)
         await pilot.press("alt+n")
-        await until(pilot, lambda: app.desk.conversation.messages[-1].text == "alpha")
+        await until(pilot, lambda: app.controller.conversation.messages[-1].text == "alpha")
         await say(app, pilot, "next")
-        assert [m.text for m in app.desk.conversation.messages][:3] == ["go", "alpha", "next"]
+        assert [m.text for m in app.controller.conversation.messages][:3] == ["go", "alpha", "next"]
 
     run(script, telling("alpha", "beta", "gamma", "delta"))
 
@@ -366,14 +369,14 @@ def test_a_nearly_full_context_warns_and_a_full_one_asks() -> None:
         await until(pilot, lambda: isinstance(app.screen, Question))
         assert len(client.turns[-1].messages) == 7
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert len(client.turns[-1].messages) < 7
-        left_out = app.desk.conversation.left_out
+        left_out = app.controller.conversation.left_out
         text = " ".join(shown(app).split())
         assert f"the first {left_out} messages are no longer given to the model" in text
         assert len(client.turns[-1].messages) == 7 - left_out
-        assert len(app.desk.conversation.messages) == 8
-        assert app.desk.conversation.messages[-1].text
+        assert len(app.controller.conversation.messages) == 8
+        assert app.controller.conversation.messages[-1].text
 
     run(script, client)
 
@@ -408,11 +411,11 @@ def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
         app.prompt.fill("geese " * 120)
         await pilot.press("enter")
         await choose(app, pilot, "summarise")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         asked_for, answered = asked(client, -2), asked(client)
         # The oldest turns as they were, then the request, with an eighth of the context for it.
         assert [text for _, text in asked_for[:-1]] == [
-            m.text for m in app.desk.conversation.messages[: len(asked_for) - 1]
+            m.text for m in app.controller.conversation.messages[: len(asked_for) - 1]
         ]
         assert client.turns[-2].max_tokens == 35
         left_out = len(asked_for) - 1
@@ -421,13 +424,13 @@ def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
         text = " ".join(shown(app).split())
         assert f"this instead of the first {left_out} messages" in text
         assert "We-spoke-of-foxes." in text
-        assert len(app.desk.conversation.messages) == 8
-        assert app.desk.conversation.messages[-1].state == "done"
+        assert len(app.controller.conversation.messages) == 8
+        assert app.controller.conversation.messages[-1].state == "done"
         # A summary that has become old is summed up with what followed it.
         app.prompt.fill("swans " * 120)
         await pilot.press("enter")
         await choose(app, pilot, "summarise")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert "We-spoke-of-foxes." in asked(client, -2)[0][1]
         assert "Foxes-and-hens." in asked(client)[0][1]
         assert "We-spoke" not in asked(client)[0][1]
@@ -436,7 +439,7 @@ def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
     assert len(saved(tmp_path)) == 10
 
     async def resumed(app: ChatApp, pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert "Foxes-and-hens." in shown(app)
 
     run(resumed, FakeClient(FakeOptions(context=280)), folder=tmp_path, latest=True)
@@ -452,11 +455,11 @@ def test_without_a_summary_the_question_comes_back() -> None:
         await pilot.press("enter")
         await choose(app, pilot, "summarise")
         await until(pilot, lambda: isinstance(app.screen, Question))
-        assert app.desk.conversation.left_out == 0
+        assert app.controller.conversation.left_out == 0
         await choose(app, pilot, "keep")
-        await until(pilot, lambda: app.desk.idle)
-        assert app.desk.conversation.messages[-1].state == "failed"
-        assert app.desk.conversation.left_out == 0
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].state == "failed"
+        assert app.controller.conversation.left_out == 0
 
     run(script, client)
 
@@ -472,13 +475,13 @@ def test_what_is_too_long_to_be_summed_up_at_once_is_halved() -> None:
         app.prompt.fill("swans")
         await pilot.press("enter")
         await choose(app, pilot, "summarise")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         requests = [
             len(turn.messages) for turn in client.turns if "Sum up" in turn.messages[-1].text
         ]
         assert requests[0] > requests[1]
-        assert app.desk.conversation.summary
-        assert app.desk.conversation.messages[-1].state == "done"
+        assert app.controller.conversation.summary
+        assert app.controller.conversation.messages[-1].state == "done"
 
     run(script, client)
 
@@ -497,19 +500,19 @@ def test_a_full_context_can_lead_to_a_new_chat_or_nowhere() -> None:
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "one")
-        first = app.desk.conversation.id
+        first = app.controller.conversation.id
         app.prompt.fill("word " * 30)
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Question))
         await pilot.press("escape")
-        await until(pilot, lambda: app.desk.idle)
-        assert app.desk.conversation.messages[-1].state == "failed"
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].state == "failed"
         app.prompt.fill("/retry")
         await pilot.press("enter")
         await choose(app, pilot, "new")
-        await until(pilot, lambda: app.desk.idle and app.desk.conversation.id != first)
-        assert [m.role for m in app.desk.conversation.messages] == ["user", "assistant"]
-        assert app.desk.conversation.messages[-1].state in ("done", "length")
+        await until(pilot, lambda: app.controller.idle and app.controller.conversation.id != first)
+        assert [m.role for m in app.controller.conversation.messages] == ["user", "assistant"]
+        assert app.controller.conversation.messages[-1].state in ("done", "length")
 
     run(script, client)
 
@@ -525,21 +528,23 @@ def test_a_chat_is_resumed_with_its_kv(tmp_path: Path) -> None:
     run(first, folder=tmp_path)
 
     async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert "KV cache restored:" in shown(app)
         assert "You asked: two" in shown(app)
         await say(app, pilot, "three")
-        assert app.desk.stats.cached_tokens >= 0.9 * (app.desk.stats.prompt_tokens - 4)
+        assert app.controller.engine.stats.cached_tokens >= 0.9 * (
+            app.controller.engine.stats.prompt_tokens - 4
+        )
 
     run(second, folder=tmp_path, latest=True)
 
     async def other_plan(app: ChatApp, pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         text = " ".join(shown(app).split())
         assert "not restored" in text
         assert "the next reply encodes again" in text
         await say(app, pilot, "four")
-        assert app.desk.stats.cached_tokens == 0
+        assert app.controller.engine.stats.cached_tokens == 0
 
     client = FakeClient()
     client._facts = client._facts.__class__(**{
@@ -560,13 +565,16 @@ def test_the_list_of_chats_searches_and_opens(tmp_path: Path) -> None:
         options = app.screen.query_one("OptionList")
         await until(pilot, lambda: options.option_count == 1)  # type: ignore[attr-defined]
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.idle and app.desk.conversation.title == "about foxes")
+        await until(
+            pilot,
+            lambda: app.controller.idle and app.controller.conversation.title == "about foxes",
+        )
         assert "You asked: about foxes" in shown(app)
         assert "KV cache restored" in shown(app)
         await pilot.press("ctrl+r")
         await until(pilot, lambda: isinstance(app.screen, ChatPicker))
         await pilot.press("escape")
-        assert app.desk.conversation.title == "about foxes"
+        assert app.controller.conversation.title == "about foxes"
 
     run(script, folder=tmp_path)
 
@@ -604,7 +612,7 @@ def test_kv_is_changed_live() -> None:
         assert "--kbits 3 is not possible: choose 8, 4 or 2" in " ".join(shown(app).split())
         assert "/32.0 MiB K8V4" in meter(app)
         await say(app, pilot, "two")
-        assert app.desk.conversation.messages[-1].text.startswith("You asked: **two**")
+        assert app.controller.conversation.messages[-1].text.startswith("You asked: **two**")
 
     run(script)
 
@@ -647,7 +655,7 @@ def test_commands_are_never_sent_to_the_model(tmp_path: Path) -> None:
         await say(app, pilot, f"/export {tmp_path / 'chat.md'}")
         assert (tmp_path / "chat.md").read_text().startswith("## system\n")
         await say(app, pilot, f"/load {tmp_path / 'chat.md'}")
-        assert app.desk.conversation.messages[1].text == "/slash"
+        assert app.controller.conversation.messages[1].text == "/slash"
         await say(app, pilot, "/stats")
         await say(app, pilot, "/quit")
 
@@ -655,7 +663,7 @@ def test_commands_are_never_sent_to_the_model(tmp_path: Path) -> None:
 
 
 def test_every_command_has_an_action_and_a_line_of_help() -> None:
-    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).desk.settings)
+    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).controller.settings)
     assert set(app.slash.by_name) == {command.name for command in COMMANDS}
     assert parse_command("/bye") == ("quit", "")
     text = help_of_app()
@@ -681,7 +689,7 @@ def help_of_app() -> str:
 
 def test_keys_of_help_palette_and_bindings_come_from_one_table() -> None:
     text = help_of_app()
-    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).desk.settings)
+    app = ChatApp(FakeClient(), run(lambda *_: _nothing()).controller.settings)
     bound = {binding.id for rows in app._bindings.key_to_bindings.values() for binding in rows}
     for row in keys.KEYS:
         assert row.says in text
@@ -703,9 +711,9 @@ def test_the_users_keys(tmp_path: Path) -> None:
         await pilot.press("enter")
         assert app.prompt.text == "one\n"
         await pilot.press("f2")
-        await until(pilot, lambda: app.desk.idle and app.desk.conversation.messages)
+        await until(pilot, lambda: app.controller.idle and app.controller.conversation.messages)
         await pilot.press("ctrl+t")
-        await until(pilot, lambda: not app.desk.conversation.messages)
+        await until(pilot, lambda: not app.controller.conversation.messages)
 
     run(script, keys_path=path)
 
@@ -820,7 +828,7 @@ def test_a_large_paste_arrives_exactly() -> None:
         assert any("\u241b[31m" in line for line in drawn)
         assert not any("\x1b" in line for line in drawn)
         await pilot.press("enter")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
 
     run(script, client)
     assert asked(client) == [("user", text)]
@@ -842,9 +850,9 @@ def test_any_unicode_is_taken(text: str) -> None:
         app.prompt.post_message(Paste(text))
         await until(pilot, lambda: app.prompt.text)
         await pilot.press("x", "enter")
-        await until(pilot, lambda: app.desk.idle and app.desk.conversation.messages)
+        await until(pilot, lambda: app.controller.idle and app.controller.conversation.messages)
         kept = text.replace("\ud800", "\ufffd")
-        assert app.desk.conversation.messages[0].text == f"{kept}x"
+        assert app.controller.conversation.messages[0].text == f"{kept}x"
         app.export_screenshot()
 
     run(script)
@@ -934,7 +942,7 @@ def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_does_not_keep_the_app(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk_module, "LEAVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(controller, "LEAVE_WITHIN_S", 0.3)
     client, gate = gated("first part", " second")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:

@@ -15,26 +15,25 @@ from textual.pilot import Pilot
 from chat_pilot import meter, run, say, shown, until
 from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps.chat import desk as desk_module
+from kvq_apps.chat import engine_link
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
-from kvq_apps.chat.local import LocalClient, common_prefix
+from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.config import Sampling
 from serving import process
+from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("chat")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=1024)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=1024))
 
 
 def local(bundle: str, **session: Any) -> LocalClient:
@@ -81,7 +80,7 @@ def test_a_resumed_chat_goes_on_as_if_never_closed(bundle: str, tmp_path: Path) 
     resumed.close()
 
 
-def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) -> None:
+def test_a_snapshot_of_other_settings_is_refused(bundle: str, shelf: Shelf, tmp_path: Path) -> None:
     client = local(bundle)
     client.open()
     answer(client, "hello")
@@ -95,10 +94,7 @@ def test_a_snapshot_of_other_settings_is_refused(bundle: str, tmp_path: Path) ->
         _, stats = answer(client, "hello")
         assert stats.cached_tokens == 0
         client.close()
-    checkpoint = make_llama_checkpoint(
-        tmp_path / "other", max_position_embeddings=1024, rope_theta=500_000.0
-    )
-    other = export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path
+    other = shelf.bundle(max_position_embeddings=1024, rope_theta=500_000.0)
     client = local(str(other))
     client.open()
     with pytest.raises(SnapshotError, match="another"):
@@ -187,29 +183,23 @@ def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
 
     async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "hello")
-        texts.append(app.desk.conversation.messages[-1].text)
-        assert app.desk.facts is not None
-        assert f"/{format_bytes(app.desk.facts.kv_budget)} K4V2" in meter(app)
-        assert app.desk.stats.kv_bytes > 0
-        assert app.desk.stats.encoded_tokens > 0
+        texts.append(app.controller.conversation.messages[-1].text)
+        assert app.controller.engine.facts is not None
+        assert f"/{format_bytes(app.controller.engine.facts.kv_budget)} K4V2" in meter(app)
+        assert app.controller.engine.stats.kv_bytes > 0
+        assert app.controller.engine.stats.encoded_tokens > 0
 
     options = {"sampling": GREEDY, "max_tokens": 6, "folder": tmp_path}
     run(first, local(bundle), **options)
 
     async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert "KV cache restored" in shown(app)
         await say(app, pilot, "/retry")
-        assert app.desk.conversation.messages[-1].text == texts[0]
-        assert app.desk.stats.encoded_tokens <= 1
+        assert app.controller.conversation.messages[-1].text == texts[0]
+        assert app.controller.engine.stats.encoded_tokens <= 1
 
     run(second, local(bundle), latest=True, **options)
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([], [1]) == 0
 
 
 # Over HTTP
@@ -349,11 +339,12 @@ def endless_bundle(folder: Path) -> str:
     return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real `kvq serve`: kill -9 while it answers, then another one on the same port."""
-    monkeypatch.setattr(desk_module, "RETRY_S", (0.05, 0.1))
+    monkeypatch.setattr(engine_link, "RETRY_S", (0.05, 0.1))
     bundle = endless_bundle(tmp_path)
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     with process(bundle, home) as first:
@@ -362,33 +353,36 @@ def test_a_server_killed_in_the_middle_is_found_again(
         async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
             app.prompt.fill("go")
             await pilot.press("enter")
-            await until(pilot, lambda: len(app.desk.conversation.messages[-1:]) == 1
-                        and len(app.desk.conversation.messages[-1].text) > 20)  # fmt: skip
+            await until(pilot, lambda: len(app.controller.conversation.messages[-1:]) == 1
+                        and len(app.controller.conversation.messages[-1].text) > 20)  # fmt: skip
             first.process.kill()
             first.process.wait()
-            await until(pilot, lambda: app.desk.activity == "engine lost, retrying")
-            answer = app.desk.conversation.messages[-1]
+            await until(pilot, lambda: app.controller.engine.activity == "engine lost, retrying")
+            answer = app.controller.conversation.messages[-1]
             partial = answer.text
             assert (answer.role, answer.state) == ("assistant", "failed")
             assert len(partial) > 20
             assert "engine lost, retrying" in meter(app)
             with process(bundle, home, "--port", port):
-                await until(pilot, lambda: app.desk.idle)
+                await until(pilot, lambda: app.controller.idle)
                 text = " ".join(shown(app).split())
                 assert "the engine is back; Enter in the empty prompt asks again" in text
                 assert "Traceback" not in text
-                app.desk.settings.max_tokens = 5
+                app.controller.settings.max_tokens = 5
                 await pilot.press("enter")
                 await until(
-                    pilot, lambda: app.desk.idle and answer not in app.desk.conversation.messages
+                    pilot,
+                    lambda: (
+                        app.controller.idle and answer not in app.controller.conversation.messages
+                    ),
                 )
-                again = app.desk.conversation.messages[-1]
+                again = app.controller.conversation.messages[-1]
                 assert (again.state, again.branch, again.branches) == ("length", 2, 2)
                 await pilot.press("alt+p")
-                await until(pilot, lambda: app.desk.conversation.messages[-1].text == partial)
+                await until(pilot, lambda: app.controller.conversation.messages[-1].text == partial)
 
         app = run(script, RemoteClient(url), folder=tmp_path, sampling=GREEDY)
-    assert app.desk.conversation.messages[-1].state == "failed"
+    assert app.controller.conversation.messages[-1].state == "failed"
 
 
 def test_a_server_that_is_silent_can_be_left() -> None:

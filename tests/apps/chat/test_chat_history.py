@@ -319,8 +319,6 @@ def test_snapshots_and_settings() -> None:
     row = SnapshotRow(path="/x.kv", model="m", kv_plan="4:2", token_hash="h")
     history.remember_snapshot(chat.id, row)
     assert history.snapshot(chat.id) == row
-    history.remember_snapshot(chat.id, None)
-    assert history.snapshot(chat.id) is None
     history.set("theme", "nord")
     assert (history.setting("theme"), history.setting("other")) == ("nord", None)
 

@@ -51,6 +51,7 @@ def lines_of(text: str, width: int = 40) -> list[str]:
     return [strip_text(strip) for strip in strips_of(blocks_of(text), width)]
 
 
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=500)
 @given(text=texts, seed=st.integers(0, 2**32), width=st.sampled_from([1, 7, 40, 120]))
 def test_streamed_strips_equal_a_one_shot_render(text: str, seed: int, width: int) -> None:

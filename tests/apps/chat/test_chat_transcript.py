@@ -30,7 +30,7 @@ def test_the_screen_shows_what_was_streamed() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "hi")
         streamed = shown(app)
-        messages = list(app.desk.conversation.messages)
+        messages = list(app.controller.conversation.messages)
         app.transcript.show(messages)
         assert shown(app) == streamed
         assert "# Title\n\n• one\n• two\n\n python\n x = 1\n\na\n─\nb\n\nend bold" in streamed
@@ -98,7 +98,7 @@ def test_scrolled_up_the_view_stays_and_end_follows_again() -> None:
         before = screen_lines(app)
         assert not app.transcript.follow
         gate.set()
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert screen_lines(app) == before
         assert "new below: End" in meter(app)
         app.transcript.focus()
@@ -117,7 +117,7 @@ def test_resizing_while_streaming_keeps_place_and_following() -> None:
         for size in ((20, 5), (200, 60), (1, 1), (80, 24)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert app.transcript.follow
         assert screen_lines(app)[-1].endswith("paragraph number 59")
         await pilot.press("pageup", "pageup")
@@ -197,7 +197,7 @@ def test_notes_wait_for_the_end_of_a_streaming_message() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: "paragraph number 1" in shown(app))
         app.transcript.note("a remark")
-        await until(pilot, lambda: app.desk.idle)
+        await until(pilot, lambda: app.controller.idle)
         assert shown(app).endswith("paragraph number 59\na remark")
 
     run(script, telling(LONG, tok_ms=1))
@@ -242,7 +242,7 @@ def test_the_meter_says_what_the_engine_counted() -> None:
         assert "first 0 ms" in meter(app)
         await say(app, pilot, "hi")
         await say(app, pilot, "and again")
-        stats = app.desk.stats
+        stats = app.controller.engine.stats
         assert stats.cached_tokens > 0
         for part in (
             f"{stats.decode_tok_s:.1f} tok/s",
@@ -254,6 +254,6 @@ def test_the_meter_says_what_the_engine_counted() -> None:
             assert part in meter(app)
         await pilot.resize_terminal(42, 24)
         await pilot.pause()
-        assert meter(app).startswith(f"ready  {kv_part(app.desk.facts, stats)}")
+        assert meter(app).startswith(f"ready  {kv_part(app.controller.engine.facts, stats)}")
 
     run(script, FakeClient(FakeOptions(prefill_ms=3)), size=(140, 24))

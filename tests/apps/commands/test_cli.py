@@ -18,26 +18,15 @@ import pytest
 from kvq import __version__
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import options, output
+from kvq_apps import flags, layers, options, output
 from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
+from kvq_apps.owners import filled
+from kvq_export.config import WeightFormat
+from kvq_runtime.backends import BACKENDS
 from kvq_runtime.session import Step
-from tiny import make_llama_checkpoint
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_checkpoint(tmp_path_factory.mktemp("cli") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def bundle(checkpoint: Path) -> str:
-    destination = checkpoint.parent / "bundle"
-    return str(export_model(checkpoint, destination, ExportOptions(quality=False)).path)
 
 
 @pytest.fixture
@@ -134,17 +123,27 @@ def test_every_flag_of_every_command_names_its_twin(
         main([name, "--help"])
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    flags = flags_of(name).keys() - DEEDS.get(name, set())
-    assert len(flags) > 3
-    for flag in flags:
-        assert flag.removeprefix("--") in options.FLAGS
+    of_command = flags_of(name).keys() - DEEDS.get(name, set())
+    assert len(of_command) > 3
+    for flag in of_command:
+        assert flag.removeprefix("--") in flags.FLAGS
         twin = f"[KVQ_{flag.removeprefix('--').replace('-', '_').upper()}]"
         assert flag in shown
         assert twin in shown
 
 
+def test_the_help_names_the_defaults_of_their_owners(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in flags.FLAGS.values():
+        assert "{" not in filled(flag.default)
+    assert filled(flags.FLAGS["group"].default) == str(WeightFormat().block)
+    assert tuple(flags.FLAGS["backend"].choices or ()) == ("auto", *BACKENDS)
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert "32, 64 or 128 (default: 64) [KVQ_GROUP]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_help_names_the_defaults_of_the_sampler() -> None:
-    alone = Namespace(**dict.fromkeys(map(options.field, options.FLAGS)))
+    alone = Namespace(**dict.fromkeys(map(flags.field, flags.FLAGS)))
     default = options.sampling(alone)
     for flag, value in {
         "temp": default.temperature,
@@ -154,7 +153,7 @@ def test_the_help_names_the_defaults_of_the_sampler() -> None:
         "repeat-penalty": default.repeat_penalty,
         "repeat-last-n": default.repeat_window_tokens,
     }.items():
-        assert options.FLAGS[flag].help.endswith(f"(default: {value:g})")
+        assert filled(flags.FLAGS[flag].default) == f"{value:g}"
 
 
 def test_the_synonyms_of_the_cache_widths() -> None:
@@ -169,7 +168,7 @@ def test_the_synonyms_of_the_cache_widths() -> None:
 
 def parsed(*words: str) -> Namespace:
     arguments = build_parser("run").parse_args(["run", *words, "hi"])
-    options.fill(arguments, options.environment_layer)
+    layers.fill(arguments, layers.environment_layer)
     return arguments
 
 
@@ -242,7 +241,7 @@ def test_model_and_prompt(
     if variable is not None:
         monkeypatch.setenv("KVQ_MODEL", variable)
     arguments = build_parser("run").parse_args(["run", *words])
-    options.fill(arguments, options.environment_layer)
+    layers.fill(arguments, layers.environment_layer)
     assert run_command._model_and_prompt(arguments) == expected
 
 

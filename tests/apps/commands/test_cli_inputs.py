@@ -12,20 +12,8 @@ from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import checksum
-from tiny import make_llama_checkpoint
 
 Refused = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_checkpoint(tmp_path_factory.mktemp("inputs") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def bundle(checkpoint: Path) -> str:
-    destination = checkpoint.parent / "bundle"
-    return str(export_model(checkpoint, destination, ExportOptions(quality=False)).path)
 
 
 @pytest.fixture

@@ -2,19 +2,17 @@
 
 import json
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvq_apps import configuration, options
+from kvq_apps import configuration, flags, options
 from kvq_apps.cli import _parse, main
 from kvq_apps.serve import instances
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime import device
-from tiny import make_llama_checkpoint
 
 USER = """
 [model]
@@ -189,7 +187,7 @@ def test_a_checkout_does_not_say_who_may_listen(
     name = configuration.FLAG_OF[row]
     text = f'[{section}]\n{key} = "http://example.org"\n'
     project_file.write_text(text)
-    assert getattr(parsed(command=section), options.field(name)) is None
+    assert getattr(parsed(command=section), flags.field(name)) is None
     assert warnings(capsys) == [
         f"warning: {project_file}:2: {row} counts in {user_file} only, because a project's file "
         "comes from others; this line is not used"
@@ -197,8 +195,8 @@ def test_a_checkout_does_not_say_who_may_listen(
     user_file.write_text(text)
     project_file.unlink()
     value = "http://example.org"
-    wanted = [value] if options.FLAGS[name].repeats else value
-    assert getattr(parsed(command=section), options.field(name)) == wanted
+    wanted = [value] if flags.FLAGS[name].repeats else value
+    assert getattr(parsed(command=section), flags.field(name)) == wanted
 
 
 def test_a_model_beside_the_file(project_file: Path) -> None:
@@ -214,8 +212,8 @@ def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> N
     sample |= {"model.top-p": 1, "kv.kbits": 4, "kv.vbits": 4, "model.min-p": 0.1}
     rows: list[str] = []
     for row, name in configuration.FLAG_OF.items():
-        flag = options.FLAGS[name]
-        usual = True if flag.switch else flag.choices[0] if flag.choices else 2
+        flag = flags.FLAGS[name]
+        usual = True if flag.switch else next(iter(flag.choices)) if flag.choices else 2
         rows.append(f"{row} = {json.dumps(sample.get(row, usual))}")
     user_file.write_text("\n".join(rows))
     settings = configuration.load()[-1]
@@ -287,20 +285,19 @@ def test_doctor_names_the_places(
 
 
 def test_doctor_says_whether_the_model_fits(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    options = ExportOptions(quality=False, calibrate=False)
-    bundle = export_model(make_llama_checkpoint(home / "tiny"), home / "bundle", options).path
+    folder = Path(shutil.copytree(bundle, home / "bundle"))
     assert doctor(capsys, "-m", "nano")["model"] == {
         "name": "nano",
         "state": "is exported on first use",
     }
-    found = doctor(capsys, "-m", str(bundle))["model"]
+    found = doctor(capsys, "-m", str(folder))["model"]
     assert (found["state"], found["kv"], found["context"]) == ("ok", "4:2", 512)
     assert found["fits"] is (device.probe().memory_free_bytes > 0 or None)
-    (bundle / "model.onnx").unlink()
-    found = doctor(capsys, "-m", str(bundle))["model"]
+    (folder / "model.onnx").unlink()
+    found = doctor(capsys, "-m", str(folder))["model"]
     assert found["state"].startswith("cannot be used: ")
     assert "model.onnx is missing" in found["state"]
 

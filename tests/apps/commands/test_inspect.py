@@ -12,30 +12,23 @@ import pytest
 
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime import device, snapshot
 from kvq_runtime.bundle import checksum
 from kvq_runtime.engine import Engine
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 Inspect = Callable[..., dict[str, Any]]
 Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_checkpoint(tmp_path_factory.mktemp("inspect") / "tiny")
+def bundle(shelf: Shelf) -> Path:
+    return shelf.bundle(ExportOptions(quality=False, calibrate=False))
 
 
 @pytest.fixture(scope="module")
-def bundle(checkpoint: Path) -> Path:
-    options = ExportOptions(quality=False, calibrate=False)
-    return export_model(checkpoint, checkpoint.parent / "bundle", options).path
-
-
-@pytest.fixture(scope="module")
-def saved(bundle: Path) -> Path:
-    path = bundle.parent / "session.kvq"
+def saved(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "session.kvq"
     with Engine.open(bundle, threads=1) as engine, engine.session(context_tokens=256) as session:
         session.prefill(range(1, 151))
         session.save(path)
@@ -188,7 +181,9 @@ def test_a_gguf_file(
     assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
     assert found["kv_bytes"] == row_bytes * CONTEXT
     assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
-    assert "2:2 is not possible: llama.cpp's caches" in refused(file, "--estimate", "--kv", "2:2")
+    assert "--kbits 2 is not possible on the llama.cpp backend: choose 8 or 4" in refused(
+        file, "--estimate", "--kv", "2:2"
+    )
     assert "fits yes, " in table(file, "--estimate")
 
 

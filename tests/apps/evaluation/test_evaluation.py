@@ -15,13 +15,12 @@ from kvq_apps.evaluation.recall import ANSWER_TOKENS, Question, first_digits, qu
 from kvq_apps.evaluation.table import measure_table
 from kvq_apps.evaluation.tasks import Material
 from kvq_apps.evaluation.text import divergence, kl_divergence, perplexity, windows
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_models.recall import filler_text, key_value, passkey
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Step
-from tiny import byte_level_tokenizer, make_llama_checkpoint
+from shelf import Shelf
+from tiny import byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +29,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=2048)
-    bundle = export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path
-    with Engine.open(bundle, threads=1) as opened:
+def engine(shelf: Shelf) -> Iterator[Engine]:
+    with Engine.open(shelf.bundle(max_position_embeddings=4096), threads=1) as opened:
         yield opened
 
 

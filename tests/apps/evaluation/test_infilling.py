@@ -177,7 +177,11 @@ def test_records_of_text_give_held_out_python_only(tmp_path: Path) -> None:
         ("a.jsonl", b"[1]\n", "a.jsonl:1 is not a JSON object"),
         ("a.jsonl", b'{"prompt": "p", "suffix": 3}', "has no text 'canonical_solution'"),
         ("a.jsonl.gz", b"no", "a.jsonl.gz cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "a.jsonl.gz cannot be read: Compressed"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}" * 99, mtime=0)[:20],
+            "a.jsonl.gz cannot be read: Compressed",
+        ),
         ("a.jsonl.xz", b"not compressed", "a.jsonl.xz cannot be read: Input format not supported"),
         ("a.py", b"x\n", "there is no line to fill in"),
         ("a.py", b"\xff\xfe", "a.py is not valid UTF-8"),

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvq_apps import options
+from kvq_apps import flag_values
 from kvq_apps.cli import main
 from kvq_apps.evaluation import sweep
 from kvq_apps.evaluation.cache_setting import CacheSetting
 from kvq_apps.evaluation.tasks import Material
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
-from tiny import make_llama_checkpoint
+from shelf import Shelf
 
 TEXT = Path(__file__).read_text()
 CONTEXT = 700
@@ -29,10 +27,8 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("sweep")
-    checkpoint = make_llama_checkpoint(folder / "tiny", max_position_embeddings=1024)
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+def bundle(shelf: Shelf) -> str:
+    return str(shelf.bundle(max_position_embeddings=1024))
 
 
 @pytest.fixture(scope="module")
@@ -268,14 +264,14 @@ def test_the_report_shows_every_cell(
 
 
 def test_how_lists_are_read() -> None:
-    assert options.policies("oldest,h2o:keep=1,recent=2,oldest@4:2") == (
+    assert flag_values.policies("oldest,h2o:keep=1,recent=2,oldest@4:2") == (
         "oldest", "h2o:keep=1,recent=2", "oldest@4:2"
     )  # fmt: skip
-    assert options.policies("zipcache:a=1@8:4") == ("zipcache:a=1@8:4",)
-    assert options.shares("1/2,0.25,10%") == (Fraction(1, 2), Fraction(1, 4), Fraction(1, 10))
+    assert flag_values.policies("zipcache:a=1@8:4") == ("zipcache:a=1@8:4",)
+    assert flag_values.shares("1/2,0.25,10%") == (Fraction(1, 2), Fraction(1, 4), Fraction(1, 10))
     for text in ("0", "-1/2", "1/0", "half", ""):
         with pytest.raises(ArgumentTypeError, match="is not a share above 0"):
-            options.shares(text)
+            flag_values.shares(text)
 
 
 def test_budgets_are_shares_of_the_contexts_bytes() -> None:

@@ -25,10 +25,7 @@ from kvq_apps.serve.listening import listen_on_file
 from kvq_apps.serve.protocol import PROTOCOL, check_answer
 from kvq_apps.serve.reach import UnixConnection, get_json
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from serving import Rule, ask, process, request_bytes, running, send, wait_until
-from tiny import make_llama_checkpoint
 
 COMPLETIONS = "/v1/completions"
 
@@ -178,9 +175,9 @@ def test_a_state_folder_that_cannot_be_written(
     assert "there is no model at /nowhere" in complaint
 
 
-def test_a_daemon_is_asked_and_ended_from_elsewhere(home: dict[str, str], tmp_path: Path) -> None:
-    checkpoint = make_llama_checkpoint(tmp_path / "tiny")
-    bundle = str(export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path)
+def test_a_daemon_is_asked_and_ended_from_elsewhere(
+    bundle: str, home: dict[str, str], tmp_path: Path
+) -> None:
     path = tmp_path / "kvq.sock"
 
     def kvq(*words: str) -> subprocess.CompletedProcess[str]:
@@ -247,11 +244,11 @@ def test_a_server_on_a_socket_alone(rule: Rule, tmp_path: Path) -> None:
             rule.backend.shut = True
             connection.sendall(request_bytes("POST", COMPLETIONS, {"prompt": "x"}))
             wait_until(lambda: rule.backend.arrivals == len(rule.backend.passes) + 1)
-            (job,) = server.engine._scheduler.running
+            (job,) = server.pool._scheduler.running
         wait_until(lambda: job.cancelled)
         rule.backend.open()
-        wait_until(lambda: server.engine.queue == (0, 0))
-        assert server.engine.counts.cancelled == 1
+        wait_until(lambda: server.pool.queue == (0, 0))
+        assert server.pool.counts.cancelled == 1
     assert not path.exists()
 
 

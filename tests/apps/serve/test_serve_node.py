@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.engine_thread import Served
 from kvq_apps.serve.loading import serve_engine
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime.engine import Engine
+from kvq_runtime.serving.pool import Served
 from serving import running, wait_until
-from tiny import make_llama_checkpoint
 
 
 @pytest.fixture
@@ -35,14 +32,12 @@ def modules() -> str:
 
 
 def test_the_official_node_client(
-    modules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modules: str, bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    checkpoint = make_llama_checkpoint(tmp_path / "tiny", max_position_embeddings=4096)
-    bundle = export_model(checkpoint, tmp_path / "bundle", ExportOptions(quality=False)).path
 
     def load(config: ServeConfig) -> Served:
-        return serve_engine(Engine.open(str(bundle), threads=1), {"context_tokens": 512}, config)
+        return serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
 
     script = Path(__file__).with_name("openai_client.mjs")
     with running(load, saved_bytes=0, api_key="right") as server:
@@ -50,7 +45,7 @@ def test_the_official_node_client(
             ["node", str(script), modules, f"{server.address}/v1"],
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
-        wait_until(lambda: server.engine.queue == (0, 0))
+        wait_until(lambda: server.pool.queue == (0, 0))
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvq.errors import SnapshotError
-from kvq_apps.serve.saved import SavedSessions, as_ids
 from kvq_runtime import snapshot
+from kvq_runtime.serving.saving import SavedSessions, as_ids
 from serving import PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -83,33 +83,33 @@ def test_a_full_writer_holds_up_only_who_needs_it(tmp_path: Path, disk: SlowDisk
         for number in range(5):  # three held, one being written, one waiting for it
             assert ask(server, COMPLETIONS, prompt(number)).status == 200
         wait_until(lambda: disk.begun == 1)
-        assert not server.engine.served.arenas.saved.writer.has_room
+        assert not server.pool.served.slots.saved.writer.has_room
         backend.shut = True
         # goes on with a text that an arena holds
         talk = stack.enter_context(send(server, COMPLETIONS, prompt(4, 30)))
         wait_until(lambda: backend.arrivals == len(backend.passes) + 1)
         waiting = stack.enter_context(send(server, COMPLETIONS, prompt(5)))
         leaving = stack.enter_context(send(server, COMPLETIONS, prompt(6)))
-        wait_until(lambda: sum(server.engine.queue) == 3)
+        wait_until(lambda: sum(server.pool.queue) == 3)
         backend.let(10)
-        wait_until(lambda: len(server.engine._arriving) == 2)
+        wait_until(lambda: len(server.pool._arriving) == 2)
         leaving.close()
         # Told to leave, or gone already if the engine still had a pass to make.
         wait_until(
             lambda: (
-                len(server.engine._arriving) == 1
-                or any(job.cancelled for job in server.engine._arriving)
+                len(server.pool._arriving) == 1
+                or any(job.cancelled for job in server.pool._arriving)
             )
         )
         backend.open()
         assert len(Reply(read_all(talk)).json["choices"][0]["text"]) >= 30
-        wait_until(lambda: server.engine.queue == (0, 1))
+        wait_until(lambda: server.pool.queue == (0, 1))
         assert disk.ended == 0
-        assert len(server.engine._arriving) == 1
+        assert len(server.pool._arriving) == 1
         assert not any(ids == [75] * 16 for ids in backend.passes)
         disk.let(1)
         assert Reply(read_all(waiting)).status == 200
-        assert server.engine.counts.cancelled == 1
+        assert server.pool.counts.cancelled == 1
 
 
 def test_leaving_waits_for_the_disk(tmp_path: Path, disk: SlowDisk) -> None:
@@ -119,7 +119,7 @@ def test_leaving_waits_for_the_disk(tmp_path: Path, disk: SlowDisk) -> None:
             ask(server, COMPLETIONS, prompt(number))
         server.stop()
         wait_until(lambda: disk.begun == 1)
-        assert not server.engine.ended
+        assert not server.pool.ended
         threading.Timer(0.05, disk.let, (3,)).start()
     assert disk.ended == 3
     assert len(list(tmp_path.rglob("*.kvq"))) == 3

@@ -1,82 +1,101 @@
-"""The one thread that touches the model: it loads it, then steps one job after another.
+"""The one thread that touches the model: it loads it, then serves all running jobs pass by pass.
 
 Everything else (sockets, JSON, tokenizing) happens in other threads, which talk to this one
-through `submit`, `cancel` and each job's outbox.
+through `submit`, `cancel` and each job's outbox. A pass holds the rows of many jobs: of everyone
+who writes, and of one who reads a prompt, since the weights are read once for all of them.
 """
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Thread
 from time import perf_counter
+from typing import Any
 
 from kvq.errors import KvqError
-from kvq_apps import output
-from kvq_apps.serve.arenas import Arena, Arenas
-from kvq_apps.serve.config import STEP_TARGET_S, ServeConfig
-from kvq_apps.serve.counts import Counts
-from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.job import Decoding, Job
-from kvq_apps.serve.outbox import Failed
-from kvq_apps.serve.scheduler import Scheduler
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends import Backend
+from kvq_runtime.sequence import Passed, SharedPassError, Work, forward_all
+from kvq_runtime.serving.counts import Counts
+from kvq_runtime.serving.job import Decoding, Job
+from kvq_runtime.serving.outbox import Failed
+from kvq_runtime.serving.request import PoolError, leaving
+from kvq_runtime.serving.scheduler import Scheduler
+from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNK_TOKENS = 16
 LARGEST_CHUNK_TOKENS = 256
+# A pass should not take longer than this while others wait.
+PASS_TARGET_S = 0.05
 _PROBE_TOKENS = 64
 # A job that waits for its reader is looked at again this often.
 _STALL_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PoolConfig:
+    """How much a pool holds and how long it waits.
+
+    `sessions` slots are opened at the start and no more later; `queue` requests may wait for
+    one. `chunk_tokens` of a prompt go through the model at once, None: as many as take about
+    50 ms, measured at the start. A session idle for `idle_save_s` is saved; what is written ahead
+    of a reader may wait for `stall_s`.
+    """
+
+    sessions: int = 4
+    queue: int = 64
+    chunk_tokens: int | None = None
+    idle_save_s: float = 2.0
+    stall_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A loaded model and its arenas. `close` frees the weights."""
+    """A loaded model and its slots; `kv` are the widths as people write them.
+
+    `close` frees the weights.
+    """
 
     name: str
     tokenizer: Tokenizer
+    backend: Backend[Any]
     vocab_size: int
     stop_ids: frozenset[int]
     k_bits: int
     v_bits: int
+    kv: str
     loaded_at: int
-    arenas: Arenas
+    slots: Slots
     close: Callable[[], None]
-
-    @property
-    def kv(self) -> str:
-        """The widths as `--kv` writes them."""
-        return output.kv_text(self.k_bits, self.v_bits)
 
     @property
     def context_tokens(self) -> int:
         """Tokens a session holds at most."""
-        return self.arenas.all[0].session.config.context_tokens
+        return self.slots.all[0].session.config.context_tokens
 
     @property
-    def arena_bytes(self) -> int:
-        """Bytes of one arena."""
-        return self.arenas.all[0].session.config.budget_bytes
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's KV cache."""
+        return self.slots.all[0].session.config.budget_bytes
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Run:
-    """A job with its arena and the steps it has left."""
+    """A job with its slot and the work it has left."""
 
-    arena: Arena
-    steps: Generator[None]
+    job: Job
+    slot: Slot
+    work: Work[Any, None]
 
 
-class EngineThread:
+class SessionPool:
     """Runs `load` once and then every submitted job, until `stop`."""
 
     def __init__(
-        self,
-        load: Callable[[], Served],
-        config: ServeConfig,
-        on_change: Callable[[], None],
+        self, load: Callable[[], Served], config: PoolConfig, on_change: Callable[[], None]
     ) -> None:
         self.counts = Counts()
         self.served: Served | None = None
@@ -92,7 +111,7 @@ class EngineThread:
         self._runs: dict[int, _Run] = {}
         self._arriving: list[Job] = []
         self._decoding: Decoding | None = None
-        self._thread = Thread(target=self._main, name="kvq-engine", daemon=True)
+        self._thread = Thread(target=self._main, name="kvq-pool", daemon=True)
 
     def start(self) -> None:
         """Begins to load."""
@@ -120,23 +139,22 @@ class EngineThread:
             return len(self._scheduler.waiting), len(self._scheduler.running)
 
     def submit(self, job: Job) -> None:
-        """Queues `job`. Raises `RequestError` when the queue is full or the server is leaving."""
+        """Queues `job`. Raises `PoolError` when the queue is full or the pool is leaving."""
         with self._wake:
             if self.draining or self._stopping:
                 raise leaving()
             if not self._scheduler.submit(job):
                 self.counts.refused += 1
-                raise RequestError(
+                raise PoolError(
                     f"{self._config.queue} requests are waiting already; try again later, or "
                     "serve with a larger --queue",
-                    status=429,
                     code="queue_full",
                     retry_s=self._retry_s(),
                 )
             self._wake.notify()
 
     def cancel(self, job: Job) -> None:
-        """Ends `job` before its next step; nothing more is sent to its outbox."""
+        """Ends `job` before its next pass; nothing more is sent to its outbox."""
         with self._wake:
             job.cancelled = True
             self._wake.notify()
@@ -169,8 +187,8 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self.served = self._load()
-            self.served.arenas.saved.writer.on_room = self.poke
-            session = self.served.arenas.all[0].session
+            self.served.slots.saved.writer.on_room = self.poke
+            session = self.served.slots.all[0].session
             self._decoding = Decoding(
                 tokenizer=self.served.tokenizer,
                 stop_ids=self.served.stop_ids,
@@ -180,7 +198,7 @@ class EngineThread:
             self._on_change()
             while self._turn(self.served):
                 pass
-        except BaseException as error:  # noqa: BLE001  shown by whoever runs the server
+        except BaseException as error:  # noqa: BLE001  shown by whoever runs the pool
             self.error = error
         finally:
             self._close()
@@ -188,87 +206,117 @@ class EngineThread:
             self._on_change()
 
     def _turn(self, served: Served) -> bool:
-        """Begins the jobs that got a slot, else one step of one job, else a rest."""
+        """Begins the jobs that got a slot, else one pass of those that can go on, else a rest."""
         with self._wake:
             if self._stopping:
                 return False
             for job in self._scheduler.drop(lambda job: job.cancelled):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
-            if served.arenas.saved.writer.has_room:
+            if served.slots.saved.writer.has_room:
                 admitted, self._arriving = [*self._arriving, *admitted], []
-            job = None if admitted else self._scheduler.next()
-            if job is None and not admitted:
+            jobs = [] if admitted else self._scheduler.next()
+            if not jobs and not admitted:
                 self._rest(served)
         for newcomer in admitted:
             self._begin(newcomer, served)
-        if job is not None:
-            self._step(job, served)
-        elif self._runs:
+        going_on = [run for job in jobs if (run := self._going_on(job, served)) is not None]
+        if going_on:
+            self._pass(going_on, served)
+        elif self._runs and not jobs:
             self._end_stalled(served)
-        else:
-            served.arenas.save_idle(self._config.idle_save_s)
+        elif not self._runs:
+            served.slots.save_idle(self._config.idle_save_s)
         return True
 
     def _rest(self, served: Served) -> None:
         """Waits for a job, a reader or the time to save; the lock is held."""
         wait_s = _STALL_CHECK_S
         if not self._runs:
-            wait_s = served.arenas.next_save_s(self._config.idle_save_s)
+            wait_s = served.slots.next_save_s(self._config.idle_save_s)
         if wait_s != 0.0:
             self._wake.wait(wait_s)
 
     def _begin(self, job: Job, served: Served) -> None:
+        """Gives `job` a slot and works on it up to its first pass."""
         assert self._decoding is not None
         try:
-            ask = job.ask
-            arena = served.arenas.lease(ask.prompts[0], reuse=ask.reuse, transient=ask.transient)
-        except Exception as error:  # noqa: BLE001  one request's fault must not end the server
+            request = job.request
+            slot = served.slots.lease(
+                request.prompts[0], reuse=request.reuse, transient=request.transient
+            )
+        except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)
             self._leave(job)
             job.fail(error)
             return
-        job.waits = arena is None
-        if arena is None:
+        job.waits = slot is None
+        if slot is None:
             self._arriving.append(job)
-        else:
-            self._runs[id(job)] = _Run(arena=arena, steps=job.steps(arena, self._decoding))
+            return
+        run = _Run(job=job, slot=slot, work=job.work(slot, self._decoding))
+        self._runs[id(job)] = run
+        self._resume(run, served, None)
 
-    def _step(self, job: Job, served: Served) -> None:
+    def _going_on(self, job: Job, served: Served) -> _Run | None:
+        """The run of `job`, unless its client has left: then it ends."""
         if job.waits:
             assert job.cancelled
             self._arriving.remove(job)
             self._cancelled(job)
             self._leave(job)
-            return
+            return None
         run = self._runs[id(job)]
-        if job.cancelled:
-            run.steps.close()
-            self._cancelled(job)
-            self._end(job, served)
-            return
+        if not job.cancelled:
+            return run
+        run.work.close()
+        self._cancelled(job)
+        self._end(run, served)
+        return None
+
+    def _pass(self, runs: list[_Run], served: Served) -> None:
+        """One pass for the rows of `runs`; one that fails is made again for each of them alone."""
         started = perf_counter()
+        rows = [run.job.rows for run in runs]
+        rope_long = runs[0].slot.session.sequence.rope_long
+        answers: list[Passed] | list[Exception]
         try:
-            next(run.steps)
-        except StopIteration:
-            self._end(job, served)
-        except Exception as error:  # noqa: BLE001  one request's fault must not end the server
-            self._log_fault(error)
-            self._end(job, served, failed=True)
-            job.fail(error)
+            answers = forward_all(
+                served.backend, [one for one in rows if one is not None], rope_long=rope_long
+            )
+        except Exception as error:  # noqa: BLE001  given to the work that asked for the pass
+            answers = [error if len(runs) == 1 else SharedPassError()] * len(runs)
+        for run, answer in zip(runs, answers, strict=True):
+            self._resume(run, served, answer)
+            if isinstance(answer, SharedPassError) and id(run.job) in self._runs:
+                self._pass([run], served)
         self.counts.steps += 1
         self.counts.busy_s += perf_counter() - started
 
-    def _end(self, job: Job, served: Served, *, failed: bool = False) -> None:
-        run = self._runs.pop(id(job))
-        report = job.report()
+    def _resume(self, run: _Run, served: Served, answer: Passed | Exception | None) -> None:
+        """Works on a job with the answer to its rows, up to its next pass or its end."""
+        try:
+            if isinstance(answer, Exception):
+                run.job.rows = run.work.throw(answer)
+            else:
+                run.job.rows = next(run.work) if answer is None else run.work.send(answer)
+        except StopIteration:
+            self._end(run, served)
+        except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
+            self._log_fault(error)
+            self._end(run, served, failed=True)
+            run.job.fail(error)
+
+    def _end(self, run: _Run, served: Served, *, failed: bool = False) -> None:
+        del self._runs[id(run.job)]
+        report = run.job.report()
         self.counts.add(report, failed=failed)
         logger.info(
             "a request ended: %d prompt tokens, %d of them cached, %d new, first after %.0f ms",
             report.prompt_tokens, report.cached_tokens, report.new_tokens, report.ttft_ms,
         )  # fmt: skip
-        served.arenas.release(run.arena, failed=failed)
-        self._leave(job)
+        served.slots.release(run.slot, failed=failed)
+        self._leave(run.job)
 
     def _leave(self, job: Job) -> None:
         with self._wake:
@@ -281,12 +329,12 @@ class EngineThread:
         logger.info("a client left: its request ended after %d tokens", job.report().new_tokens)
 
     def _end_stalled(self, served: Served) -> None:
-        for job in self._scheduler.running:
-            if job.outbox.stalled_s() > self._config.stall_s:
-                self._runs[id(job)].steps.close()
-                self._cancelled(job)
-                self._end(job, served)
-                job.fail(RequestError("the answer was not read for too long", status=408))
+        for run in list(self._runs.values()):
+            if run.job.outbox.stalled_s() > self._config.stall_s:
+                run.work.close()
+                self._cancelled(run.job)
+                self._end(run, served)
+                run.job.fail(PoolError("the answer was not read for too long", code="not_read"))
 
     def _log_fault(self, error: Exception) -> None:
         """A user's mistake is their answer alone; what may be ours is also in the log."""
@@ -308,28 +356,18 @@ class EngineThread:
         for job in jobs:
             run = self._runs.pop(id(job), None)
             if run is not None:
-                run.steps.close()
+                run.work.close()
                 if self.served is not None:
-                    self.served.arenas.release(run.arena, failed=self.error is not None)
+                    self.served.slots.release(run.slot, failed=self.error is not None)
             job.outbox.put(Failed(error=leaving()))
         if self.served is not None:
-            self.served.arenas.save_all()
-            self.served.arenas.close()
+            self.served.slots.save_all()
+            self.served.slots.close()
             self.served.close()
 
 
-def leaving() -> RequestError:
-    """What a request is answered with while the server shuts down."""
-    return RequestError(
-        "the server is shutting down; ask again when it is back",
-        status=503,
-        code="shutting_down",
-        retry_s=5,
-    )
-
-
-def measured_chunk(session: Session) -> int:
-    """Tokens of a prompt that one step may take here, a power of two, by trying it out."""
+def measured_chunk(session: Session[Any]) -> int:
+    """Tokens of a prompt that one pass may take here, a power of two, by trying it out."""
     probe = max(1, min(_PROBE_TOKENS, session.config.context_tokens // 2))
     seconds = 0.0
     for _ in range(2):  # the first pass also brings the weights into memory
@@ -338,6 +376,6 @@ def measured_chunk(session: Session) -> int:
         seconds = perf_counter() - started
         session.rollback(probe)
     chunk = LARGEST_CHUNK_TOKENS
-    while chunk > SMALLEST_CHUNK_TOKENS and seconds / probe * chunk > STEP_TARGET_S:
+    while chunk > SMALLEST_CHUNK_TOKENS and seconds / probe * chunk > PASS_TARGET_S:
         chunk //= 2
     return chunk

@@ -27,7 +27,12 @@ class Rankable(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it can be stepped now."""
+        """Whether it can be worked on now."""
+        ...
+
+    @property
+    def brief(self) -> bool:
+        """Whether its next rows are few, as those of an answer are and a prompt's are not."""
         ...
 
 
@@ -99,18 +104,24 @@ class Scheduler(Generic[J]):
             for least in range(rank + 1)
         )
 
-    def next(self) -> J | None:
-        """The running job that gets the next step, or None when none can be stepped."""
+    def next(self) -> list[J]:
+        """The running jobs of the next pass, its leader first; none when none can be worked on.
+
+        The leader is the best rank's, of several the one that has waited for longest. Jobs that
+        are `brief` join every pass: their few rows cost the others next to nothing.
+        """
         ready = [entry for entry in self._running if entry.job.ready]
         if not ready:
-            return None
+            return []
         best = min(ready, key=lambda entry: (entry.rank(STEPS_PER_RANK), entry.order))
         for entry in ready:
             entry.passed += entry.job.rank > best.job.rank
-        best.passed = 0
-        self._count += 1
-        best.order = self._count
-        return best.job
+        served = [best, *(entry for entry in ready if entry is not best and entry.job.brief)]
+        for entry in served:
+            entry.passed = 0
+            self._count += 1
+            entry.order = self._count
+        return [entry.job for entry in served]
 
     def finish(self, job: J) -> None:
         """Gives back the slot of `job`."""

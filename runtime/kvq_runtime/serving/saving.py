@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError
-from kvq_apps.serve.writer import Parcel, Writer
+from kvq.files import replace_file
+from kvq_runtime.sequence import common_prefix
+from kvq_runtime.serving.writer import Parcel, Writer
 from kvq_runtime.session import Session
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ class SavedSessions:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         parcel.taken.write(parcel.path)
         ids = parcel.taken.state.tokens.astype("<i8").tobytes()
-        _write_private(parcel.path.with_suffix(".ids"), ids)
+        with replace_file(parcel.path.with_suffix(".ids")) as stream:
+            stream.write(ids)
 
     def _replace(self, row: SavedSession) -> None:
         with self._lock:
@@ -184,13 +186,6 @@ class SavedSessions:
         return []
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
-
-
 def as_ids(tokens: Sequence[int]) -> Ids:
     """Tokens as int64 [n]."""
     return np.array(tokens, np.int64)
@@ -221,16 +216,3 @@ def _unlink_stale(path: Path) -> None:
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < time.time() - _STALE_S:
             path.unlink()
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """A whole file that only its owner can read, or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

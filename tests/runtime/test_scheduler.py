@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_apps.serve.scheduler import OVERTAKES_PER_RANK, STEPS_PER_RANK, Scheduler
+from kvq_runtime.serving.scheduler import OVERTAKES_PER_RANK, STEPS_PER_RANK, Scheduler
 
 COMPLETION, CHAT, BATCH = 0, 1, 2
 
@@ -16,6 +16,7 @@ COMPLETION, CHAT, BATCH = 0, 1, 2
 class Work:
     rank: int
     ready: bool = True
+    brief: bool = False
 
 
 def filled(
@@ -82,21 +83,35 @@ def test_what_is_overtaken_often_goes_first() -> None:
 def test_steps_go_round_inside_a_rank() -> None:
     scheduler, jobs = filled([COMPLETION] * 3)
     admitted(scheduler)
-    assert [scheduler.next() for _ in range(7)] == [*jobs, *jobs, jobs[0]]
+    assert [scheduler.next() for _ in range(7)] == [[job] for job in (*jobs, *jobs, jobs[0])]
 
 
 def test_better_ranks_get_the_steps_and_worse_ones_do_not_starve() -> None:
     scheduler, (quick, chat, batch) = filled([COMPLETION, CHAT, BATCH])
     admitted(scheduler)
     count = 40 * STEPS_PER_RANK
-    steps = Counter(scheduler.next() for _ in range(count))
+    steps = Counter(scheduler.next()[0] for _ in range(count))
     assert count // (STEPS_PER_RANK + 2) <= steps[chat] <= count // STEPS_PER_RANK
     assert count // (2 * STEPS_PER_RANK + 4) <= steps[batch] <= count // (2 * STEPS_PER_RANK)
     assert steps[quick] == count - steps[chat] - steps[batch]
     quick.ready = False
-    assert scheduler.next() is chat
+    assert scheduler.next() == [chat]
     chat.ready = batch.ready = False
-    assert scheduler.next() is None
+    assert scheduler.next() == []
+
+
+def test_brief_rows_join_every_pass_and_a_prompt_leads_its_own() -> None:
+    scheduler, (first, second, reader, batch) = filled([CHAT, CHAT, CHAT, BATCH], slots=5)
+    admitted(scheduler)
+    first.brief = second.brief = True
+    passes = [scheduler.next() for _ in range(6)]
+    assert passes[0] == [first, second]
+    assert passes[1] == [reader, first, second]
+    assert all(served[0] is reader for served in passes[1:])
+    assert all({first, second} <= set(served) for served in passes)
+    assert not any(batch in served for served in passes)
+    second.ready, batch.brief = False, True
+    assert set(scheduler.next()) == {reader, first, batch}
 
 
 def test_the_queue_is_bounded() -> None:
@@ -134,8 +149,7 @@ def test_any_history_keeps_the_promises(slots: int, history: list[tuple[str, int
             done.add(scheduler.running[0])
             scheduler.finish(scheduler.running[0])
         else:
-            job = scheduler.next()
-            assert (job is None) == (not scheduler.running)
+            assert bool(scheduler.next()) == bool(scheduler.running)
         started += admitted(scheduler)
         assert len(scheduler.running) <= slots
         assert sum(job.rank >= CHAT for job in scheduler.running) <= max(1, slots - 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq_apps import completion
+from kvq_apps import shell_completion
 from kvq_apps.cli import COMMANDS, SHELLS, build_parser, main
 
 # Types the line and prints what is offered for its last word.
@@ -104,4 +104,4 @@ def test_every_flag_is_in_every_script(script: Path) -> None:
 
 
 def test_the_shells_of_the_flag_are_those_with_a_script() -> None:
-    assert set(SHELLS) == set(completion.SHELLS)
+    assert set(SHELLS) == set(shell_completion.SHELLS)

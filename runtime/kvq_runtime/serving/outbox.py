@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
 
+from kvq_runtime.generation import Step
+
 # Merging stops here, so that one event stays a bounded piece of work.
 _EVENT_BYTES = 16 << 10
 _LOG_BYTES = 64
@@ -22,6 +24,12 @@ class TokenLog:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, step: Step) -> "TokenLog":
+        """That of a step whose log-probability was asked for."""
+        assert step.logprob is not None
+        return cls(token=step.token, logprob=step.logprob, top=step.top)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,8 +54,9 @@ def _flags(parser: ArgumentParser) -> tuple[_Flag, ...]:
 
 
 def _help(parser: ArgumentParser, action: Action) -> str:
-    text = "show this help" if isinstance(action, _HelpAction) else action.help or ""
-    return " ".join((text % {"prog": parser.prog}).split())
+    if isinstance(action, _HelpAction):
+        return "show this help"
+    return " ".join(parser._get_formatter()._expand_help(action).split())
 
 
 def _value(action: Action) -> str | None:

@@ -1,0 +1,269 @@
+"""What the chat does, one thing after the other, whoever shows it.
+
+Replies, changes of chat, of KV settings and of the model are jobs of one coroutine. The engine and
+the history each have their own thread; nothing here waits for them on the screen's.
+"""
+
+from asyncio import Event, sleep, wait_for
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from kvq.errors import KvqError, UsageError
+from kvq_apps import output
+from kvq_apps.chat import interchange
+from kvq_apps.chat.client import ChatClient
+from kvq_apps.chat.conversation import Conversation
+from kvq_apps.chat.engine_link import FRAME_S, EngineLink
+from kvq_apps.chat.history import History, SavedChat
+from kvq_apps.chat.history_link import HistoryLink
+from kvq_apps.chat.kv_files import KvFiles
+from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.replies import AGAIN, Replies
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.view import View
+
+LEAVE_WITHIN_S = 3.0
+_Job = Callable[[], Awaitable[None]]
+
+
+class ChatController:
+    """The chat at work: its engine, its history, the conversation, what waits to be done."""
+
+    def __init__(self, view: View, client: ChatClient, settings: ChatSettings) -> None:
+        self.settings = settings
+        self.queue: list[str] = []
+        self.engine = EngineLink(view, client)
+        self.history = HistoryLink(view)
+        self.conversation = Conversation(self.history.write, system=settings.system)
+        self._replies = Replies(view, self.engine, self.conversation, settings, self._begin_anew)
+        self._kv_files = KvFiles(
+            view, self.engine, self.history, self.conversation, settings.snapshots
+        )
+        self._view = view
+        self._jobs: list[_Job] = []
+        self._wake = Event()
+        self._busy = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being done or waits to be."""
+        waits = self._busy or self._jobs or self.queue or self.engine.lost
+        return self.engine.facts is not None and not waits
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last answer failed, so that asking again is what comes next."""
+        last = self.conversation.messages[-1:]
+        return bool(last) and last[0].state in ("failed", "interrupted")
+
+    # One thing after the other
+
+    async def work(self) -> None:
+        """Opens history and engine, then does what is asked for, until it is cancelled."""
+        await self._open_history()
+        await self._open_engine()
+        while True:
+            while (job := self._next_job()) is not None:
+                await self._run(job)
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _next_job(self) -> _Job | None:
+        """What was asked for first; a lost engine is looked for before messages are answered."""
+        if self._jobs:
+            return self._jobs.pop(0)
+        if self.engine.lost:
+            return self._find_engine
+        if self.queue and self.engine.facts is not None:
+            return partial(self._replies.answer, self.queue.pop(0))
+        return None
+
+    async def _run(self, job: _Job) -> None:
+        self._busy = True
+        self._view.changed()
+        try:
+            await job()
+        except KvqError as error:
+            self._view.say(str(error), error=True)
+        finally:
+            self._busy = False
+            self.engine.rest()
+
+    def do(self, job: _Job) -> None:
+        """Queues `job`; what streams now is stopped for it."""
+        self.engine.cancel()
+        self._jobs.append(job)
+        self._wake.set()
+
+    def enqueue(self, text: str) -> None:
+        """Queues a message of the user."""
+        self.queue.append(text)
+        self._view.changed()
+        self._wake.set()
+
+    async def leave(self) -> None:
+        """Stops what runs, saves the KV, closes history and engine; waits for none that hangs."""
+        self.history.leaving = True
+        self.queue.clear()
+        self._jobs.clear()
+        self.engine.cancel()
+        with suppress(TimeoutError):
+            await wait_for(self._until_idle(), LEAVE_WITHIN_S)
+        if self._busy and self.engine.stream is not None:
+            self.conversation.finish("interrupted", self.engine.stats)
+        elif self.engine.facts is not None:
+            await self._kv_files.save()
+            with suppress(TimeoutError):
+                await wait_for(self.engine.call(self.engine.client.close), LEAVE_WITHIN_S)
+        self.history.close(LEAVE_WITHIN_S)
+
+    async def _until_idle(self) -> None:
+        while self._busy:
+            await sleep(FRAME_S)
+
+    # History and engine
+
+    async def _open_history(self) -> None:
+        self.engine.doing("opening")
+        await self.history.open(self.settings.history_path)
+        theme = await self.history.read(lambda history: history.setting("theme"))
+        self._view.set_theme(theme or "")
+        chat_id = self.settings.chat_id
+        if chat_id is None and self.settings.latest:
+            chat_id = await self.history.read(History.latest)
+        if chat_id is not None:
+            await self._show_chat(chat_id)
+
+    async def _show_chat(self, chat_id: str) -> None:
+        """Puts a chat of the history on screen."""
+        saved = await self.history.read(lambda history: history.saved_chat(chat_id))
+        if saved is None:
+            self._view.say(f"there is no chat {chat_id}; Ctrl+R lists them", error=True)
+            return
+        self.conversation.show(saved)
+        self._view.show(saved.messages)
+        self.engine.stats = ReplyStats()
+        self._replies.tell_left_out()
+
+    async def _open_engine(self) -> None:
+        await self.engine.open()
+        if self.engine.facts is not None and self.conversation.messages:
+            await self._kv_files.restore()
+        self.engine.rest()
+
+    async def _find_engine(self) -> None:
+        """Looks for the lost engine until it is there, Esc, or another job."""
+        if await self.engine.find():
+            if self.engine.facts is not None:
+                self._view.say("the engine is back" + f"; {AGAIN}" * self.unanswered)
+        # What was asked for meanwhile comes first, then the engine is looked for again.
+        elif not self._jobs:
+            self.engine.lost = False
+            self._view.say("the engine is not looked for any more; /retry asks it again")
+
+    # Jobs
+
+    async def answer_edited(self, message: Message, text: str) -> None:
+        """Puts `text` beside `message` and answers it, if it is the user's."""
+        edited = self.conversation.add(message.role, text, instead_of=message)
+        self._view.show(self.conversation.messages)
+        if edited.role == "user":
+            await self._replies.reply()
+            stats = self.engine.stats
+            self._view.say(f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again")
+
+    async def retry(self, selected: Message | None = None) -> None:
+        """Answers again, beside `selected` or the last answer."""
+        if self.engine.facts is None:
+            await self._open_engine()
+        if self.engine.facts is None:
+            return
+        last = self.conversation.messages[-1] if self.conversation.messages else None
+        answer = selected
+        if answer is None and last is not None and last.role == "assistant":
+            answer = last
+        if answer is None and (last is None or last.role != "user"):
+            raise UsageError("there is nothing to answer yet; write a message first")
+        await self._replies.reply(instead_of=answer)
+
+    def make_drafts(self, count: int) -> None:
+        """Answers the last question until there are `count` answers, the one there included."""
+        if self.conversation.last("user") is None:
+            raise UsageError("there is nothing to answer yet; write a message first")
+        answered = self.conversation.messages[-1].role == "assistant"
+        self._jobs += [self.retry] * (count - answered)
+        self._wake.set()
+
+    async def switch_branch(self, message: Message, step: int) -> None:
+        """Shows the branch `step` siblings after `message`."""
+        chat_id = self.conversation.id
+
+        def switch(history: History) -> SavedChat:
+            siblings = history.siblings(chat_id, message.id)
+            index = (siblings.index(message.id) + step) % len(siblings)
+            history.choose(chat_id, siblings[index])
+            saved = history.saved_chat(chat_id)
+            assert saved is not None
+            return saved
+
+        self.conversation.show(await self.history.read(switch))
+        self._view.show(self.conversation.messages)
+
+    async def new_chat(self) -> None:
+        """Leaves this chat, its KV saved, and begins another."""
+        await self._leave_chat()
+        self.conversation.begin(self.settings.system)
+        self._view.show([])
+        self.engine.stats = ReplyStats()
+
+    def _begin_anew(self, question: str) -> None:
+        """Has `question` answered in a new chat."""
+        self._jobs.append(self.new_chat)
+        self.queue.insert(0, question)
+
+    async def resume_chat(self, chat_id: str) -> None:
+        """Leaves this chat and goes on with another."""
+        await self._leave_chat()
+        await self._show_chat(chat_id)
+        await self._kv_files.restore()
+
+    async def _leave_chat(self) -> None:
+        await self._kv_files.save()
+        self._replies.warned_full = False
+        if self.engine.facts is not None:
+            await self.engine.call(self.engine.client.begin)
+
+    async def change_kv(self, k_bits: int | None, v_bits: int | None, budget: str | None) -> None:
+        """Goes on with other KV settings, the conversation encoded again."""
+        engine = self.engine
+        if engine.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        engine.facts = facts = await engine.follow(
+            engine.measure, engine.client.change_kv, k_bits, v_bits, budget
+        )
+        widths = output.kv_text(facts.k_bits, facts.v_bits)
+        size = output.format_bytes(facts.kv_budget)
+        self._view.say(f"KV {widths} of {size}; the conversation was encoded again")
+
+    async def change_model(self, client: ChatClient) -> None:
+        """Opens the new model first: if that fails the old one is still there."""
+        self.engine.doing("loading the model")
+        facts = await self.engine.call(client.open)
+        await self._kv_files.save()
+        await self.engine.change_client(client, facts)
+        self._view.say(f"{facts.model} answers from now on")
+
+    async def save_now(self) -> None:
+        """Saves the KV without leaving."""
+        self.engine.kv_changed = True
+        await self._kv_files.save()
+        self._view.say("the KV cache of this chat is saved")
+
+    async def load_file(self, path: Path) -> None:
+        """Begins a chat with the messages of a file."""
+        messages = await self.engine.call(interchange.import_chat, path)
+        await self.new_chat()
+        self.conversation.adopt(messages)
+        self._view.show(self.conversation.messages)

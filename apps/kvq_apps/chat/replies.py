@@ -1,0 +1,172 @@
+"""How a question is answered: the reply streams into the conversation, a full context gives way."""
+
+from collections.abc import Callable
+from functools import partial
+
+from kvq.errors import KvqError
+from kvq_apps.chat import fitting
+from kvq_apps.chat.client import ContextFullError, EngineLostError, News, Turn
+from kvq_apps.chat.conversation import Conversation
+from kvq_apps.chat.engine_link import EngineLink
+from kvq_apps.chat.messages import Message, ReplyStats, state_after
+from kvq_apps.chat.meter import WARN_SHARE, context_share
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.view import View
+from kvq_apps.chat.visible import storable
+
+AGAIN = "Enter in the empty prompt asks again"
+
+
+class Replies:
+    """Answers the branch of `conversation` that is shown.
+
+    `begin_anew` is called with a question that the user wants answered in a new chat. A context
+    that is nearly full is told once, then it is `warned_full`.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        engine: EngineLink,
+        conversation: Conversation,
+        settings: ChatSettings,
+        begin_anew: Callable[[str], None],
+    ) -> None:
+        self._view = view
+        self._engine = engine
+        self._conversation = conversation
+        self._settings = settings
+        self._begin_anew = begin_anew
+        self.warned_full = False
+
+    async def answer(self, text: str) -> None:
+        """Adds the user's message and answers it."""
+        self._view.add(self._conversation.add("user", text))
+        await self.reply()
+
+    async def reply(self, *, instead_of: Message | None = None) -> None:
+        """Streams an answer to the branch's end, or another one instead of a message."""
+        message = self._conversation.add("assistant", "", instead_of=instead_of)
+        if instead_of is None:
+            self._view.add(message)
+        else:
+            self._view.show(self._conversation.messages)
+        state = "failed"
+        try:
+            state = await self._ask()
+        except EngineLostError as error:
+            self._engine.lose(error)
+        except ContextFullError as error:
+            alone = not self._conversation.oldest_turns(1)
+            self._view.say(fitting.too_long(error) if alone else str(error), error=True)
+        except KvqError as error:
+            self._view.say(f"{error}. {AGAIN}", error=True)
+        except Exception as error:  # noqa: BLE001 - shown instead of a traceback on the screen
+            text = f"internal error: {type(error).__name__}: {error}. {AGAIN}"
+            self._view.say(text, error=True)
+        finally:
+            self._conversation.finish(state, self._engine.stats)
+            self._view.finished(message)
+        self._tell_context(state)
+
+    async def _ask(self) -> str:
+        """Asks the client until the conversation fits; returns the state the reply ends in."""
+        way: str | None = None
+        left_out = self._conversation.left_out
+        while True:
+            try:
+                turn = self._settings.turn(self._conversation.context())
+                reason = await self._stream(turn, self._drain)
+            except ContextFullError as error:
+                way = way or await self._ask_what_goes(error)
+                if way not in ("trim", "summarise"):
+                    raise
+                if not await self._make_room(way, error):
+                    way = None
+                continue
+            if self._conversation.left_out != left_out:
+                self.tell_left_out()
+            return state_after(reason)
+
+    async def _stream(self, turn: Turn, show: Callable[[News], None]) -> str:
+        """Has the client answer `turn`; returns why it ended."""
+        self._engine.stats = ReplyStats()
+        return await self._engine.follow(show, self._engine.client.reply, turn)
+
+    def _drain(self, news: News) -> None:
+        self._engine.measure(news)
+        text = storable(news.text)
+        if text:
+            self._engine.activity = "answering"
+        self._view.feed(text)
+        self._conversation.feed(text)
+
+    # A full context
+
+    async def _ask_what_goes(self, error: ContextFullError) -> str | None:
+        """What the user wants done about a full context."""
+        if not self._conversation.oldest_turns(1):
+            return None
+        self._engine.stream = None
+        self._engine.doing("the context is full")
+        answer = await self._view.ask(str(error), fitting.WAYS)
+        question = self._conversation.last("user")
+        if answer == "new" and question is not None:
+            self._begin_anew(question.text)
+        return answer
+
+    async def _make_room(self, way: str, error: ContextFullError) -> bool:
+        """Leaves the oldest messages out or sums them up; whether there is anything less now."""
+        conversation = self._conversation
+        summarised = way == "summarise"
+        excess = fitting.excess_characters(conversation.context(), error, summarised=summarised)
+        old = conversation.oldest_turns(excess)
+        if old and summarised:
+            return await self._summarise(old, error.limit)
+        if old:
+            conversation.leave_out(old)
+        return bool(old)
+
+    async def _summarise(self, old: list[Message], limit: int) -> bool:
+        """Has the model replace its oldest messages by a summary; half as many if it must."""
+        conversation = self._conversation
+        system = [row for row in conversation.context()[:1] if row.role == "system"]
+        parts: list[str] = []
+        turn = fitting.summary_turn(system, old, limit, self._settings)
+        try:
+            reason = await self._stream(turn, partial(self._collect, parts))
+        except ContextFullError:
+            fewer = conversation.oldest_turns(sum(len(row.text) for row in old) // 2)
+            return len(fewer) < len(old) and await self._summarise(fewer, limit)
+        summary = storable("".join(parts)).strip()
+        if reason == "cancelled" or not summary:
+            return False
+        conversation.leave_out(old, summary)
+        return True
+
+    def _collect(self, parts: list[str], news: News) -> None:
+        self._engine.measure(news)
+        parts.append(news.text)
+        self._engine.activity = "summing up"
+
+    def tell_left_out(self) -> None:
+        """Says what the model is not given of the conversation, if anything."""
+        conversation = self._conversation
+        count = conversation.left_out
+        if count and conversation.summary:
+            self._view.say(
+                f"the model is given this instead of the first {count} messages, which stay in "
+                f"the chat: {conversation.summary}"
+            )
+        elif count:
+            self._view.say(f"the first {count} messages are no longer given to the model")
+
+    def _tell_context(self, state: str) -> None:
+        if self._engine.facts is None:
+            return
+        share = context_share(self._engine.facts, self._engine.stats)
+        if state == "length" and share >= 1:
+            self._view.say("the context is full: the next message asks what to leave out, or /new")
+        elif share >= WARN_SHARE and not self.warned_full:
+            self.warned_full = True
+            self._view.say(f"the context is {share:.0%} full: /new begins a new chat")

@@ -1,0 +1,242 @@
+"""The flags every command shares: one table. Names the `KVQ_*` twin of each; runs nothing.
+
+A command lists the names it wants with `add_flags`. Where a value comes from is told in `layers`,
+what it means in `options`.
+"""
+
+from argparse import ArgumentParser, _ArgumentGroup
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from kvq.settings import environment_name
+from kvq_apps.flag_values import READERS
+from kvq_apps.owners import Owned
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. `switch` takes no value, `repeats` collects.
+
+    `setting` is its `section.key` in a configuration file; None: only a command line says it.
+    `default` is what holds without a value; there, as in `help`, `{owner}` stands for what it owns.
+    `metavar` decides how a value is read.
+    """
+
+    help: str
+    default: str = ""
+    _: KW_ONLY
+    setting: str | None = None
+    metavar: str = ""
+    choices: Collection[str] | None = None
+    synonyms: tuple[str, ...] = ()
+    switch: bool = False
+    repeats: bool = False
+
+    @property
+    def read(self) -> Callable[[str], Any]:
+        """From the text of a value to the value."""
+        return READERS.get(self.metavar, str)
+
+
+FLAGS: dict[str, Flag] = {
+    # the model
+    "model": Flag("bundle, GGUF file, checkpoint folder, hub id, `nano`", "`default`",
+        setting="model.name", metavar="MODEL", synonyms=("-m",)),
+    "backend": Flag("engine to run on: %(choices)s", "auto, the fastest present",
+        setting="model.backend", metavar="NAME",
+        choices=Owned("kvq_runtime.backends:BACKENDS", "auto")),
+    "threads": Flag("threads to compute with", "physical cores", setting="model.threads",
+        metavar="N"),
+    "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
+    # the cache
+    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+        setting="kv.kbits", metavar="BITS", synonyms=("-ctk", "--cache-type-k")),
+    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+        setting="kv.vbits", metavar="BITS", synonyms=("-ctv", "--cache-type-v")),
+    "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
+        metavar="K:V"),
+    "kv-budget": Flag("bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size",
+        "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
+        metavar="SIZE"),
+    "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
+        metavar="NAME[:OPTION=VALUE,..]"),
+    "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
+        metavar="N"),
+    # running
+    "predict": Flag("new tokens at most", "{kvq_apps.commands.run:DEFAULT_PREDICT}",
+        setting="model.predict", metavar="N", synonyms=("-n",)),
+    "stop": Flag("end before this text; may be repeated", metavar="TEXT", repeats=True),
+    "system": Flag("system message; uses the model's chat template", setting="chat.system",
+        metavar="TEXT", synonyms=("-s",)),
+    "chat": Flag("put the prompt into the model's chat template", switch=True),
+    "no-heal": Flag("keep the prompt's last token even if it is the start of a longer one",
+        switch=True),
+    "usage": Flag("print speed and bytes on stderr at the end", synonyms=("-u",), switch=True),
+    "extract": Flag("print only the first block of code of the answer", synonyms=("-x",),
+        switch=True),
+    "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
+    "no-stream": Flag("print the answer when it is whole", switch=True),
+    # sampling
+    "temp": Flag("temperature, 0: greedy", "{kvq_runtime.config:Sampling.temperature}",
+        setting="model.temp", metavar="T"),
+    "top-k": Flag("keep the N most likely tokens, 0: off", "{kvq_runtime.config:Sampling.top_k}",
+        setting="model.top-k", metavar="N"),
+    "top-p": Flag("keep the most likely share P, 1: off", "{kvq_runtime.config:Sampling.top_p}",
+        setting="model.top-p", metavar="P"),
+    "min-p": Flag("drop tokens below P times the best, 0: off",
+        "{kvq_runtime.config:Sampling.min_p}", setting="model.min-p", metavar="P"),
+    "repeat-penalty": Flag("weaken recent tokens, 1: off",
+        "{kvq_runtime.config:Sampling.repeat_penalty}", setting="model.repeat-penalty",
+        metavar="X"),
+    "repeat-last-n": Flag("tokens the penalty looks back on",
+        "{kvq_runtime.config:Sampling.repeat_window_tokens}", setting="model.repeat-last-n",
+        metavar="N"),
+    "seed": Flag("seed of the sampler", "a fresh one", setting="model.seed", metavar="N"),
+    # exporting
+    "out": Flag("folder to write", "by the model", metavar="PATH", synonyms=("-o",)),
+    "format": Flag("files to write: %(choices)s",
+        "{kvq_export.config:ExportOptions.format}; gguf: llama.cpp", metavar="NAME",
+        choices=Owned("kvq_export.config:Format")),
+    "gguf-type": Flag("types in the GGUF file: %(choices)s",
+        "{kvq_export.config:ExportOptions.gguf_type}", metavar="TYPE",
+        choices=Owned("kvq_export.config:GgufType")),
+    "wbits": Flag("bits of linear weights: 4 or 8", "{kvq_export.config:WeightFormat.bits}",
+        metavar="BITS"),
+    "group": Flag("weights sharing a scale: 32, 64 or 128",
+        "{kvq_export.config:WeightFormat.block}", metavar="N"),
+    "embedding-bits": Flag("bits of the embedding: 8 or 4",
+        "{kvq_export.config:WeightFormat.embedding_bits}", metavar="BITS"),
+    "linear": Flag("op that multiplies weights: ours, or ONNX Runtime's to compare with",
+        "{kvq_export.config:WeightFormat.linear}", choices=("kvq", "ort")),
+    "force": Flag("replace a bundle that is already there", switch=True),
+    "no-quality": Flag("skip the comparison with the unquantised checkpoint", switch=True),
+    "no-calibrate": Flag("skip measuring what errors cost in each layer", switch=True),
+    # inspecting
+    "estimate": Flag("say what weights and cache take in memory, and whether that fits",
+        switch=True),
+    "config": Flag("print every setting and where its value comes from", switch=True),
+    "paths": Flag("print the folders and files kvq uses", switch=True),
+    # evaluating
+    "task": Flag("what to measure", choices=("ppl", "kld", "passkey", "retrieval", "fim")),
+    "context": Flag("context lengths in tokens", metavar="N,.."),
+    "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
+    "trials": Flag("look-ups: prompts per length and depth",
+        "{kvq_apps.evaluation.asked:Asked.trials}", metavar="N"),
+    "limit": Flag("lines to fill in at most",
+        "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
+        "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),
+    "execute": Flag("run the tests of filled-in lines: programs a model wrote, no sandbox",
+        switch=True),
+    "baseline": Flag("also fill in by n-grams of this text or of these records (.jsonl, .gz, .xz)",
+        metavar="FILE", repeats=True),
+    "table": Flag("one row of measures for each of the usual KV widths", switch=True),
+    "sweep": Flag("policies against budgets against tasks; goes on with --out", switch=True),
+    "tasks": Flag("sweep: kld, passkey, retrieval, fim", "all", metavar="NAME,.."),
+    "policies": Flag("sweep: NAME[:option=value,..][@K:V]", "every policy, at 8:8",
+        metavar="POLICY,.."),
+    "budgets": Flag("sweep: shares of the context's fp16 bytes",
+        "{kvq_apps.evaluation.sweep:BUDGETS}", metavar="SHARE,.."),
+    "plot": Flag("draw the results", metavar="FILE.png"),
+    "max-tokens": Flag("use at most N tokens of the text",
+        "all; table and sweep: {kvq_apps.commands.eval:DEFAULT_WINDOWS} windows", metavar="N"),
+    # benchmarking
+    "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
+        "while a chat streams, at the first --context; chat: the terminal chat's screen, "
+        "without a model, --context tokens long", choices=("speed", "serve", "chat")),
+    "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
+        "qwen3-0.6b or smollm2-135m", metavar="NAME"),
+    "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
+        metavar="NAME,.."),
+    "rows": Flag("draft rows attention is verified with, 1 to 8",
+        "{kvq_apps.bench.measure:SpeedJob.rows}", metavar="N"),
+    "repeat": Flag("rounds of three timed decode steps", "{kvq_apps.bench.measure:SpeedJob.repeat}",
+        metavar="N"),
+    "prefill": Flag("tokens added to each depth at once",
+        "{kvq_apps.bench.measure:SpeedJob.prefill_tokens}", metavar="N"),
+    "prefill-limit": Flag("leave out a prefill of more seconds",
+        "{kvq_apps.bench.measure:SpeedJob.prefill_limit_s}", metavar="S"),
+    # serving
+    "host": Flag("address to listen on", "{kvq_apps.serve.config:ServeConfig.host}, this machine",
+        setting="serve.host", metavar="NAME"),
+    "port": Flag("port to listen on, 0: any free", "{kvq_apps.serve.config:ServeConfig.port}",
+        setting="serve.port", metavar="N"),
+    "socket": Flag("also listen on this unix socket; without --host and --port on it alone",
+        setting="serve.socket", metavar="PATH"),
+    "api-key": Flag("what clients must send as `Authorization: Bearer KEY`",
+        setting="serve.api-key", metavar="KEY"),
+    "origin": Flag("web page that may ask, `*`: any; may be repeated", setting="serve.origin",
+        metavar="URL", repeats=True),
+    "alias": Flag("another name of the model; may be repeated", setting="serve.alias",
+        metavar="NAME", repeats=True),
+    "sessions": Flag("sessions held at once, each of --kv-budget",
+        "{kvq_apps.serve.config:ServeConfig.sessions}", setting="serve.sessions", metavar="N"),
+    "sessions-disk": Flag("bytes of sessions kept on disk, 0: none",
+        "{kvq_apps.serve.config:ServeConfig.saved_bytes}", setting="serve.sessions-disk",
+        metavar="SIZE"),
+    "queue": Flag("requests that may wait for a session",
+        "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
+    "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",
+        "what takes 50 ms, measured at the start", setting="serve.chunk-tokens", metavar="N"),
+    "grace": Flag("seconds for running answers at the end",
+        "{kvq_apps.serve.config:ServeConfig.grace_s}", setting="serve.grace", metavar="S"),
+    # chatting
+    "server": Flag("talk to a running `kvq serve` instead of loading a model",
+        setting="chat.server", metavar="URL"),
+    "inline": Flag("below the command line instead of on the whole screen", setting="chat.inline",
+        switch=True),
+    "theme": Flag("colours", "those of the last /theme; Ctrl+P lists them", setting="chat.theme",
+        metavar="NAME"),
+    "meter": Flag("what the line of numbers shows: everything, KV and context, or neither",
+        "{kvq_apps.chat.settings:ChatSettings.meter}", setting="chat.meter",
+        choices=("full", "short", "off")),
+    "continue": Flag("go on with the chat used last", synonyms=("-c",), switch=True),
+    "cid": Flag("go on with this chat (--list shows ids)", metavar="ID"),
+    "no-log": Flag("keep this chat in memory only", setting="chat.no-log", switch=True),
+    "list": Flag("list the chats and end", switch=True),
+    "search": Flag("list the chats with a message that has these words", metavar="TEXT"),
+    "export": Flag("write a chat (--cid, or the last): .md Markdown, else JSON lines",
+        metavar="FILE"),
+    "import": Flag("read a chat: JSON lines, Markdown or ChatGPT's JSON", metavar="FILE"),
+    # output
+    "json": Flag("print one JSON object on stdout", switch=True),
+    "debug": Flag("show tracebacks and debug logs", switch=True),
+}  # fmt: skip
+
+KV_WIDTHS = ("kbits", "vbits")
+KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy")
+SAMPLING_FLAGS = (
+    "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
+)  # fmt: skip
+SERVE_FLAGS = ("host", "port", "socket", "api-key", "origin", "alias", "grace")
+CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
+ENGINE_FLAGS = ("model", "backend", "threads", "offline")
+OUTPUT_FLAGS = ("json", "debug")
+
+
+def add_flags(
+    parser: ArgumentParser | _ArgumentGroup, *names: str, **texts: str
+) -> ArgumentParser | _ArgumentGroup:
+    """Adds the named rows of `FLAGS`; `texts` replaces the help of single ones (kv_budget=...)."""
+    for name in names:
+        flag = FLAGS[name]
+        default = f" (default: {flag.default})" if flag.default else ""
+        text = texts.get(field(name), flag.help + default)
+        options: dict[str, Any] = {
+            "dest": field(name),
+            "default": None,
+            "help": f"{text} [{environment_name(name)}]",
+        }
+        if flag.switch:
+            options["action"] = "store_true"
+        else:
+            options |= {"type": flag.read, "metavar": flag.metavar or None, "choices": flag.choices}
+            if flag.repeats:
+                options["action"] = "append"
+        parser.add_argument(f"--{name}", *flag.synonyms, **options)
+    return parser
+
+
+def field(name: str) -> str:
+    """Attribute of the parsed arguments that holds flag `name`."""
+    return name.replace("-", "_")

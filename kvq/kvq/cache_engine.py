@@ -1,0 +1,102 @@
+"""The seam between a cache and what holds and computes it: one protocol, one table.
+
+To add an engine: one file with a class that has `CacheEngine`'s members, one row in `ENGINES`.
+"""
+
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq import native
+from kvq.config import AttentionParams
+from kvq.errors import UsageError
+from kvq.sizing import Arena
+
+ENGINES = {
+    "native": "kvq.native:NativeCache",
+    "numpy": "kvq.reference_cache:ReferenceCache",
+}
+
+Float = NDArray[np.float32]
+Half = NDArray[np.float16]
+
+
+class CacheEngine(Protocol):
+    """One sequence in one arena. Decides nothing: which page loses bits is told from outside.
+
+    `kvq.cache.Cache` says what its methods of the same names mean, and checks what they are given.
+    """
+
+    arena: Arena
+
+    @property
+    def handle(self) -> int | None:
+        """What a graph's node names the cache by; None: no graph reaches it."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def tail_rows(self) -> int:
+        """Committed floating-point rows of a stream, sinks included."""
+        ...
+
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+
+    def missing(self, tokens: int) -> tuple[int, int]:
+        """(bytes, columns) still missing before `tokens` more can be taken."""
+        ...
+
+    def begin(self, tokens: int) -> None: ...
+
+    def attend(
+        self,
+        params: AttentionParams,
+        qkv: Float,
+        positions: NDArray[np.int64],
+        inv_freq: Float,
+        q_norm: Float | None = None,
+        k_norm: Float | None = None,
+    ) -> Float: ...
+    def commit(self, tokens: int) -> None: ...
+    def abort(self) -> None: ...
+    def trim(self, tokens: int) -> None: ...
+    def demote(self, actions: NDArray[np.int32]) -> None: ...
+    def shift(self, column: int, delta: int) -> None: ...
+    def mask(self, column: int, mask: int) -> None: ...
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]: ...
+    def entering(self) -> NDArray[np.uint8]: ...
+
+    def evidence(self, tokens: int) -> tuple[Float, Float]:
+        """What probes among the first `tokens` tokens see: [6, L, Hk, C] and [3, L, Hk, D]."""
+        ...
+
+    def constants(self) -> tuple[Half, Half]:
+        """Scales and minima: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
+        ...
+
+    def page(self, layer: int, head: int, column: int) -> bytes: ...
+    def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]: ...
+    def state(self) -> bytes: ...
+    def load_state(self, state: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_engine(name: str, arena: Arena) -> CacheEngine:
+    """An empty cache in `arena`; numpy's, with a line in the log, where there is no native code.
+
+    Raises `UsageError` for an unknown name.
+    """
+    if name not in ENGINES:
+        raise UsageError(f"cache engine {name!r} is not known; choose {' or '.join(ENGINES)}")
+    if name == "native" and not native.available():
+        name = "numpy"
+    module, _, attribute = ENGINES[name].partition(":")
+    engine: Any = getattr(import_module(module), attribute)
+    return engine(arena)

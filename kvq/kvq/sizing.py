@@ -1,0 +1,359 @@
+"""How many bytes a cache needs, and what one of given bytes can hold: asked and held.
+
+The native library counts the same bytes (`kvq_layout_of`); a test compares them region by region.
+Knows policies by name and holds no data.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from kvq.config import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_POLICY,
+    MOST_DRAFT_TOKENS,
+    PAGE_TOKENS,
+    Budget,
+    CacheShape,
+    KvPlan,
+)
+from kvq.errors import BudgetError, UsageError
+from kvq.formats import ALIGNMENT, PROBE_SLOTS, aligned, format_bytes, granule_bytes, page_bytes
+from kvq.policies import policy_named
+
+# Without a budget there is room for this many tokens, or for the context if that is shorter.
+DEFAULT_TOKENS = 8192
+SHORTEST_CONTEXT_TOKENS = 2
+# `sizeof` of the library's structs.
+STATE_BYTES = 128
+COLUMN_BYTES = 24
+ENTRY_BYTES = 40
+PROBE_BYTES = 8
+LAYER_BYTES = 552
+# Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
+SLACK_BYTES = 8 * ALIGNMENT
+
+
+class Regions(NamedTuple):
+    """Bytes of the regions that lie before an arena's pages, in their order."""
+
+    state: int
+    entering: int
+    columns: int
+    entries: int
+    constant_owners: int
+    granule_owners: int
+    tail_positions: int
+    tail: int
+    probes: int
+    probe_rows: int
+    layers: int
+    staging_positions: int
+    staging: int
+    rope: int
+    partials: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them, each up to where the next may begin."""
+        return sum(map(aligned, self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What decides how an arena's bytes divide, whatever their number.
+
+    `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
+    the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
+    threads. `probes`: query rows are kept, for policies that ask what attention looks at.
+    """
+
+    shape: CacheShape
+    plan: KvPlan
+    context_tokens: int
+    chunk_tokens: int
+    draft_tokens: int
+    splits: int
+    probes: bool
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens one forward pass may bring: a chunk, or a draft."""
+        return max(self.chunk_tokens, self.draft_tokens)
+
+    @property
+    def tail_rows(self) -> int:
+        """Floating-point rows of a stream, sinks and the room for a draft included."""
+        if not self.plan.quantized:
+            return max(self.context_tokens, self.draft_tokens)
+        return self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS + self.draft_tokens
+
+    @property
+    def streams(self) -> int:
+        """(layer, KV head) pairs."""
+        return self.shape.num_layers * self.shape.num_kv_heads
+
+    @property
+    def wanted_columns(self) -> int:
+        """Pages per stream that the whole context needs."""
+        paged = self.context_tokens - self.plan.sink_tokens - self.plan.tail_tokens
+        return _pages(paged) if self.plan.quantized and paged > 0 else 0
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Smallest budget that opens: sinks, tail, scratch and the pages a draft can close."""
+        return self.bytes_for_columns(self._columns_closed_by(self.draft_tokens))
+
+    def column_bytes(self, k_bits: int, v_bits: int) -> int:
+        """Bytes of one page of every stream."""
+        return self.streams * page_bytes(self.shape.head_dim, k_bits, v_bits)
+
+    def closing_pages(self, tail_rows: int, tokens: int) -> int:
+        """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
+        rows = tail_rows + tokens - self.plan.sink_tokens - self.plan.tail_tokens
+        return max(0, rows) // PAGE_TOKENS if self.plan.quantized else 0
+
+    def regions_for(self, columns: int, pool_bytes: int) -> Regions:
+        """Everything but pages: state, tables, tail, probes, scratch."""
+        shape, dim = self.shape, self.shape.head_dim
+        slots = PROBE_SLOTS if self.probes else 0
+        split_rows = self.splits * self.draft_tokens * shape.num_heads
+        return Regions(
+            state=STATE_BYTES,
+            entering=self.streams * 2,
+            columns=columns * COLUMN_BYTES,
+            entries=columns * self.streams * ENTRY_BYTES,
+            constant_owners=columns * self.streams * 4,
+            granule_owners=pool_bytes // granule_bytes(dim) * 4,
+            tail_positions=self.tail_rows * 4,
+            tail=self.streams * self.tail_rows * dim * 4,
+            probes=slots * PROBE_BYTES,
+            probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
+            layers=shape.num_layers * LAYER_BYTES if slots else 0,
+            staging_positions=self.pass_tokens * 4,
+            staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
+            rope=self.pass_tokens * dim * 4,
+            partials=split_rows * (dim + 2) * 4,
+        )
+
+    def bytes_for_columns(self, columns: int) -> int:
+        """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
+        least = columns * (self._row_bytes + self._full_bytes) if columns else 0
+        # The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
+        table = 4 * (least // (granule_bytes(self.shape.head_dim) - 4) + 1)
+        return self.regions_for(0, 0).num_bytes + least + table + SLACK_BYTES
+
+    def divide(self, num_bytes: int) -> tuple[int, Regions]:
+        """(page columns the table holds, regions before the pages). Raises `BudgetError`."""
+        require_budget(num_bytes, self.minimum_bytes)
+        room = num_bytes - self.regions_for(0, 0).num_bytes - SLACK_BYTES
+        columns = 0
+        if self.wanted_columns:
+            free = room - room // granule_bytes(self.shape.head_dim) * 4
+            # No more rows than leave the pages a draft can close at full width.
+            first = self._columns_closed_by(self.draft_tokens) * self._full_bytes
+            smallest = self._row_bytes + self.column_bytes(2, 2)
+            columns = min(self.wanted_columns, free // smallest, (free - first) // self._row_bytes)
+        return columns, self.regions_for(columns, room)
+
+    def room_for_pages(self, num_bytes: int) -> int:
+        """Bytes that `num_bytes` leave for pages. Raises `BudgetError`."""
+        return num_bytes - self.divide(num_bytes)[1].num_bytes
+
+    def takes_chunk(self, num_bytes: int) -> bool:
+        """Whether the pages one chunk closes fit `num_bytes`; those of a shortest one always do."""
+        if self.chunk_tokens <= PAGE_TOKENS:
+            return True
+        if num_bytes < self.minimum_bytes:
+            return False
+        columns = self._columns_closed_by(self.pass_tokens)
+        return not columns or self.room_for_pages(num_bytes) >= columns * self._full_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of one column of the page table."""
+        return COLUMN_BYTES + self.streams * (ENTRY_BYTES + 4)
+
+    @property
+    def _full_bytes(self) -> int:
+        """Bytes of one page of every stream at the plan's widths."""
+        return self.column_bytes(self.plan.k_bits, self.plan.v_bits)
+
+    def _columns_closed_by(self, tokens: int) -> int:
+        """Most pages per stream that a pass of so many tokens closes."""
+        return min(_pages(tokens), self.wanted_columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena(Geometry):
+    """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
+
+    `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
+    """
+
+    spec: "CacheSpec"
+    num_bytes: int
+    max_columns: int
+    regions: Regions
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes left for pages."""
+        return self.num_bytes - self.regions.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What is asked of a cache.
+
+    `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
+    `chunk_tokens`: tokens of a prompt at once, fewer where the budget is tight. `windows`: the
+    sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
+    if the policy asks for attention and the budget cannot hold the whole context.
+    """
+
+    shape: CacheShape
+    plan: KvPlan
+    context_tokens: int
+    budget: Budget = field(default_factory=Budget)
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    threads: int = 1
+    policy: str = DEFAULT_POLICY
+    windows: tuple[int, ...] = ()
+    observed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise UsageError(
+                f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
+                f"{MOST_DRAFT_TOKENS}"
+            )
+
+    def resolved(self) -> Arena:
+        """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""
+        num_bytes = self.budget_bytes
+        whole = num_bytes >= self.whole_bytes
+        probes = self.observed
+        if probes is None:
+            require_budget(num_bytes, self.minimum_bytes)
+            # Where the whole context fits nothing is ever short, and nobody looks.
+            probes = self._asks_attention and not whole
+        geometry = self.geometry(tight=not whole, probes=probes)
+        while not geometry.takes_chunk(num_bytes):
+            halved = max(PAGE_TOKENS, geometry.chunk_tokens // 2)
+            geometry = replace(geometry, chunk_tokens=halved)
+        columns, regions = geometry.divide(num_bytes)
+        return Arena(
+            **vars(geometry), spec=self, num_bytes=num_bytes, max_columns=columns, regions=regions
+        )
+
+    def geometry(self, *, tight: bool, probes: bool) -> Geometry:
+        """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context."""
+        return Geometry(
+            shape=self.shape,
+            plan=tight_plan(self.plan) if tight else self.plan,
+            context_tokens=self.context_tokens,
+            chunk_tokens=self.chunk_tokens,
+            draft_tokens=self.draft_tokens,
+            splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
+            probes=probes and self.plan.quantized,
+        )
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """Bytes the budget means."""
+        budget = self.budget
+        if budget.num_bytes is not None:
+            return budget.num_bytes
+        if budget.fraction is not None:
+            return int(budget.fraction * self.shape.float_bytes_per_token * self.context_tokens)
+        return self.bytes_for_tokens(self._budget_tokens)
+
+    @cached_property
+    def minimum_bytes(self) -> int:
+        """Smallest budget that opens a cache of this context.
+
+        Holding a short context whole can cost less than the probes of a policy that asks for
+        attention.
+        """
+        geometry = self.geometry(tight=True, probes=self._asks_attention)
+        shortest = replace(geometry, chunk_tokens=min(self.chunk_tokens, PAGE_TOKENS))
+        return min(shortest.minimum_bytes, self.whole_bytes)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Smallest budget that holds the whole context without losing a bit."""
+        geometry = self.geometry(tight=False, probes=False)
+        return geometry.bytes_for_columns(geometry.wanted_columns)
+
+    def bytes_for_tokens(self, tokens: int) -> int:
+        """Smallest budget that holds `tokens` tokens, or the whole context, without losing a bit.
+
+        A cache whose context is longer than that spends more on its page table, and on probes if
+        its policy asks for attention.
+        """
+        if tokens >= self.context_tokens:
+            return self.whole_bytes
+        if not self.plan.quantized:
+            return replace(self, context_tokens=tokens).whole_bytes
+        geometry = self.geometry(tight=True, probes=self._asks_attention)
+        columns = replace(geometry, context_tokens=tokens).wanted_columns
+        pages = columns * geometry.column_bytes(self.plan.k_bits, self.plan.v_bits)
+        num_bytes = geometry.bytes_for_columns(columns)
+        while (short := pages - geometry.room_for_pages(num_bytes)) > 0:
+            num_bytes += short
+        # From here on the whole context fits, and there are no probes.
+        return min(num_bytes, self.whole_bytes)
+
+    def shortened(self) -> "CacheSpec":
+        """With the longest context, up to this one, of which the budget gives up nothing.
+
+        A quantised cache demotes and evicts, so it keeps its context. An unquantised one does
+        not: its budget decides how long the context can be.
+        """
+        if self.plan.quantized:
+            return self
+        if self.budget.num_bytes is None and self.budget.fraction is None:
+            return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
+        fits, too_many = SHORTEST_CONTEXT_TOKENS, self.context_tokens + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if replace(self, context_tokens=middle).minimum_bytes <= self.budget_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return replace(self, context_tokens=fits, budget=Budget(num_bytes=self.budget_bytes))
+
+    @property
+    def _budget_tokens(self) -> int:
+        return DEFAULT_TOKENS if self.budget.tokens is None else self.budget.tokens
+
+    @property
+    def _asks_attention(self) -> bool:
+        return "attention" in policy_named(self.policy).needs
+
+
+def tight_plan(plan: KvPlan) -> KvPlan:
+    """The plan of a cache whose budget cannot hold its context: no float tail beyond a page.
+
+    64 tokens in float16 take the bytes of 256 at K4V4. Measured on the embedded model (2048 tokens,
+    `budget`): 0.0051 nats with them and 0.0031 without at a quarter of the fp16 bytes, 0.066 and
+    0.034 at an eighth; with 16 of them 0.0040 and 0.038.
+    """
+    return replace(plan, tail_tokens=0)
+
+
+def require_budget(num_bytes: int, minimum_bytes: int) -> None:
+    """Raises `BudgetError` for a budget below the smallest that opens."""
+    if num_bytes < minimum_bytes:
+        raise BudgetError(
+            f"{format_bytes(num_bytes)} of KV budget cannot hold this model's sinks, tail "
+            f"and one page; {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) can"
+        )
+
+
+def _pages(tokens: int) -> int:
+    """Pages that so many tokens fill or begin."""
+    return -(-tokens // PAGE_TOKENS)

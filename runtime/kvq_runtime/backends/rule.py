@@ -1,0 +1,202 @@
+"""A backend made of a rule instead of a model, for tests of what stands on a backend.
+
+As a mock transport stands in for a network, `RuleBackend` stands in for weights: the next token
+is a function of the tokens so far. It keeps every promise of `Backend` and `SequenceCache`, trees
+included, in plain lists. It reads no files, so it is not in the table of backends.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.cache import Holdings
+from kvq.config import KvPlan
+from kvq.errors import BudgetError
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends import ModelFacts, Pass, Rows
+from kvq_runtime.config import SessionConfig, SessionRequest
+
+# The logit of the rule's token; all others are 0.
+RULE_LOGIT = 8.0
+
+
+class RuleCache:
+    """Token ids in place of keys and values; `calls` tells what was done with it."""
+
+    def __init__(self, config: SessionConfig, *, chunk_tokens: int, capacity_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.capacity_tokens = capacity_tokens
+        self.budget_bytes = config.budget_bytes
+        self.bytes_per_token = 8.0
+        self.ids: list[int] = []
+        self.calls: list[str] = []
+        self._draft_tokens = config.draft_tokens
+        self._rows: list[tuple[int, int]] = []  # (token, parent) of the branch
+        self._begun: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are kept."""
+        return len(self.ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the branch."""
+        return len(self._rows)
+
+    @property
+    def used_bytes(self) -> int:
+        """Eight for each token."""
+        return 8 * len(self.ids)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of now: rules forget."""
+        return self.used_bytes
+
+    def holdings(self) -> Holdings:
+        """Made up, so that a report of them can be told from nothing."""
+        return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
+
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+        """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
+        first = len(self._rows)
+        if self.tokens + first + tokens > self.capacity_tokens:
+            raise BudgetError(f"{tokens} more tokens do not fit; {self.capacity_tokens} do")
+        assert tokens <= self.chunk_tokens
+        chain = list(range(first - 1, first + tokens - 1))
+        self._begun = chain if parents is None else list(parents)
+        piece = first == 0 and self._begun == chain
+        assert piece or first + tokens <= self._draft_tokens
+        assert len(self._begun) == tokens
+        assert all(-1 <= parent < first + i for i, parent in enumerate(self._begun))
+        self.calls.append(f"begin {tokens}")
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """The pass that was begun brings `ids`."""
+        self._rows += zip(ids, self._begun, strict=True)
+
+    def text(self, row: int) -> list[int]:
+        """The tokens that row `row` of the branch sees, itself included."""
+        path: list[int] = []
+        while row >= 0:
+            token, row = self._rows[row]
+            path.append(token)
+        return self.ids + path[::-1]
+
+    def commit(self, path: Sequence[int]) -> None:
+        """See `SequenceCache`."""
+        parents = [-1, *path][: len(path)]
+        assert [self._rows[row][1] for row in path] == parents
+        self.ids += [self._rows[row][0] for row in path]
+        self._rows = []
+        self.calls.append(f"commit {len(path)}")
+
+    def rewind(self, rows: int) -> None:
+        """See `SequenceCache`."""
+        del self._rows[rows:]
+        self.calls.append(f"rewind {rows}")
+
+    def trim(self, tokens: int) -> None:
+        """See `SequenceCache`."""
+        assert tokens <= len(self.ids)
+        assert not self._rows
+        del self.ids[tokens:]
+
+    def state(self) -> bytes:
+        """The ids as JSON."""
+        return json.dumps(self.ids).encode()
+
+    def load_state(self, state: bytes) -> None:
+        """Those of `state`."""
+        self.ids = json.loads(state)
+
+    def close(self) -> None:
+        """Says so."""
+        self.calls.append("close")
+
+
+class RuleBackend:
+    """After the tokens t comes the token `rule(t)`, or one chosen by the logits [V] it gives.
+
+    `passes` are the passes made, each a list of the ids of its sequences, and `caches` the caches
+    opened. `on_pass` is called before each pass: it may wait or raise.
+    """
+
+    name = cache_kind = "rule"
+    weight_bytes_per_step = 100
+
+    def __init__(
+        self,
+        rule: Callable[[Sequence[int]], int | NDArray[np.float32]],
+        *,
+        vocab_size: int,
+        stop_ids: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None,
+        chunk_tokens: int = 256,
+        capacity_tokens: int = 1 << 20,
+    ) -> None:
+        self.model = ModelFacts(
+            name="rule",
+            context_length=1 << 20,
+            vocab_size=vocab_size,
+            stop_ids=frozenset(stop_ids),
+            fingerprint="rule",
+            kv=KvPlan(),
+        )
+        self.rule = rule
+        self.on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None
+        self.passes: list[list[list[int]]] = []
+        self.caches: list[RuleCache] = []
+        self._tokenizer = tokenizer
+        self._chunk_tokens = chunk_tokens
+        self._capacity_tokens = capacity_tokens
+
+    def tokenizer(self) -> Tokenizer | None:
+        """See `Backend.tokenizer`."""
+        return self._tokenizer
+
+    def session_config(self, request: SessionRequest) -> SessionConfig:
+        """See `Backend.session_config`; a budget in bytes, or 1 MiB."""
+        return SessionConfig(
+            plan=request.plan(self.model.kv),
+            context_tokens=request.context_tokens or 1000,
+            budget_bytes=request.kv_budget.num_bytes or 1 << 20,
+            chunk_tokens=request.chunk_tokens,
+            seed=request.seed,
+        )
+
+    def open_cache(self, config: SessionConfig) -> RuleCache:
+        """See `Backend.open_cache`."""
+        cache = RuleCache(
+            config, chunk_tokens=self._chunk_tokens, capacity_tokens=self._capacity_tokens
+        )
+        self.caches.append(cache)
+        return cache
+
+    def forward(self, one_pass: Pass[RuleCache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`."""
+        self.on_pass(one_pass)
+        self.passes.append([rows.ids[:, 0].tolist() for rows in one_pass.rows])
+        return [self._logits(rows) for rows in one_pass.rows]
+
+    def _logits(self, rows: Rows[RuleCache]) -> NDArray[np.float32]:
+        cache, ids = rows.cache, rows.ids[:, 0].tolist()
+        np.testing.assert_array_equal(rows.weights, np.ones((len(ids), 1)))
+        cache.extend(ids)
+        first = cache.num_rows - len(ids)
+        logits = np.zeros((len(rows.wanted), self.model.vocab_size), np.float32)
+        texts = [cache.text(first + row) for row in range(len(ids))]
+        assert rows.positions.tolist() == [len(text) - 1 for text in texts]
+        for row, logit in zip(rows.wanted.tolist(), logits, strict=True):
+            answer = self.rule(texts[row])
+            if isinstance(answer, int):
+                logit[answer] = RULE_LOGIT
+            else:
+                logit[:] = answer
+        return logits
+
+    def close(self) -> None:
+        """Nothing to free."""

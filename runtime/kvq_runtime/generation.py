@@ -1,0 +1,238 @@
+"""One answer, from logits to text: a state machine that never calls a model and holds no cache.
+
+`take` is given logits and says which tokens they lead to; whoever holds the model (a `Session`, a
+pool of many, a test with logits made by hand) runs those and comes back with the next logits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import UsageError
+from kvq_models.piece_index import PieceIndex
+from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import NO_DRAFT, Draft
+from kvq_runtime.healing import Beginning
+from kvq_runtime.sampling import likeliest, log_probability, sample
+from kvq_runtime.stop_strings import StopStrings
+
+Cancel = Callable[[], bool]
+
+
+def never() -> bool:
+    """The cancel that does not."""
+    return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One generated token, the text it completed, and its natural log-probability.
+
+    `text` may be empty: a character can span tokens, and text that may begin a stop string is
+    held back. `logprob` is the model's own, before sampling filters, and None unless asked for;
+    `top` holds the likeliest (token, log-probability), likeliest first, as many as were asked for.
+    `finish_reason` is None until the last step, then stop, length or cancelled.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+
+
+class Detokenizer(Protocol):
+    """Turns token ids, one by one, into whole characters."""
+
+    def skip(self, num_bytes: int) -> None:
+        """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
+        ...
+
+    def push(self, token: int) -> str:
+        """Text that `token` completed."""
+        ...
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+        ...
+
+
+class NoText:
+    """The detokenizer of a model without a tokenizer."""
+
+    def skip(self, num_bytes: int) -> None:
+        """There is nothing to leave out."""
+
+    def push(self, token: int) -> str:
+        """Always empty."""
+        return ""
+
+    def flush(self) -> str:
+        """Always empty."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """What a generation knows of the model's tokens.
+
+    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes.
+    """
+
+    stop_ids: frozenset[int] = frozenset()
+    detokenizer: Callable[[], Detokenizer] = NoText
+    pieces: Callable[[], PieceIndex] = PieceIndex
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> "Vocabulary":
+        """That of a model with this tokenizer, or without one."""
+        if tokenizer is None:
+            return cls(stop_ids=stop_ids)
+        return cls(
+            stop_ids=stop_ids,
+            detokenizer=lambda: IncrementalDetokenizer(tokenizer),
+            pieces=lambda: tokenizer.pieces,
+        )
+
+
+IDS_ONLY = Vocabulary()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOptions:
+    """What is asked of one answer.
+
+    It ends after `max_tokens` new tokens (None: when the context is full), after a token of
+    `stop_ids` (None: the model's end tokens), or before any of `stop_strings`. `begin_with` is
+    the end of a prompt that was not prefilled, see `healing.heal`: the first tokens are chosen
+    among those that spell it. Those that lie within it count as the prompt's and make no step;
+    of the first that reaches beyond it only the rest is text.
+    """
+
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    begin_with: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What logits led to: `path`, the draft's places that were right; the token after them.
+
+    `prompt_tokens` of the path and that token only spell the prompt's end.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    steps: tuple[Step, ...]
+    prompt_tokens: int
+
+
+class Generation:
+    """One answer that grows by what `take` is given, until `finish_reason` says why it ended.
+
+    `history` is the text so far and `room` the tokens its context can still take. Raises
+    `UsageError` for a `begin_with` that no tokens spell and for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        options: GenerationOptions,
+        *,
+        history: Sequence[int],
+        room: int,
+        generator: np.random.Generator,
+    ) -> None:
+        self.finish_reason: str | None = None
+        self._options = options
+        self._history = list(history)
+        self._room = room
+        self._new = 0
+        self._generator = generator
+        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
+        self._beginning = Beginning(vocabulary.pieces, options.begin_with)
+        self._detokenizer = vocabulary.detokenizer()
+        if options.begin_with:
+            self._detokenizer.skip(len(options.begin_with))
+        self._stops = StopStrings(options.stop_strings)
+
+    @property
+    def room(self) -> int:
+        """How many tokens it can still choose."""
+        limit = self._options.max_tokens
+        return self._room if limit is None else min(self._room, limit - self._new)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a token that is not the prompt's was chosen."""
+        return self._new > 0
+
+    def take(
+        self, logits: NDArray[np.float32], draft: Draft = NO_DRAFT, *, cancel: Cancel = never
+    ) -> Taken:
+        """Chooses tokens along `draft` while they agree with it, and one more.
+
+        `logits` float32 [1 + len(draft.ids), V]: after the text, and after each drafted token.
+        Every token is sampled as plain decoding samples it, with the same random numbers in the
+        same order, so the answer is the same with any draft. `cancel` is asked after each token.
+        """
+        place, path, steps, prompt_tokens = -1, list[int](), list[Step](), 0
+        while True:
+            token, step = self._choose(logits[place + 1], cancel)
+            prompt_tokens += step is None
+            steps += [] if step is None else [step]
+            drafted = draft.after(place, token)
+            if self.finish_reason is not None or drafted is None:
+                return Taken(
+                    path=tuple(path), token=token, steps=tuple(steps), prompt_tokens=prompt_tokens
+                )
+            path.append(drafted)
+            place = drafted
+
+    def _choose(self, logits: NDArray[np.float32], cancel: Cancel) -> tuple[int, Step | None]:
+        """The next token, and its step unless it only spells the prompt's end."""
+        options, allowed = self._options, self._beginning.allowed
+        token = sample(logits, options.sampling, self._history, self._generator, allowed)
+        self._history.append(token)
+        self._room -= 1
+        text = self._stops.feed(self._detokenizer.push(token))
+        if self._beginning.take(token) and self._room > 0:
+            self.finish_reason = "cancelled" if cancel() else None
+            return token, None
+        self._new += 1
+        self.finish_reason = self._reason(token, cancel)
+        if self.finish_reason is not None:
+            text += self._rest()
+        return token, Step(
+            token=token,
+            text=text,
+            logprob=log_probability(logits, token) if options.logprobs else None,
+            top=likeliest(logits, options.top_logprobs),
+            finish_reason=self.finish_reason,
+        )
+
+    def _reason(self, token: int, cancel: Cancel) -> str | None:
+        if token in self._stop_ids or self._stops.found is not None:
+            return "stop"
+        if self._new == self._options.max_tokens or self._room <= 0:
+            return "length"
+        return "cancelled" if cancel() else None
+
+    def _rest(self) -> str:
+        """Text held back until now."""
+        if self._stops.found is not None:
+            return ""
+        rest = self._stops.feed(self._detokenizer.flush())
+        return rest if self._stops.found is not None else rest + self._stops.flush()

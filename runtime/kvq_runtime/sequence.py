@@ -1,0 +1,343 @@
+"""One sequence: its token ids, and the cache of their keys and values. Knows no sampling, no text.
+
+The tokens a sequence holds and those its cache holds differ by a pending end: what was given or
+chosen but has not been through the model. A pass adds rows to a *branch*, which forgets all that
+is not committed: a prompt's piece commits every row, a verified draft the rows that were right.
+
+What needs the model is written as a generator that yields `Rows` and is sent a `Passed`, so that
+one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are served by one code.
+"""
+
+import collections.abc
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.backends import Backend, C, Pass, Rows
+from kvq_runtime.config import SessionConfig
+
+Ids = collections.abc.Sequence[int]
+Logits = NDArray[np.float32]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passed:
+    """What a pass gave one sequence: its logits float32 [R, V], and the pass's time in seconds."""
+
+    logits: Logits
+    seconds: float
+
+
+Work = Generator[Rows[C], Passed, T]
+
+
+class SharedPassError(Exception):
+    """Thrown into work whose pass failed beside others': it asks for the same rows again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceState(Generic[C]):
+    """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache."""
+
+    tokens: NDArray[np.int64]
+    logits: Logits | None
+    cache: bytes
+
+
+class Sequence(Generic[C]):
+    """Token ids and one cache. Opening it takes the cache's bytes, `close` gives them back.
+
+    A sequence belongs to one thread at a time; after `close` every use raises `UsageError`.
+    """
+
+    def __init__(self, backend: Backend[C], config: SessionConfig) -> None:
+        self.config = config
+        self._backend = backend
+        self._cache: C = backend.open_cache(config)
+        self._closed = False
+        self._tokens: list[int] = []
+        # Of the last cached token; None: it goes through the model again before one is chosen.
+        self._logits: Logits | None = None
+        # A tight budget leaves room for shorter pieces only.
+        self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
+
+    @property
+    def cache(self) -> C:
+        """The cache of its keys and values. Raises `UsageError` after `close`."""
+        if self._closed:
+            raise UsageError("this session is closed; open another one on the engine")
+        return self._cache
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Every token, pending ones included."""
+        return tuple(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens at the end that have not been through the model yet."""
+        return len(self._tokens) - self.cache.tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens the context can still take."""
+        return self.config.context_tokens - len(self._tokens)
+
+    @property
+    def rope_long(self) -> bool:
+        """Whether its passes use the long-context rotary table of a model that has two."""
+        limit = self._backend.model.short_rope_tokens
+        return limit is not None and self.config.context_tokens > limit
+
+    def append(self, ids: Iterable[int]) -> None:
+        """Adds tokens to the pending end. Raises `UsageError` for one the model does not have."""
+        new = list(map(int, ids))
+        size = self._backend.model.vocab_size
+        wrong = next((token for token in new if not 0 <= token < size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is not one of the model's: 0 to {size - 1}")
+        self._tokens += new
+
+    def keep(self, num_tokens: int) -> None:
+        """Forgets all but the first `num_tokens` tokens."""
+        if self.cache.tokens > num_tokens:
+            self.cache.trim(num_tokens)
+            self._logits = None
+        del self._tokens[num_tokens:]
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` tokens. Raises `UsageError` for more than there are."""
+        if not 0 <= num_tokens <= len(self._tokens):
+            raise UsageError(
+                f"cannot roll back {num_tokens} tokens; the session holds {len(self._tokens)}"
+            )
+        self.keep(len(self._tokens) - num_tokens)
+
+    def align(self, ids: Ids) -> int:
+        """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
+
+        What is not kept is pending afterwards.
+        """
+        shared = common_prefix(self._tokens, ids)
+        self.keep(shared)
+        self.append(ids[shared:])
+        return len(ids) - len(self.due())
+
+    def due(self) -> list[int]:
+        """What must go through the model before a next token can be chosen.
+
+        The pending end, or the last token once more where its logits were dropped by a rollback.
+        """
+        if self._tokens and not self.pending_tokens and self._logits is None:
+            self.cache.trim(len(self._tokens) - 1)
+        return self._tokens[self.cache.tokens :]
+
+    @contextmanager
+    def branch(self) -> Iterator["Branch[C]"]:
+        """Rows after the cached tokens; those that are not committed inside are forgotten."""
+        branch = Branch(self.cache, self._logits, self._adopt)
+        try:
+            yield branch
+        finally:
+            branch.forget()
+
+    def advancing(self, max_tokens: int | None = None) -> Work[C, float]:
+        """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds."""
+        due = self.due()
+        count = min(len(due), self.chunk_tokens, max_tokens or len(due))
+        if count == 0:
+            return 0.0
+        with self.branch() as branch:
+            # A piece that is not the last needs no logits.
+            passed = yield from branch.extend(due[:count], rows=[count - 1][: count == len(due)])
+            branch.commit(range(count))
+        return passed.seconds
+
+    def advance(self, max_tokens: int | None = None) -> int:
+        """Runs one piece of what is due alone; how many tokens are due after it."""
+        self.run(self.advancing(max_tokens))
+        return len(self.due())
+
+    @contextmanager
+    def forward(
+        self, ids: Ids, parents: Ids | None = None, *, rows: Ids | None = None
+    ) -> Iterator["Branch[C]"]:
+        """One pass of this sequence alone over new rows, whose logits the branch then holds.
+
+        See `Branch.extend`; leaving without `commit` forgets every row.
+        """
+        with self.branch() as branch:
+            self.run(branch.extend(ids, parents, rows=rows))
+            yield branch
+
+    def run(self, work: Work[C, T]) -> T:
+        """What `work` returns, each of its passes made for this sequence alone."""
+        try:
+            rows = next(work)
+            while True:
+                try:
+                    passed = forward_all(self._backend, (rows,), rope_long=self.rope_long)[0]
+                except BaseException as error:  # noqa: BLE001  the branch must forget its rows
+                    rows = work.throw(error)
+                else:
+                    rows = work.send(passed)
+        except StopIteration as end:
+            return end.value
+
+    def fork(self) -> "Sequence[C]":
+        """Another sequence of the same tokens over a cache of its own, of the same bytes."""
+        other = Sequence(self._backend, self.config)
+        other.restore(self.state())
+        return other
+
+    def state(self) -> SequenceState[C]:
+        """A copy of everything held."""
+        return SequenceState(
+            tokens=np.array(self._tokens, np.int64),
+            logits=None if self._logits is None else self._logits.copy(),
+            cache=self.cache.state(),
+        )
+
+    def restore(self, state: SequenceState[C]) -> None:
+        """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
+        self.cache.load_state(state.cache)
+        self._tokens = state.tokens.tolist()
+        self._logits = None if state.logits is None else state.logits.copy()
+
+    def close(self) -> None:
+        """Frees the cache's memory."""
+        if not self._closed:
+            self._closed = True
+            self._cache.close()
+
+    def _adopt(self, ids: list[int], logits: Logits | None) -> None:
+        """A branch's path is cached now."""
+        first = self.cache.tokens - len(ids)
+        assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
+        self._tokens[first : first + len(ids)] = ids
+        self._logits = logits
+
+
+class Branch(Generic[C]):
+    """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten."""
+
+    def __init__(
+        self,
+        cache: C,
+        held: Logits | None,
+        adopt: Callable[[list[int], Logits | None], None],
+    ) -> None:
+        self.logits: Logits = np.zeros((0, 0), np.float32)
+        self._cache = cache
+        self._adopt = adopt
+        self._first = cache.tokens
+        self._ids: list[int] = []
+        self._depths: list[int] = []
+        self._mixed = False
+        self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
+
+    def extend(
+        self,
+        ids: Ids,
+        parents: Ids | None = None,
+        *,
+        rows: Ids | None = None,
+        mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+    ) -> Work[C, Passed]:
+        """Adds `ids` as rows of one pass; `logits` are then those of `rows`, all by default.
+
+        `parents[i]` is the row that row i of `ids` follows, -1 the last cached token; None: a
+        chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
+        pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
+        of those of `ids`; such rows cannot be committed.
+        """
+        first, seconds = len(self._ids), 0.0
+        wanted = list(range(first, first + len(ids)) if rows is None else rows)
+        if ids:
+            new = [row - first for row in wanted if row >= first]
+            try:
+                passed = yield self._begin(ids, parents, new, mixed)
+            except SharedPassError:
+                self.rewind(first)
+                passed = yield self._begin(ids, parents, new, mixed)
+            self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
+            seconds = passed.seconds
+        self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
+        return Passed(logits=self.logits, seconds=seconds)
+
+    def commit(self, path: Iterable[int]) -> None:
+        """Keeps the rows of `path`, each the parent of the next; the others are forgotten."""
+        rows = list(path)
+        if rows and self._mixed:
+            raise UsageError("rows of mixed embeddings stand for no tokens and cannot be kept")
+        if self._ids:
+            self._cache.commit(rows)
+            last = rows[-1] if rows else -1
+            self._adopt([self._ids[row] for row in rows], self._of_row.get(last))
+        self._ids = []
+
+    def rewind(self, num_rows: int) -> None:
+        """Forgets all but the first `num_rows` rows, so that a pass may write them anew."""
+        self._cache.rewind(num_rows)
+        del self._ids[num_rows:], self._depths[num_rows:]
+        self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
+
+    def forget(self) -> None:
+        """Forgets every row that was not committed."""
+        if self._ids:
+            self._cache.rewind(0)
+            self._ids = []
+
+    def _begin(
+        self,
+        ids: Ids,
+        parents: Ids | None,
+        wanted: list[int],
+        mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+    ) -> Rows[C]:
+        first = len(self._ids)
+        chain = range(first - 1, first - 1 + len(ids))
+        self._cache.begin(len(ids), parents)
+        self._ids += ids
+        for parent in chain if parents is None else parents:
+            self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
+        self._mixed |= mixed is not None
+        table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
+        return Rows(
+            cache=self._cache,
+            ids=(mixed or table)[0],
+            weights=(mixed or table)[1],
+            positions=self._first + np.array(self._depths[first:], np.int64),
+            wanted=np.array(wanted, np.int64),
+        )
+
+
+def forward_all(
+    backend: Backend[C], rows: collections.abc.Sequence[Rows[C]], *, rope_long: bool
+) -> list[Passed]:
+    """One pass over the rows of one or many sequences, and what it gave each of them."""
+    started = perf_counter()
+    logits = backend.forward(Pass(rows=tuple(rows), rope_long=rope_long))
+    seconds = perf_counter() - started
+    for part, own in zip(logits, rows, strict=True):
+        if len(part) != len(own.wanted):
+            raise BackendError(f"the model gave {len(part)} rows of logits for {len(own.wanted)}")
+    return [Passed(logits=part, seconds=seconds) for part in logits]
+
+
+def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:
+    """How many tokens two texts begin with alike."""
+    length = min(len(before), len(after))
+    a, b = np.asarray(before[:length], np.int64), np.asarray(after[:length], np.int64)
+    differs = np.flatnonzero(a != b)
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,197 @@
+"""One request on its way through a pool: its prompts, its choices, its numbers.
+
+`work` is a generator that yields the rows it needs a pass for: between two passes the pool may do
+something else, or never come back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from kvq.config import DEFAULT_DRAFT_TOKENS
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends import Rows
+from kvq_runtime.generation import Step
+from kvq_runtime.healing import heal
+from kvq_runtime.sequence import Work
+from kvq_runtime.serving.indent import IndentLimit
+from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
+from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.slots import Slot
+from kvq_runtime.session import Session
+
+# One token of an answer and a draft behind it: beside a pass's other rows they cost little.
+BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """What every job needs of the model: its text, its ends, tokens of a prompt per pass."""
+
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    chunk_tokens: int
+
+
+class Job:
+    """What one client asked for. Made by its handler, worked on by the pool's thread alone.
+
+    Setting `cancelled`, from anywhere, ends it before its next pass. `waits` is the pool's own:
+    it has a slot, but what that holds cannot be put aside yet; `rows` are those of its next pass.
+    """
+
+    def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
+        self.request = request
+        self.outbox = outbox
+        self.cancelled = False
+        self.waits = False
+        self.rows: Rows[Any] | None = None
+        self.progress = (0, sum(map(len, request.prompts)))
+        self._arrived = monotonic()
+        self._queued_s = 0.0
+        self._ttft_s = 0.0
+        self._prompt_s = 0.0
+        self._decode_s = 0.0
+        self._decoded = 0
+        self._encoded = 0
+        self._cached = 0
+        self._new = 0
+        self._stats_of: Session[Any] | None = None
+
+    @property
+    def rank(self) -> int:
+        """See `scheduler.PRIORITIES`."""
+        return self.request.rank
+
+    @property
+    def brief(self) -> bool:
+        """Whether its next rows are few, as those of an answer are and a prompt's are not."""
+        return self.rows is not None and len(self.rows.ids) <= BRIEF_ROWS
+
+    @property
+    def ready(self) -> bool:
+        """Whether a pass makes sense: it has begun and its reader keeps up, or it is to end."""
+        return self.cancelled or not (self.waits or self.outbox.full)
+
+    def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
+        """Everything the request asked for."""
+        request, session = self.request, slot.session
+        self._stats_of = session
+        self._queued_s = monotonic() - self._arrived
+        index = 0
+        for whole in request.prompts:
+            ids, begin_with = heal(decoding.tokenizer, whole) if request.heal else (whole, b"")
+            yield from self._read(slot, ids, decoding.chunk_tokens)
+            if request.max_tokens == 0:
+                self._finish(index, "length")
+                index += 1
+                continue
+            for choice in range(request.choices):
+                session.rollback(len(session.tokens) - len(ids))
+                session.reseed(request.seed + choice)
+                yield from self._answer(session, index, begin_with, decoding)
+                index += 1
+        self.outbox.put(Done(report=self.report()))
+
+    def fail(self, error: Exception) -> None:
+        """Tells the client that nothing more will come."""
+        self.outbox.put(Failed(error=error))
+
+    def report(self) -> Report:
+        """The numbers so far."""
+        session = self._stats_of
+        report = Report(
+            prompt_tokens=sum(map(len, self.request.prompts)),
+            cached_tokens=self._cached,
+            new_tokens=self._new,
+            queued_ms=self._queued_s * 1e3,
+            ttft_ms=self._ttft_s * 1e3,
+            prompt_ms=self._prompt_s * 1e3,
+            decode_ms=self._decode_s * 1e3,
+            prefill_tok_s=self._encoded / self._prompt_s if self._prompt_s else 0.0,
+            decode_tok_s=self._decoded / self._decode_s if self._decode_s else 0.0,
+        )
+        if session is None:
+            return report
+        stats = session.stats()
+        return replace(
+            report,
+            kv_bytes=stats.kv_bytes,
+            kv_bytes_peak=stats.kv_bytes_peak,
+            kv_budget=stats.kv_budget,
+            context_tokens=len(session.tokens),
+            mean_k_bits=stats.mean_k_bits,
+            mean_v_bits=stats.mean_v_bits,
+            evicted_share=stats.evicted_share,
+        )
+
+    def _read(self, slot: Slot, ids: Sequence[int], chunk_tokens: int) -> Work[Any, None]:
+        """Brings the session to `ids`, a chunk at a time."""
+        cached = slot.align(ids, reuse=self.request.reuse)
+        self._cached += cached
+        left = len(slot.session.sequence.due())
+        self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
+        while left:
+            self._prompt_s += yield from slot.session.reading(chunk_tokens)
+            done, left = left, len(slot.session.sequence.due())
+            self._encoded += done - left
+            self.progress = (self.progress[0] + done - left, self.progress[1])
+
+    def _answer(
+        self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
+    ) -> Work[Any, None]:
+        """One choice, token by token."""
+        generation = session.begin(self.request.options(begin_with))
+        started, held = monotonic(), len(session.tokens)
+        indent = IndentLimit(self.request.indent)
+        reason = None
+        while reason is None:
+            steps, seconds = yield from session.stepping(generation)
+            if not generation.begun:
+                self._prompt_s += seconds
+                continue
+            self._measure(seconds, len(session.tokens) - held - len(steps))
+            for step in steps:
+                reason = self._write(index, step, indent, started, decoding.stop_ids)
+                if reason is not None:
+                    break
+
+    def _measure(self, seconds: float, healed: int) -> None:
+        """A round that wrote something took this long; the first answers the prompt."""
+        if self._new:
+            self._decoded += 1
+            self._decode_s += seconds
+        else:
+            self._ttft_s = monotonic() - self._arrived
+            self._prompt_s += seconds
+            # Tokens that only spell the prompt's end went through the model as well.
+            self._encoded += healed
+
+    def _write(
+        self, index: int, step: Step, indent: IndentLimit, started: float, ends: frozenset[int]
+    ) -> str | None:
+        """Sends a step's text; why the choice ended, or None."""
+        self._new += 1
+        reason = step.finish_reason
+        text = indent.feed(step.text)
+        if indent.reached:
+            reason = "stop"
+        elif reason is None and self._out_of_time(started, text):
+            reason = "length"
+        text += indent.flush() if reason is not None else ""
+        hidden = step.logprob is None or (step.token in ends and step.finish_reason == "stop")
+        logs = () if hidden else (TokenLog.of(step),)
+        if text or logs:
+            self.outbox.put(Delta(index=index, text=text, logs=logs))
+        if reason is not None:
+            self._finish(index, reason)
+        return reason
+
+    def _out_of_time(self, started: float, text: str) -> bool:
+        """Whether the time for an answer is over and a line has just ended."""
+        limit_ms = self.request.time_limit_ms
+        return limit_ms > 0 and "\n" in text and (monotonic() - started) * 1e3 > limit_ms
+
+    def _finish(self, index: int, reason: str) -> None:
+        self.outbox.put(Finished(index=index, reason=reason, report=self.report()))

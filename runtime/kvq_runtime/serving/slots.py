@@ -1,0 +1,179 @@
+"""A pool's slots: which request gets which, what it finds there, what goes to disk.
+
+Owns prefix reuse and the choice of who gives way. Knows sessions and tokens, no request.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from kvq.errors import KvqError
+from kvq_runtime.sequence import common_prefix
+from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
+from kvq_runtime.session import Session
+
+# Fewer tokens than this are read again sooner than they are saved or looked for on disk.
+WORTH_SAVING_TOKENS = 32
+
+
+class Slot:
+    """One session whose bytes are taken once; its content changes hands."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.tokens: Ids = as_ids(())
+        self.saved: SavedSession | None = None
+        self.busy = False
+        self.dirty = False
+        self.transient = False
+        self.released_at = 0.0
+        self._squeezed = False
+
+    def align(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+        """Makes `ids` the session's prompt; how many of them need not be computed.
+
+        A session that had to give up precision or tokens for a longer text is not reused for a
+        text that fits: a fresh one is better.
+        """
+        if not reuse or (self._squeezed and not self._overflows(len(ids))):
+            self.session.rollback(len(self.session.tokens))
+        cached = self.session.align(ids)
+        if cached == 0:
+            self._squeezed = False
+        return cached
+
+    def settle(self) -> None:
+        """Notes what the session holds after a request; what that left unread is forgotten."""
+        unread = self.session.pending_tokens
+        self.session.rollback(unread if unread > 1 else 0)
+        self.tokens = as_ids(self.session.tokens)
+        self._squeezed = self._squeezed or self._overflows(len(self.tokens))
+        self.dirty = True
+        self.released_at = monotonic()
+
+    def replaced(self, saved: SavedSession | None) -> None:
+        """Notes that the content is now that of `saved`, or none."""
+        self.tokens = as_ids(self.session.tokens)
+        self._squeezed = self._overflows(len(self.tokens))
+        self.saved = saved
+        self.dirty = False
+
+    def _overflows(self, num_tokens: int) -> bool:
+        stats = self.session.stats()
+        return num_tokens * stats.bytes_per_token > stats.kv_budget
+
+
+class Slots:
+    """All slots of a pool, and the sessions that had to leave them."""
+
+    def __init__(self, open_session: Callable[[], Session], count: int, saved: SavedSessions):
+        self._open_session = open_session
+        self.saved = saved
+        self.all = [Slot(open_session()) for _ in range(count)]
+
+    def lease(self, ids: Sequence[int], *, reuse: bool, transient: bool = False) -> Slot | None:
+        """A free slot for a text, the one that shares most with it; there must be one.
+
+        A slot that would lose more than it shares is left alone when another is free, and what
+        a slot holds is copied, to be saved, before something else takes its place; None while
+        that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
+        sends one with every key, takes the place of another and is never saved.
+        """
+        wanted = as_ids(ids)
+        free = [slot for slot in self.all if not slot.busy]
+        spent = [slot for slot in free if slot.transient]
+        slot = _closest(spent if transient and spent else free, wanted)
+        if not (transient and slot.transient):
+            slot = self._for_keeps(slot, free, wanted, reuse=reuse)
+        if slot is None:
+            return None
+        slot.transient = transient
+        slot.busy = True
+        return slot
+
+    def _for_keeps(
+        self, closest: Slot, free: Sequence[Slot], wanted: Ids, *, reuse: bool
+    ) -> Slot | None:
+        """A slot for `wanted` that costs no other text more than it must; None: not yet."""
+        shared = common_prefix(closest.tokens, wanted) if reuse else 0
+        row, on_disk = self.saved.best(wanted) if reuse else (None, 0)
+        if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
+            slot = self._make_free(free)
+            if slot is not None:
+                slot.replaced(row if self.saved.load(slot.session, row) else None)
+            return slot
+        loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
+        return self._make_free(free) if loses_more and not closest.transient else closest
+
+    def release(self, slot: Slot, *, failed: bool = False) -> None:
+        """Gives a slot back. After an error nothing that it held is kept."""
+        if failed:
+            self._empty(slot)
+        slot.settle()
+        slot.dirty = not failed
+        slot.busy = False
+
+    def save_idle(self, idle_s: float) -> bool:
+        """Saves one session that has been idle for so long; False when there is none."""
+        if not self.saved.writer.has_room:
+            return False
+        before = monotonic() - idle_s
+        for slot in self.all:
+            if not slot.busy and slot.dirty and slot.released_at <= before:
+                self._save(slot)
+                return True
+        return False
+
+    def next_save_s(self, idle_s: float) -> float | None:
+        """Seconds until `save_idle` will find something, or None: nothing, or no room yet."""
+        if not self.saved.writer.has_room:
+            return None
+        dirty = [slot.released_at for slot in self.all if not slot.busy and slot.dirty]
+        return max(0.0, min(dirty) + idle_s - monotonic()) if dirty else None
+
+    def save_all(self) -> None:
+        """Saves what is not saved yet, at the end; returns when it is on disk."""
+        self.saved.writer.wait()
+        while self.save_idle(0.0):
+            self.saved.writer.wait()
+        self.saved.writer.close()
+
+    def close(self) -> None:
+        """Frees every slot."""
+        for slot in self.all:
+            slot.session.close()
+
+    def _make_free(self, free: Sequence[Slot]) -> Slot | None:
+        """The free slot unused for longest, its content copied to be saved; None: not yet."""
+        oldest = min(
+            free, key=lambda slot: (len(slot.tokens) > 0, not slot.transient, slot.released_at)
+        )
+        if self._worth_saving(oldest) and not self.saved.writer.has_room:
+            return None
+        self._save(oldest)
+        oldest.saved = None
+        return oldest
+
+    def _worth_saving(self, slot: Slot) -> bool:
+        worth = len(slot.tokens) >= WORTH_SAVING_TOKENS and not slot.transient
+        return slot.dirty and worth and self.saved.fits(slot.session)
+
+    def _save(self, slot: Slot) -> None:
+        if self._worth_saving(slot):
+            slot.saved = self.saved.save(slot.session, slot.tokens, slot.saved)
+        slot.dirty = False
+
+    def _empty(self, slot: Slot) -> None:
+        """Forgets everything; a session that cannot even do that is replaced."""
+        try:
+            slot.session.rollback(len(slot.session.tokens))
+        except KvqError:
+            with contextlib.suppress(KvqError):
+                slot.session.close()
+            slot.session = self._open_session()
+        slot.saved = None
+
+
+def _closest(slots: Sequence[Slot], wanted: Ids) -> Slot:
+    """The slot whose text begins most like `wanted`; of several, the one unused for longest."""
+    return max(slots, key=lambda one: (common_prefix(one.tokens, wanted), -one.released_at))

@@ -1,0 +1,151 @@
+"""What the READMEs show is run as it stands there: Python blocks and `kvq` commands.
+
+Each runs in a folder of its own where the names they use (`qwen3`, `book.txt`) are tiny models and
+short texts. What asks a server finds a real `kvq serve`, at another port. What cannot run is listed
+with the reason.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+
+from kvq_apps.cli import main
+from serving import process
+from shelf import Shelf
+
+ROOT = Path(__file__).parents[2]
+READMES = [
+    ROOT / folder / "README.md"
+    for folder in (".", "kvq", "models", "runtime", "specdraft", "export", "apps", "tests")
+]
+ADDRESS = "127.0.0.1:8012"
+BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
+CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
+# What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
+PIPED = {"": b"Hello\n", 'echo "Hello"': b"Hello\n", "git diff": b"-old\n+new\n"}
+CANNOT_RUN = {
+    "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
+    "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block or a command, and where it stands."""
+
+    place: str
+    text: str
+
+    @property
+    def reason(self) -> str | None:
+        return next((why for start, why in CANNOT_RUN.items() if self.text.startswith(start)), None)
+
+
+def place(path: Path, text: str, start: int) -> str:
+    return f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, start) + 1}"
+
+
+def blocks() -> Iterator[Example]:
+    for path in READMES:
+        text = path.read_text()
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            yield Example(place(path, text, match.start()), match[1])
+
+
+def commands() -> Iterator[Example]:
+    """Indented lines, as one where they go on; what follows two spaces explains them."""
+    for path in READMES:
+        text = path.read_text()
+        for match in re.finditer(r"^    (\S(?:[^\n]*\\\n)*[^\n]*)$", text, re.MULTILINE):
+            line = re.split(r"\s{2,}", re.sub(r"\s*\\\n\s*", " ", match[1]))[0]
+            line = re.sub(r"^.*&& \S*/(?=kvq )", "", line)
+            if re.match(r"([^#|]+\| )?kvq ", line):
+                yield Example(place(path, text, match.start()), line)
+
+
+def as_parameters(examples: Iterator[Example]) -> list[object]:
+    return [pytest.param(one, id=one.place) for one in examples if one.reason is None]
+
+
+def test_what_cannot_run_is_still_there() -> None:
+    shown = [*blocks(), *commands()]
+    assert len(shown) > 25
+    for start in CANNOT_RUN:
+        assert any(one.text.startswith(start) for one in shown), start
+
+
+@pytest.fixture
+def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder the reader stands in, with all that the READMEs name; no model named is tiny."""
+    for names, made in (
+        (BUNDLES, shelf.bundle(max_position_embeddings=4096)),
+        (CHECKPOINTS, shelf.checkpoint(max_position_embeddings=4096)),
+    ):
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).symlink_to(made)
+    (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
+    (tmp_path / "held_out").mkdir()
+    shutil.copy(__file__, tmp_path / "held_out/program.py")
+    monkeypatch.chdir(tmp_path)
+    roots = os.pathsep.join(path for path in sys.path if path)
+    settings = {"HOME": tmp_path, "KVQ_MODEL": tmp_path / "qwen3", "KVQ_THREADS": 1}
+    settings |= {
+        f"XDG_{name}_HOME": tmp_path / name for name in ("CACHE", "CONFIG", "DATA", "STATE")
+    }
+    for name, value in {**settings, "PYTHONPATH": roots}.items():
+        monkeypatch.setenv(name, str(value))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", as_parameters(blocks()))
+def test_a_python_block_runs(
+    example: Example, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if ADDRESS not in example.text:
+        exec(compile(example.text, example.place, "exec"), {})
+    else:
+        with process("qwen3", {}) as server:
+            text = example.text.replace(f"http://{ADDRESS}", server.address)
+            exec(compile(text, example.place, "exec"), {})
+    assert capsys.readouterr().out or "print" not in example.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", as_parameters(commands()))
+def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped, _, command = example.text.rpartition(" | ")
+    words = [os.path.expanduser(word) for word in shlex.split(command)[1:]]
+    words = [found for word in words for found in glob(home, word)]
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
+    if words[0] == "serve" and not {"--status", "--stop"} & {*words}:
+        settings = [word for word in words[1:] if word != "-m" and word not in BUNDLES]
+        with process("qwen3", {}, *settings) as server:
+            assert server.end(signal.SIGTERM)[0] == 0
+    elif words[0] == "serve" or ADDRESS in command:
+        monkeypatch.delenv("KVQ_MODEL")
+        with process("qwen3", {}) as server:
+            there = [word.replace(f"http://{ADDRESS}", server.address) for word in words]
+            assert main(there) == 0
+    else:
+        if "-o" in words:
+            Path(words[words.index("-o") + 1]).unlink()
+        if "-c" in words:
+            assert main(["chat"]) == 0
+            monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
+        assert main(words) == 0
+
+
+def glob(folder: Path, word: str) -> list[str]:
+    """The files a shell makes of a pattern; any other word as it is."""
+    return [str(path) for path in folder.glob(word)] if "*" in word else [word]

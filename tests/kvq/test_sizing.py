@@ -1,0 +1,339 @@
+"""Sizing: Python's count is the native library's, and a budget holds what it promises."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from caches import budget_for_tokens, geometry, minimum_budget, open_cache, spec
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import Budget, CacheShape, KvPlan, parse_budget
+from kvq.errors import BudgetError, UsageError
+from kvq.formats import (
+    constant_bytes,
+    format_bytes,
+    granule_bytes,
+)
+from kvq.policies import POLICIES, policy_named
+from kvq.sizing import Geometry, Regions
+from pairs import attention, forward, pack_heads, random_heads
+
+MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
+FEW = settings(deadline=None, database=None, derandomize=True, max_examples=25)
+
+WIDTHS = st.tuples(st.sampled_from((8, 4, 2)), st.sampled_from((8, 4, 2)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, largest_dim: int = 256, most_streams: int = 300) -> CacheShape:
+    kv_heads = draw(st.integers(1, 10))
+    return CacheShape(
+        num_layers=draw(st.integers(1, max(1, most_streams // kv_heads))),
+        num_heads=kv_heads * draw(st.integers(1, 8)),
+        num_kv_heads=kv_heads,
+        head_dim=16 * draw(st.integers(1, largest_dim // 16)),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, floats: bool = True) -> KvPlan:
+    widths = draw(st.one_of(WIDTHS, st.just((16, 16))) if floats else WIDTHS)
+    return KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=draw(st.integers(0, 64)))
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    return geometry(
+        draw(shapes()),
+        draw(plans()),
+        context_tokens=draw(st.one_of(st.integers(1, 600), st.integers(1, 200_000))),
+        chunk_tokens=draw(st.integers(1, 2048)),
+        draft_tokens=draw(st.one_of(st.just(8), st.integers(1, 128))),
+        threads=draw(st.integers(1, 16)),
+        probes=draw(st.booleans()),
+    )
+
+
+@MANY
+@given(geometries(), st.floats(0, 3), st.integers(0, 4096))
+def test_python_and_native_count_the_same_bytes(asked: Geometry, share: float, extra: int) -> None:
+    num_bytes = _some_bytes(asked, share, extra)
+    columns, regions = asked.divide(num_bytes)
+    found = native.layout(asked, num_bytes)
+    for name, ours, theirs in zip(Regions._fields, regions, found.pop("regions"), strict=True):
+        assert ours == theirs, name
+    assert found == {
+        "fixed_bytes": regions.num_bytes,
+        "pool_bytes": asked.room_for_pages(num_bytes),
+        "granule_bytes": granule_bytes(asked.shape.head_dim),
+        "constant_bytes": constant_bytes(asked.shape.head_dim),
+        "minimum_bytes": asked.minimum_bytes,
+        "max_columns": columns,
+        "reserved": 0,
+    }
+    assert found["pool_bytes"] + found["fixed_bytes"] == num_bytes
+
+
+@MANY
+@given(geometries(), st.floats(0, 3), st.integers(0, 4096))
+def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
+    asked: Geometry, share: float, extra: int
+) -> None:
+    assume(asked.wanted_columns)
+    one = asked.column_bytes(*_widths(asked))
+    closed = min(math.ceil(asked.draft_tokens / 64), asked.wanted_columns)
+    num_bytes = _some_bytes(asked, share, extra)
+    columns, pool = asked.divide(num_bytes)[0], asked.room_for_pages(num_bytes)
+    assert closed <= columns <= asked.wanted_columns
+    assert pool >= closed * one
+    # The table has a row for every page the pool can hold at two bits, or the context needs.
+    smallest = asked.column_bytes(2, 2)
+    rows = 2 + (columns + 1) * (44 * asked.streams + 24) // smallest
+    at_most = columns + rows + closed * one // smallest
+    assert columns == asked.wanted_columns or at_most >= pool // smallest
+
+
+@MANY
+@given(geometries(), st.integers(1, 10_000))
+def test_columns_asked_for_fit(asked: Geometry, columns: int) -> None:
+    assume(asked.wanted_columns)
+    columns = min(columns, asked.wanted_columns)
+    exact = replace(asked, context_tokens=asked.plan.sink_tokens + 64 + 64 * columns)
+    assert exact.wanted_columns == columns
+    num_bytes = max(exact.bytes_for_columns(columns), exact.minimum_bytes)
+    assert exact.divide(num_bytes)[0] == columns
+    assert exact.room_for_pages(num_bytes) >= columns * exact.column_bytes(*_widths(exact))
+
+
+@MANY
+@given(geometries())
+def test_one_byte_below_the_minimum_is_refused_by_both(asked: Geometry) -> None:
+    least = asked.minimum_bytes
+    with pytest.raises(
+        BudgetError, match=f"{re.escape(format_bytes(least))} \\({least} bytes\\) can"
+    ):
+        asked.divide(least - 1)
+    assert native.layout(asked, least - 1)["pool_bytes"] == 0
+    assert native.layout(asked, least)["pool_bytes"] == asked.room_for_pages(least)
+
+
+@MANY
+@given(geometries(), st.floats(0, 1.5), st.sampled_from(sorted(POLICIES)))
+def test_what_is_held_is_no_more_than_what_was_asked(
+    asked: Geometry, share: float, policy: str
+) -> None:
+    wanted = spec(
+        asked.shape,
+        asked.plan,
+        asked.context_tokens,
+        chunk_tokens=asked.chunk_tokens,
+        draft_tokens=asked.draft_tokens,
+        policy=policy,
+    )
+    least, whole = wanted.minimum_bytes, wanted.whole_bytes
+    given = replace(wanted, budget=Budget(num_bytes=least + int(share * (whole - least))))
+    held = given.resolved()
+    assert held.spec == given
+    assert held.num_bytes == held.regions.num_bytes + held.pool_bytes == given.budget_bytes
+    assert held.chunk_tokens <= asked.chunk_tokens
+    assert held.max_columns <= held.wanted_columns
+    # Given bytes for its context a cache is just what was asked; below that it has no tail.
+    if held.num_bytes >= whole:
+        assert (held.plan, held.chunk_tokens) == (asked.plan, asked.chunk_tokens)
+        assert not held.probes
+    else:
+        assert held.plan == replace(asked.plan, tail_tokens=0)
+    assert native.layout(held, held.num_bytes)["regions"] == held.regions
+    with pytest.raises(BudgetError, match=f"{least} bytes"):
+        replace(wanted, budget=Budget(num_bytes=least - 1)).resolved()
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 129])
+def test_an_impossible_room_for_drafts_is_refused(draft_tokens: int) -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(UsageError, match="give 1 to 128"):
+        spec(shape, KvPlan(), 100, draft_tokens=draft_tokens)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+@pytest.mark.parametrize("draft_tokens", [1, 96, 128])
+def test_a_minimum_budget_takes_drafts_of_the_room_asked_for(
+    use_native: bool, draft_tokens: int
+) -> None:
+    shape, plan = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64), KvPlan()
+    options = {"policy": "budget", "draft_tokens": draft_tokens}
+    least = minimum_budget(shape, plan, 1000, **options)
+    cache = open_cache(shape, plan, least, 1000, native=use_native, **options)
+    _fill(cache, 1000)
+    assert cache.peak_bytes <= least
+    cache.close()
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("context_tokens", [60, 100, 250, 1000])
+def test_cache_opens_at_the_minimum_and_not_a_byte_below(
+    use_native: bool, policy: str, context_tokens: int
+) -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    options = {"policy": policy, "chunk_tokens": 128}
+    for plan in (KvPlan(), KvPlan(k_bits=8, v_bits=8), KvPlan(k_bits=16, v_bits=16)):
+        least = minimum_budget(shape, plan, context_tokens, **options)
+        cache = open_cache(shape, plan, least, context_tokens, native=use_native, **options)
+        assert cache.used_bytes <= least
+        assert cache.peak_bytes == cache.used_bytes
+        cache.close()
+        with pytest.raises(BudgetError, match=f"{least} bytes"):
+            open_cache(shape, plan, least - 1, context_tokens, native=use_native, **options)
+
+
+def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> None:
+    """12 query rows of 64 float16 for each of 2 x 4 heads, and what each layer saw last."""
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    bare = minimum_budget(shape, KvPlan(), 1000)
+    probes = 12 * 8 + 32 + 12 * 8 * 64 * 2 + 2 * 552 + 48
+    for policy in POLICIES:
+        asks = "attention" in policy_named(policy).needs
+        least = minimum_budget(shape, KvPlan(), 1000, policy=policy)
+        assert least == bare + (probes if asks else 0), policy
+
+
+def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
+    shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
+    whole = budget_for_tokens(shape, KvPlan(), 250, chunk_tokens=64)
+    assert minimum_budget(shape, KvPlan(), 250, chunk_tokens=64, policy="budget") == whole
+    cache = open_cache(shape, KvPlan(), whole, 250, chunk_tokens=64, policy="budget")
+    assert not cache.arena.probes
+    _fill(cache, 250)
+    assert (cache.columns()[1] == (4, 2)).all()
+    cache.close()
+    longer = minimum_budget(shape, KvPlan(), 1000, chunk_tokens=64, policy="budget")
+    assert longer < budget_for_tokens(shape, KvPlan(), 1000, chunk_tokens=64)
+
+
+@FEW
+@given(
+    shapes(largest_dim=64, most_streams=6),
+    plans(floats=False),
+    st.integers(70, 700),
+    st.sampled_from(sorted(POLICIES)),
+    st.booleans(),
+)
+def test_a_minimum_budget_takes_any_number_of_tokens(
+    shape: CacheShape, plan: KvPlan, tokens: int, policy: str, use_native: bool
+) -> None:
+    """One page of every stream at a time: older pages are given up, and no step is refused."""
+    budget = minimum_budget(shape, plan, tokens, policy=policy)
+    cache = open_cache(shape, plan, budget, tokens, policy=policy, native=use_native)
+    _fill(cache, tokens)
+    assert cache.tokens == tokens
+    assert cache.peak_bytes <= cache.budget_bytes
+    cache.close()
+
+
+@FEW
+@given(
+    shapes(largest_dim=64, most_streams=6),
+    plans(),
+    st.integers(1, 12),
+    st.integers(0, 63),
+    st.booleans(),
+)
+def test_budget_for_tokens_holds_them_at_full_width(
+    shape: CacheShape, plan: KvPlan, pages: int, rest: int, use_native: bool
+) -> None:
+    tokens = plan.sink_tokens + 64 * pages + rest or 1
+    budget = budget_for_tokens(shape, plan, tokens)
+    cache = open_cache(shape, plan, budget, tokens, native=use_native)
+    assert cache.chunk_tokens == 256
+    _fill(cache, tokens)
+    facts, widths = cache.columns()
+    closed = max(0, (tokens - plan.sink_tokens) // 64 - 1) if plan.quantized else 0
+    assert facts[:, 2].tolist() == [plan.sink_tokens + 64 * i for i in range(closed)]
+    assert (widths == (plan.k_bits, plan.v_bits)).all()
+    assert len(cache.tail(0, 0)[2]) == tokens - 64 * closed
+    assert cache.used_bytes <= budget
+    cache.close()
+
+
+@FEW
+@given(
+    shapes(largest_dim=64, most_streams=4),
+    plans(floats=False),
+    st.integers(200, 900),
+    st.one_of(st.integers(1, 300), st.just(20_000)),
+    st.sampled_from(sorted(POLICIES)),
+)
+def test_budget_for_tokens_of_a_longer_context(
+    shape: CacheShape, plan: KvPlan, tokens: int, more: int, policy: str
+) -> None:
+    context = tokens + more
+    budget = budget_for_tokens(shape, plan, tokens, context_tokens=context, policy=policy)
+    assert budget <= budget_for_tokens(shape, plan, context)
+    cache = open_cache(shape, plan, budget, context, policy=policy)
+    _fill(cache, tokens)
+    assert (cache.columns()[1] == (plan.k_bits, plan.v_bits)).all()
+    cache.close()
+
+
+def test_budget_in_any_unit_becomes_bytes() -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    plan = KvPlan()
+
+    def in_bytes(budget: Budget, context_tokens: int, **options: str) -> int:
+        return spec(shape, plan, context_tokens, budget=budget, **options).budget_bytes
+
+    assert in_bytes(parse_budget("3MiB"), 1000) == 3 << 20
+    assert in_bytes(parse_budget("25%"), 4096) == 4096 * 2 * 2 * 64 * 4 // 4
+    assert in_bytes(Budget(tokens=700), 700) == budget_for_tokens(shape, plan, 700)
+    assert in_bytes(Budget(tokens=700), 300) == budget_for_tokens(shape, plan, 300)
+    assert in_bytes(Budget(), 20_000) == in_bytes(Budget(tokens=8192), 20_000)
+    for policy in POLICIES:
+        assert in_bytes(Budget(tokens=700), 4000, policy=policy) == budget_for_tokens(
+            shape, plan, 700, context_tokens=4000, policy=policy
+        )
+
+
+def test_a_tight_budget_shortens_the_chunk() -> None:
+    """A chunk's pages must fit the pool at full width, so a small pool means small chunks."""
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    for widths in ((8, 8), (4, 2), (2, 2)):
+        plan = KvPlan(k_bits=widths[0], v_bits=widths[1])
+        for extra in range(0, 400_000, 20_001):
+            budget = minimum_budget(shape, plan, 4096) + extra
+            cache = open_cache(shape, plan, budget, 4096)
+            pages = math.ceil(cache.chunk_tokens / 64)
+            assert cache.arena.pool_bytes >= pages * cache.arena.column_bytes(*widths)
+            cache.close()
+    assert open_cache(shape, KvPlan(), 4 << 20, 4096).chunk_tokens == 256
+    assert (
+        open_cache(shape, KvPlan(), minimum_budget(shape, KvPlan(), 4096), 4096).chunk_tokens == 64
+    )
+
+
+def _widths(asked: Geometry) -> tuple[int, int]:
+    return asked.plan.k_bits, asked.plan.v_bits
+
+
+def _some_bytes(asked: Geometry, share: float, extra: int) -> int:
+    """The least it opens with, a share of all its pages, and `extra`."""
+    columns = asked.wanted_columns
+    pages = columns * asked.column_bytes(*_widths(asked)) if columns else 0
+    return asked.minimum_bytes + int(share * pages) + extra
+
+
+def _fill(cache: Cache, tokens: int) -> None:
+    """Random tokens through every layer, in the largest chunks."""
+    rng = np.random.default_rng(tokens)
+    layers = [attention(cache.shape, i, window_tokens=1) for i in range(cache.shape.num_layers)]
+    while cache.tokens < tokens:
+        count = min(cache.chunk_tokens, tokens - cache.tokens)
+        rows = pack_heads(*random_heads(rng, cache.shape, count))
+        forward(cache, layers, [rows] * len(layers), np.arange(count) + cache.tokens)
+        cache.commit(count)
+        assert cache.used_bytes <= cache.budget_bytes

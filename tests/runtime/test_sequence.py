@@ -1,0 +1,269 @@
+"""A sequence against a list of tokens, and answers with drafts against answers without."""
+
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq.config import KvPlan
+from kvq.errors import UsageError
+from kvq_runtime.backends.rule import RuleBackend, RuleCache
+from kvq_runtime.config import Sampling, SessionConfig
+from kvq_runtime.drafter import NO_DRAFT, Draft
+from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
+from kvq_runtime.sequence import Sequence
+from kvq_runtime.session import Session
+
+VOCABULARY = 16
+END = 15
+
+
+def logits_after(tokens: Tokens[int]) -> np.ndarray:
+    """Logits [V] that depend on every token, with a few likely ones."""
+    seed = [len(tokens), *tokens[-3:], sum(tokens)]
+    return (3 * np.random.default_rng(seed).standard_normal(VOCABULARY)).astype(np.float32)
+
+
+def backend() -> RuleBackend:
+    return RuleBackend(logits_after, vocab_size=VOCABULARY)
+
+
+def config(**settings: int) -> SessionConfig:
+    return SessionConfig(
+        **({"plan": KvPlan(), "context_tokens": 60, "budget_bytes": 1000, "chunk_tokens": 4}
+        | settings)
+    )  # fmt: skip
+
+
+def open_sequence() -> Sequence[RuleCache]:
+    return Sequence(backend(), config())
+
+
+token = st.integers(0, VOCABULARY - 2)
+text = st.lists(token, max_size=9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("append"), text),
+            st.tuples(st.just("advance"), st.integers(1, 9)),
+            st.tuples(st.just("rollback"), st.integers(0, 9)),
+            st.tuples(st.just("align"), text),
+            st.tuples(st.just("forget"), text),
+            st.tuples(st.just("fork"), st.none()),
+        ),
+        max_size=14,
+    )
+)
+def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> None:
+    sequence, tokens = open_sequence(), []
+    for action, value in history:
+        if action == "append" and len(tokens) + len(value) < 50:
+            sequence.append(value)
+            tokens += value
+        elif action == "advance":
+            before = len(sequence.due())
+            assert sequence.advance(value) == max(0, before - min(value, 4))
+        elif action == "rollback":
+            count = min(value, len(tokens))
+            sequence.rollback(count)
+            tokens = tokens[: len(tokens) - count]
+        elif action == "align":
+            shared = 0
+            while shared < min(len(tokens), len(value)) and tokens[shared] == value[shared]:
+                shared += 1
+            cached = min(shared, len(tokens) - sequence.pending_tokens)
+            # the last token again, where a rollback has dropped its logits
+            assert sequence.align(value) in (cached, cached - (cached == len(value)))
+            tokens = list(value)
+        elif action == "forget" and tokens:
+            while sequence.advance():
+                pass
+            with sequence.forward(value[:8]) as branch:
+                assert len(branch.logits) == len(value[:8])
+        elif action == "fork":
+            other, sequence = sequence, sequence.fork()
+            other.close()
+        assert sequence.tokens == tuple(tokens)
+        assert list(sequence.cache.ids) == tokens[: sequence.cache.tokens]
+    if tokens:
+        while sequence.advance():
+            pass
+        with sequence.forward([], rows=[-1]) as held:
+            np.testing.assert_array_equal(held.logits[0], logits_after(tokens))
+
+
+def test_a_tree_keeps_one_path_and_its_logits() -> None:
+    sequence = open_sequence()
+    sequence.append([1, 2, 3])
+    sequence.advance()
+    #      4 - 5 - 6
+    #        \ 7        and 8 beside 4
+    with sequence.forward([4, 5, 6, 7, 8], [-1, 0, 1, 0, -1]) as branch:
+        paths = [[4], [4, 5], [4, 5, 6], [4, 7], [8]]
+        for logits, path in zip(branch.logits, paths, strict=True):
+            np.testing.assert_array_equal(logits, logits_after([1, 2, 3, *path]))
+        branch.commit([0, 3])
+    assert sequence.tokens == (1, 2, 3, 4, 7)
+    assert sequence.due() == []
+    with sequence.forward([], rows=[-1]) as held:
+        np.testing.assert_array_equal(held.logits[0], logits_after([1, 2, 3, 4, 7]))
+
+
+def test_rows_of_one_branch_can_be_written_anew() -> None:
+    sequence = open_sequence()
+    sequence.append([1])
+    sequence.advance()
+    with sequence.branch() as branch:
+        sequence.run(branch.extend([2, 3]))
+        sequence.run(branch.extend([4], [0]))
+        np.testing.assert_array_equal(branch.logits[0], logits_after([1, 2, 4]))
+        branch.rewind(1)
+        sequence.run(branch.extend([5, 6], rows=[2]))
+        np.testing.assert_array_equal(branch.logits, [logits_after([1, 2, 5, 6])])
+        branch.commit([0, 1])
+    assert sequence.tokens == (1, 2, 5)
+
+
+def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
+    sequence = open_sequence()
+    sequence.append([1])
+    sequence.advance()
+    mixed = np.array([[2]]), np.ones((1, 1), np.float32)
+    with sequence.branch() as branch:
+        sequence.run(branch.extend([0], mixed=mixed))
+        with pytest.raises(UsageError, match="mixed embeddings"):
+            branch.commit([0])
+    assert sequence.tokens == (1,)
+
+
+class Guesser:
+    """Drafts trees that are right as often as `luck` says, and remembers what it was told."""
+
+    def __init__(self, seed: int, luck: float, *, trees: bool, greedy: list[int]) -> None:
+        self.random = np.random.default_rng(seed)
+        self.luck = luck
+        self.trees = trees
+        self.answer = greedy
+        self.rooms: list[int] = []
+        self.seen: list[int] = []
+
+    def propose(self, tokens: Tokens[int], room: int) -> Draft:
+        self.rooms.append(room)
+        ids, parents = [], []
+        for _ in range(int(self.random.integers(0, room + 1))):
+            parent = int(self.random.integers(-1, len(ids))) if self.trees else len(ids) - 1
+            place = len(tokens) + self._depth(parents, parent)
+            right = self.random.random() < self.luck and place < len(self.answer)
+            guess = self.answer[place] if right else int(self.random.integers(0, VOCABULARY))
+            if (guess, parent) not in zip(ids, parents, strict=True):
+                ids.append(guess)
+                parents.append(parent)
+        return Draft(ids=tuple(ids), parents=tuple(parents) if self.trees else None)
+
+    def _depth(self, parents: list[int], place: int) -> int:
+        return 0 if place < 0 else 1 + self._depth(parents, parents[place])
+
+    def observe(self, accepted: Tokens[int]) -> None:
+        self.seen += accepted
+
+
+class Letters:
+    def skip(self, num_bytes: int) -> None:
+        raise AssertionError
+
+    def push(self, token: int) -> str:
+        return chr(ord("a") + token)
+
+    def flush(self) -> str:
+        return ""
+
+
+def answer(drafter: Guesser | None, options: GenerationOptions, seed: int) -> tuple:
+    session = Session(
+        backend=backend(),
+        config=config(seed=seed, draft_tokens=6, chunk_tokens=8),
+        vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters),
+    )
+    session.drafter = drafter
+    session.prefill([1, 2, 3])
+    generation = session.begin(options)
+    steps = []
+    while generation.finish_reason is None:
+        steps += session.sequence.run(session.stepping(generation))[0]
+    passes = len(session.sequence._backend.passes)  # type: ignore[attr-defined]
+    return steps, session.tokens, session.pending_tokens, passes
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    luck=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    trees=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.8]),
+    penalty=st.sampled_from([1.0, 1.3]),
+    max_tokens=st.sampled_from([None, 1, 7]),
+    stop=st.sampled_from([(), ("cd",), ("b",)]),
+)
+def test_any_draft_leads_to_the_answer_of_plain_decoding(
+    seed: int,
+    luck: float,
+    trees: bool,
+    temperature: float,
+    penalty: float,
+    max_tokens: int | None,
+    stop: tuple[str, ...],
+) -> None:
+    options = GenerationOptions(
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, repeat_penalty=penalty),
+        stop_strings=stop,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    plain, tokens, pending, passes = answer(None, options, seed)
+    drafter = Guesser(seed, luck, trees=trees, greedy=list(tokens))
+    found, drafted_tokens, drafted_pending, drafted_passes = answer(drafter, options, seed)
+    assert found == plain
+    assert (drafted_tokens, drafted_pending) == (tokens, pending)
+    assert drafted_passes <= passes
+    assert drafter.seen == list(tokens[3:])
+    assert all(1 <= room <= 6 for room in drafter.rooms)
+
+
+def test_a_right_draft_saves_its_passes() -> None:
+    options = GenerationOptions(
+        max_tokens=22, sampling=Sampling(temperature=0), stop_ids=frozenset()
+    )
+    _, tokens, _, passes = answer(None, options, 5)
+
+    class Oracle(Guesser):
+        def propose(self, tokens: Tokens[int], room: int) -> Draft:
+            return Draft(ids=tuple(self.answer[len(tokens) : len(tokens) + room]))
+
+    found, drafted, _, drafted_passes = answer(
+        Oracle(0, 1, trees=False, greedy=list(tokens)), options, 5
+    )
+    assert drafted == tokens
+    # one token is due in every pass but the first, five or six are drafted, one more is chosen
+    assert (passes, drafted_passes) == (22, 5)
+    assert len(found) == 22
+
+
+def test_a_generation_is_driven_by_logits_made_by_hand() -> None:
+    generation = Generation(
+        Vocabulary(stop_ids=frozenset({3}), detokenizer=Letters),
+        GenerationOptions(sampling=Sampling(temperature=0)),
+        history=[0],
+        room=10,
+        generator=np.random.default_rng(0),
+    )
+    rows = np.eye(5, dtype=np.float32)
+    taken = generation.take(rows[[1, 2, 4]], Draft(ids=(1, 0)))
+    assert (taken.path, taken.token, [step.text for step in taken.steps]) == ((0,), 2, ["b", "c"])
+    taken = generation.take(rows[[3]], NO_DRAFT)
+    assert (taken.path, taken.token, taken.steps[0].finish_reason) == ((), 3, "stop")

@@ -1,0 +1,69 @@
+"""Caches and what they cost, asked for in one line; by default the policy is `oldest`."""
+
+from typing import Any
+
+from kvq.cache import Cache
+from kvq.config import Budget, CacheShape, KvPlan
+from kvq.policies import Sensitivity
+from kvq.sizing import CacheSpec, Geometry
+
+
+def open_cache(
+    shape: CacheShape,
+    plan: KvPlan,
+    budget_bytes: int,
+    context_tokens: int,
+    *,
+    native: bool = True,
+    sensitivity: Sensitivity | None = None,
+    **options: Any,
+) -> Cache:
+    """An empty cache of so many bytes."""
+    asked = spec(shape, plan, context_tokens, budget=Budget(num_bytes=budget_bytes), **options)
+    engine = "native" if native else "numpy"
+    return Cache(asked.resolved(), sensitivity=sensitivity, engine=engine)
+
+
+def minimum_budget(shape: CacheShape, plan: KvPlan, context_tokens: int, **options: Any) -> int:
+    """Smallest budget that opens a cache of this context."""
+    return spec(shape, plan, context_tokens, **options).minimum_bytes
+
+
+def budget_for_tokens(
+    shape: CacheShape,
+    plan: KvPlan,
+    tokens: int,
+    *,
+    context_tokens: int | None = None,
+    **options: Any,
+) -> int:
+    """Smallest budget that holds `tokens` tokens, by default the context, without losing a bit."""
+    context_tokens = tokens if context_tokens is None else context_tokens
+    return spec(shape, plan, context_tokens, **options).bytes_for_tokens(tokens)
+
+
+def geometry(
+    shape: CacheShape, plan: KvPlan, *, context_tokens: int, probes: bool = False, **options: Any
+) -> Geometry:
+    """What decides how the bytes of such a cache divide."""
+    return spec(shape, plan, context_tokens, **options).geometry(tight=False, probes=probes)
+
+
+def spec(
+    shape: CacheShape,
+    plan: KvPlan,
+    context_tokens: int,
+    *,
+    policy: str = "oldest",
+    windows: Any = (),
+    **options: Any,
+) -> CacheSpec:
+    """What is asked of a cache."""
+    return CacheSpec(
+        shape=shape,
+        plan=plan,
+        context_tokens=context_tokens,
+        policy=policy,
+        windows=tuple(windows),
+        **options,
+    )

@@ -1,0 +1,50 @@
+"""Tiny checkpoints and their bundles, each made once per run: to read, never to change.
+
+A test that damages or replaces one copies it first (`shutil.copytree`). Worker processes of one
+run share the folder, so whoever comes first makes what another waits for.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from tiny import make_llama_checkpoint
+
+PLAIN = ExportOptions(quality=False)
+
+
+class Shelf:
+    """The folder they lie in, by what they were asked to be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def checkpoint(self, **config: Any) -> Path:
+        """`make_llama_checkpoint` with these keys of its configuration; the folder is `tiny`."""
+        return self._once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
+
+    def bundle(self, options: ExportOptions = PLAIN, **config: Any) -> Path:
+        """That checkpoint exported; the folder is `bundle`."""
+        source = self.checkpoint(**config)
+        return self.exported(source, options)
+
+    def exported(self, source: Path, options: ExportOptions = PLAIN) -> Path:
+        """Any checkpoint that no test changes, exported."""
+        return self._once(
+            "bundle", (source, options), lambda path: export_model(source, path, options)
+        )
+
+    def _once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
+        folder = self.folder / hashlib.sha256(f"{name} {asked}".encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        done = folder / "done"
+        with FileLock(folder / "lock"):
+            if not done.exists():
+                make(folder / name)
+                done.touch()
+        return folder / name
