@@ -41,6 +41,7 @@ SCALE_UNIT = np.float32(2.0**-8)
 TOP_LEVEL = np.float32(127)
 SMALLEST = np.float32(1e-30)
 ALIGNMENT = 64
+NIBBLE, LOW = np.uint8(4), np.uint8(15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +93,12 @@ def pack(form: PanelFormat, codes: Bytes, scales: NDArray[np.float16]) -> Bytes:
     scales = np.pad(scales, ((0, spare), (0, 0)))
     out = np.zeros((form.panels, form.panel_bytes), np.uint8)
     end = form.plane_bytes
-    out[:, :end] = _plane(form, codes if form.bits == 4 else codes >> 4)
+    out[:, :end] = _plane(form, codes if form.bits == 4 else codes >> NIBBLE)
     by_block = scales.reshape(form.panels, PANEL_ROWS, form.blocks).swapaxes(1, 2)
     raw = np.ascontiguousarray(by_block).view(np.uint8).reshape(form.panels, -1)
     out[:, end : end + raw.shape[1]] = raw
     if form.bits == 8:
-        out[:, end + form.scale_bytes :] = _plane(form, codes & 15)
+        out[:, end + form.scale_bytes :] = _plane(form, codes & LOW)
     return out
 
 
@@ -106,7 +107,7 @@ def unpack(form: PanelFormat, panels: Bytes) -> tuple[Bytes, NDArray[np.float16]
     end = form.plane_bytes
     codes = _nibbles(form, panels[:, :end])
     if form.bits == 8:
-        codes = codes << 4 | _nibbles(form, panels[:, end + form.scale_bytes :])
+        codes = codes << NIBBLE | _nibbles(form, panels[:, end + form.scale_bytes :])
     raw = np.ascontiguousarray(panels[:, end : end + form.blocks * PANEL_ROWS * 2])
     scales = raw.view(np.float16).reshape(-1, form.blocks, PANEL_ROWS).swapaxes(1, 2)
     return codes, scales.reshape(-1, form.blocks)
@@ -197,4 +198,4 @@ def _nibbles(form: PanelFormat, plane: Bytes) -> Bytes:
     """The way back of `_plane`."""
     groups = form.blocks * form.block // 8
     packed = plane.reshape(len(plane), groups, PANEL_ROWS, 4).swapaxes(1, 2)
-    return np.stack((packed & 15, packed >> 4), axis=3).reshape(len(plane) * PANEL_ROWS, -1)
+    return np.stack((packed & LOW, packed >> NIBBLE), axis=3).reshape(len(plane) * PANEL_ROWS, -1)
