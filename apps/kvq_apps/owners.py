@@ -8,7 +8,6 @@ import re
 from argparse import Action, HelpFormatter
 from collections.abc import Collection, Iterator
 from importlib import import_module
-from itertools import chain
 from typing import Any, get_args
 
 from kvq.formats import format_bytes
@@ -29,15 +28,18 @@ class Owned(Collection[str]):
         self._owner = owner
         self._first = first
 
-    def __iter__(self) -> Iterator[str]:
+    def _names(self) -> tuple[str, ...]:
         value = owned(self._owner)
-        return chain(self._first, get_args(value) or value)
+        return (*self._first, *(get_args(value) or value))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len(tuple(self))
+        return len(self._names())
 
     def __contains__(self, name: object) -> bool:
-        return name in tuple(self)
+        return name in self._names()
 
 
 class HelpText(HelpFormatter):

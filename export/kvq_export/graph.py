@@ -1,11 +1,12 @@
 """Builds the ONNX graph of a model with onnx-ir, from its config and the layout of its weights.
 
-Owns the nodes and their names; knows no weight values. Everything is 2-D: hidden states are
-float32 [T, hidden].
+Owns the nodes and their names; knows no weight values. Everything is 2-D: hidden states are float32
+[T, hidden], the rows of S sequences one after the other, and only attention tells them apart.
 
 Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of the embedding is
-sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [1] (handle of the native cache),
-`logit_rows` int64 [R], and for a model with two sets of rotary frequencies `rope_long` int64 [1].
+sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches),
+`sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
+model with two sets of rotary frequencies `rope_long` int64 [1].
 Three inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
 [1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
 whole weights; else the upper nibbles rank all and the best so many, at least, are exact) and
@@ -70,7 +71,8 @@ class _Builder:
         self.ids = self._input("input_ids", integer, ["T", "K"])
         self.mix = self._input("input_weights", real, ["T", "K"])
         self.positions = self._input("position_ids", integer, ["T"])
-        self.cache = self._input("cache", integer, [1])
+        self.cache = self._input("cache", integer, ["S"])
+        self.sequence_rows = self._input("sequence_rows", integer, ["S"])
         self.logit_rows = self._input("logit_rows", integer, ["R"])
         if self.config.has_long_rope:
             self.rope_long = self._input("rope_long", integer, [1])
@@ -138,7 +140,8 @@ class _Builder:
 
     def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
-        inputs = [qkv, self.positions, self.cache, self._inv_freq(self.config.layers[layer].rope)]
+        inv_freq = self._inv_freq(self.config.layers[layer].rope)
+        inputs = [qkv, self.positions, self.cache, self.sequence_rows, inv_freq]
         if self.config.qk_norm:
             inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
         attributes = asdict(self.config.attention(layer))

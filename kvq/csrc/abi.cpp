@@ -1,6 +1,5 @@
 // The C ABI of kvq.h: handles to caches, arguments to calls.
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -13,7 +12,7 @@ namespace {
 
 struct Registry {
     std::mutex mutex;
-    std::unordered_map<int64_t, std::unique_ptr<Cache>> caches;
+    std::unordered_map<int64_t, std::shared_ptr<Cache>> caches;
     int64_t next = 1;  // a handle is never used twice, so a stale one finds nothing
 };
 
@@ -24,16 +23,35 @@ Registry& registry() {
 
 }  // namespace
 
-Cache* find_cache(int64_t handle) {
+std::shared_ptr<Cache> find_cache(int64_t handle) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const auto found = registry().caches.find(handle);
-    return found == registry().caches.end() ? nullptr : found->second.get();
+    return found == registry().caches.end() ? nullptr : found->second;
 }
 
 }  // namespace kvq
 
 using kvq::Cache;
-using kvq::find_cache;
+
+// Runs `call` on the cache a handle names, which lives at least as long as the call.
+template <class Call>
+static auto with_cache(int64_t handle, Call&& call, int closed = KVQ_CLOSED) {
+    const std::shared_ptr<Cache> cache = kvq::find_cache(handle);
+    using Result = decltype(call(*cache));
+    if (!cache) return static_cast<Result>(closed);
+    std::lock_guard<std::mutex> turn(cache->turn);
+    return call(*cache);
+}
+
+// Likewise, and tells what the cache holds afterwards, also where the call was refused.
+template <class Call>
+static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
+    return with_cache(handle, [&](Cache& cache) {
+        const int status = call(cache);
+        if (stats) cache.stats(*stats);
+        return status;
+    });
+}
 
 extern "C" {
 
@@ -47,7 +65,7 @@ int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* la
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
-    std::unique_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
+    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;
@@ -56,103 +74,131 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* hand
 }
 
 int kvq_cache_close(int64_t handle) {
+    // Outside the lock: the memory may go with it.
+    const std::shared_ptr<Cache> last = kvq::find_cache(handle);
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_BAD_ARGUMENT;
+    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_CLOSED;
 }
-
-#define KVQ_WITH_CACHE(call)                    \
-    Cache* cache = find_cache(handle);          \
-    if (!cache) return KVQ_BAD_ARGUMENT;        \
-    return call
 
 int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
-    KVQ_WITH_CACHE((cache->stats(*stats), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) -> int { return cache.stats(*stats), KVQ_OK; });
 }
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
-    KVQ_WITH_CACHE(cache->missing(tokens, *bytes, *columns));
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
-int kvq_cache_begin(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->begin(tokens)); }
+int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view) {
+    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view); });
+}
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
                      const float* q_norm, const float* k_norm, float* out) {
-    KVQ_WITH_CACHE(cache->attend(*attention, tokens, qkv, positions, inv_freq, q_norm, k_norm, out,
-                                 kvq::kSerial));
+    const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, out};
+    return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
 }
-int kvq_cache_commit(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->commit(tokens)); }
-int kvq_cache_abort(int64_t handle) { KVQ_WITH_CACHE(cache->abort()); }
-int kvq_cache_trim(int64_t handle, int32_t tokens) { KVQ_WITH_CACHE(cache->trim(tokens)); }
-int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count) {
-    KVQ_WITH_CACHE(cache->demote(actions, count));
+int kvq_cache_commit(int64_t handle, const int32_t* rows, int32_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.commit(rows, count); });
+}
+int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.rewind(rows); });
+}
+int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.trim(tokens); });
+}
+int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.demote(actions, count); });
+}
+int kvq_cache_demote_entering(int64_t handle, const uint8_t* widths) {
+    return with_cache(handle, [&](Cache& cache) { return cache.demote_entering(widths); });
 }
 int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
-    KVQ_WITH_CACHE(cache->shift(column, delta));
+    return with_cache(handle, [&](Cache& cache) { return cache.shift(column, delta); });
 }
 int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask) {
-    KVQ_WITH_CACHE(cache->mask(column, mask));
+    return with_cache(handle, [&](Cache& cache) { return cache.mask(column, mask); });
 }
 int kvq_cache_entering(int64_t handle, uint8_t* widths) {
-    KVQ_WITH_CACHE((cache->entering(widths), KVQ_OK));
+    return with_cache(handle, [&](Cache& cache) -> int { return cache.entering(widths), KVQ_OK; });
 }
 
-int kvq_cache_columns(int64_t handle, int64_t* facts, uint8_t* widths) {
-    KVQ_WITH_CACHE((cache->columns(facts, widths), KVQ_OK));
+int kvq_cache_columns(int64_t handle, int32_t columns, int64_t* facts, uint8_t* widths) {
+    return with_cache(handle, [&](Cache& cache) { return cache.columns(columns, facts, widths); });
 }
-int kvq_cache_evidence(int64_t handle, int32_t tokens, float* facts, float* queries) {
-    KVQ_WITH_CACHE(cache->evidence(tokens, facts, queries));
+int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* facts,
+                       float* queries) {
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, uint16_t* keys, uint16_t* values) {
-    KVQ_WITH_CACHE((cache->constants(keys, values), KVQ_OK));
+int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t* keys, uint16_t* values) {
+    return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
 }
-int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column, uint8_t* bytes) {
-    Cache* cache = find_cache(handle);
-    return cache ? cache->page(layer, head, column, bytes) : -1;
+int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
+                       uint8_t* bytes) {
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.page(layer, head, column, bytes); }, -1);
 }
-int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, uint16_t* k, uint16_t* v,
-                   int32_t* positions) {
-    KVQ_WITH_CACHE(cache->tail(layer, head, k, v, positions));
+int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, int32_t rows, uint16_t* k,
+                   uint16_t* v, int32_t* positions) {
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.tail(layer, head, rows, k, v, positions); });
 }
 int64_t kvq_cache_state_bytes(int64_t handle) {
-    Cache* cache = find_cache(handle);
-    return cache ? cache->state_bytes() : -1;
+    return with_cache(handle, [&](Cache& cache) { return cache.state_bytes(); }, -1);
 }
-int kvq_cache_save(int64_t handle, uint8_t* bytes) {
-    KVQ_WITH_CACHE(cache->save(bytes));
+int kvq_cache_save(int64_t handle, uint8_t* bytes, int64_t count) {
+    return with_cache(handle, [&](Cache& cache) { return cache.save(bytes, count); });
 }
-int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count) {
-    KVQ_WITH_CACHE(cache->load(bytes, count));
+int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
-int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, uint8_t* planes,
-             uint16_t* constants) {
+int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, int32_t bits,
+             uint8_t* planes, uint16_t* constants) {
     if (tokens < 1 || tokens > kvq::kPageTokens || head_dim < 16 || head_dim > kvq::kMaxHeadDim ||
-        head_dim % 16)
+        head_dim % 16 || !kvq::valid_width(bits))
         return KVQ_BAD_ARGUMENT;
     for (int i = 0; i < tokens * head_dim; i++)
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
     const bool packed = values ? kernel.pack_v(x, tokens, head_dim, planes, constants)
                                : kernel.pack_k(x, tokens, head_dim, planes, constants);
+    if (packed && bits == 2) kernel.narrow(planes, head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
 }
 
-int kvq_repack(uint8_t* plane, int32_t head_dim) {
-    // Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel
-    // octets of one token group, for values two token octets of one channel group.
-    for (int m = 0; m < head_dim / 2; m++) {
-        uint8_t merged[32];
-        for (int i = 0; i < 32; i++) {
-            const uint8_t a = plane[64 * m + i], b = plane[64 * m + 32 + i];
-            merged[i] = static_cast<uint8_t>((a >> 2 & 3) | (a >> 6 & 3) << 2 | (b >> 2 & 3) << 4 |
-                                             (b >> 6 & 3) << 6);
-        }
-        std::memcpy(plane + 32 * m, merged, 32);
+const char* kvq_status_text(int status) {
+    switch (status) {
+        case KVQ_OK:
+            return "done";
+        case KVQ_SHORT:
+            return "the budget has no room for these tokens";
+        case KVQ_BAD_ARGUMENT:
+            return "an argument does not fit the cache: a shape, layer, row or position";
+        case KVQ_NOT_FINITE:
+            return "a key or value is not finite in float16, so it cannot be cached";
+        case KVQ_BAD_STATE:
+            return "begin, attend and commit were called out of order, begin() was not called for "
+                   "this "
+                   "many tokens, or an earlier chunk failed";
+        case KVQ_NO_MEMORY:
+            return "the system has no memory for the arena";
+        case KVQ_TOO_SMALL:
+            return "the budget is too small";
+        case KVQ_CLOSED:
+            return "no open cache has this handle: it was closed";
+        default:
+            return "a status this version does not know";
     }
-    return KVQ_OK;
 }
-
-int kvq_abi(void) { return KVQ_ABI; }
-const char* kvq_isa(void) { return kvq::kernels().name; }
-const char* kvq_isa_available(void) { return kvq::available_kernels(); }
+int kvq_abi(void) {
+    return KVQ_ABI;
+}
+const char* kvq_isa(void) {
+    return kvq::kernels().name;
+}
+const char* kvq_isa_available(void) {
+    return kvq::available_kernels();
+}
 int kvq_isa_select(const char* name) {
     return kvq::select_kernels(name) ? KVQ_OK : KVQ_BAD_ARGUMENT;
 }

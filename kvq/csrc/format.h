@@ -25,6 +25,7 @@ namespace kvq {
 
 constexpr int kPageTokens = 64;
 constexpr int kMaxHeadDim = 256;
+constexpr int64_t kMaxPosition = INT32_MAX - 2 * kPageTokens;  // a page's last one stays an int32
 constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3
 
 constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }
@@ -39,15 +40,6 @@ static_assert(granules(8) * granule_bytes(128) == kPageTokens * 128, "8 bits are
 static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits are half a byte");
 static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
 static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
-
-// Query rows kept as probes of what attention looks at: the newest of every kProbeStride tokens, and
-// one token of every run of kPageTokens, chosen by a hash. Evidence is asked for as of a token up to a
-// draft ago, and a rejected draft may follow: each ring has room for what both may overwrite, so that
-// evidence is that of sequential decoding.
-constexpr int kProbeStride = 8;
-constexpr int kProbes = 4;  // of each kind that are used
-constexpr int kRingSlots = kProbes + 2;
-constexpr int kProbeSlots = 2 * kRingSlots;
 
 // One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
 struct Column {

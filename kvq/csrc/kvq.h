@@ -1,5 +1,7 @@
 /* The C ABI: all that Python may call. Every function returns a status unless it says otherwise;
-   raw pointers in, no framework types. A cache is named by a handle, never by an address. */
+   raw pointers in, no framework types. A cache is named by a handle, never by an address. Calls may
+   come from any thread: those on one cache take turns, and closing it while a call is in flight lets
+   that call end; the memory goes with the last call. */
 #pragma once
 #include <stdint.h>
 
@@ -10,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 4
+#define KVQ_ABI 5
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -19,7 +21,8 @@ enum kvq_status {
     KVQ_NOT_FINITE = 3, /* a key or value is not finite or beyond float16 */
     KVQ_BAD_STATE = 4,  /* begin, attend and commit were called out of order */
     KVQ_NO_MEMORY = 5,
-    KVQ_TOO_SMALL = 6   /* the budget cannot hold the fixed part and one page */
+    KVQ_TOO_SMALL = 6,  /* the budget cannot hold the fixed part and one page */
+    KVQ_CLOSED = 7      /* no open cache has this handle */
 };
 
 typedef struct {
@@ -35,7 +38,7 @@ typedef struct {
     int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
 } kvq_config;
 
-enum { KVQ_REGIONS = 15, KVQ_MOST_DRAFT_TOKENS = 128 };
+enum { KVQ_REGIONS = 16, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -44,13 +47,15 @@ typedef struct {
     int64_t minimum_bytes;      /* smallest budget that opens */
     int32_t max_columns;
     int32_t reserved;
-    int64_t regions[KVQ_REGIONS]; /* bytes of what lies before the pages, in order: kvq.sizing.Regions */
+    /* Bytes of what lies before the pages, in order: state, entering, columns, entries,
+       constant_owners, granule_owners, tail_positions, tail, branch, probes, probe_rows, layers,
+       staging_positions, staging, rope, partials. */
+    int64_t regions[KVQ_REGIONS];
 } kvq_layout;
 
 typedef struct {
-    int32_t columns, tokens, tail_rows, pending;
-    int64_t used_bytes, peak_bytes, used_granules, used_constants;
-    int32_t broken, reserved;
+    int32_t columns, tokens, tail_rows, branch_rows; /* tail_rows: committed ones */
+    int64_t used_bytes, peak_bytes;
 } kvq_stats;
 
 typedef struct {
@@ -66,26 +71,44 @@ KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, in
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
-/* Bytes still missing (0: none) and columns still missing before `tokens` more can be taken. */
+/* The branch: rows after the committed tokens, numbered from 0 as they were added, that may be forgotten. It
+   holds at most draft_tokens rows; only a chunk of a prompt, into an empty branch and without
+   `parents`, may bring more, up to chunk_tokens. A chunk that does not fit the tail closes pages layer
+   by layer, so it must be committed whole.
+
+   Bytes still missing (0: none) and columns still missing before `tokens` more rows can be kept. */
 KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes, int32_t *columns);
-KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens);
-/* qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens, heads * head_dim]. */
+/* Adds a pass of `tokens` rows. parents[i] < the row's own number: the row it follows, -1: the last
+   committed token; NULL: a chain that goes on from the newest row. A row sees the committed tokens,
+   its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane. */
+KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view);
+/* One layer of the pass: qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens,
+   heads * head_dim]. Every layer must have seen a pass before the next begins. */
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
                                 const float *qkv, const int64_t *positions, const float *inv_freq,
                                 const float *q_norm, const float *k_norm, float *out);
-KVQ_EXPORT int kvq_cache_commit(int64_t handle, int32_t tokens);
-KVQ_EXPORT int kvq_cache_abort(int64_t handle);
-KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens);
+/* From here on `stats`, which may be NULL, is what kvq_cache_stats would say after the call.
+   Keeps the path `rows` (root first, each the parent of the next; NULL: the first `count` rows), forgets
+   all others and closes full pages; a count of 0 forgets all. */
+KVQ_EXPORT int kvq_cache_commit(int64_t handle, const int32_t *rows, int32_t count, kvq_stats *stats);
+/* Keeps only the branch's first `rows` rows. No page and no committed row changes. */
+KVQ_EXPORT int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats *stats);
+KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats *stats);
 
-/* Widths only fall; 0, 0 evicts. Columns left without any page are removed. The column after the last
-   stands for the pages that will close from now on: what is asked of it is what they close at. */
-KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32_t count);
+/* Widths only fall; 0, 0 evicts. Columns left without any page are removed. */
+KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32_t count,
+                                kvq_stats *stats);
+/* Lowers what the pages to come close at: uint8 [layers, kv_heads, 2], as kvq_cache_entering tells. */
+KVQ_EXPORT int kvq_cache_demote_entering(int64_t handle, const uint8_t *widths);
 KVQ_EXPORT int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta);
 KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 
-/* Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
+/* `columns` and `rows` below are the counts the caller has room for: refused unless they are those of
+   kvq_cache_stats.
+
+   Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
    [layers, kv_heads, columns, 2]. */
-KVQ_EXPORT int kvq_cache_columns(int64_t handle, int64_t *facts, uint8_t *widths);
+KVQ_EXPORT int kvq_cache_columns(int64_t handle, int32_t columns, int64_t *facts, uint8_t *widths);
 /* Widths the next pages close at, uint8 [layers, kv_heads, 2]. */
 KVQ_EXPORT int kvq_cache_entering(int64_t handle, uint8_t *widths);
 /* What the newest probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
@@ -95,26 +118,26 @@ enum kvq_evidence_fact {
     KVQ_MASS, KVQ_PEAK_MASS, KVQ_MEAN_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR,
     KVQ_EVIDENCE_FACTS
 };
-KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, float *facts, float *queries);
+KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float *facts,
+                                  float *queries);
 /* Every page's constants as stored, float16: keys [layers, kv_heads, columns, 2, head_dim] and
    values [layers, kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
-KVQ_EXPORT int kvq_cache_constants(int64_t handle, uint16_t *keys, uint16_t *values);
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t *keys, uint16_t *values);
 /* Copies one page's bytes: constants, then its granules in order; returns the byte count or -1. */
 KVQ_EXPORT int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                                   uint8_t *bytes);
-/* Floating-point rows, float16 [rows, head_dim] each, and their positions int32 [rows]. */
-KVQ_EXPORT int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, uint16_t *k, uint16_t *v,
-                              int32_t *positions);
+/* Committed floating-point rows, float16 [rows, head_dim] each, and their positions int32 [rows]. */
+KVQ_EXPORT int kvq_cache_tail(int64_t handle, int32_t layer, int32_t head, int32_t rows, uint16_t *k,
+                              uint16_t *v, int32_t *positions);
 
 KVQ_EXPORT int64_t kvq_cache_state_bytes(int64_t handle);
-KVQ_EXPORT int kvq_cache_save(int64_t handle, uint8_t *bytes);
-KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t count);
+KVQ_EXPORT int kvq_cache_save(int64_t handle, uint8_t *bytes, int64_t count);
+KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t count, kvq_stats *stats);
 
-/* Encodes float32 [tokens, head_dim] (tokens <= 64) as 8-bit planes: hi4, lo4, then constants. */
-KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t head_dim,
+/* Encodes float32 [tokens, head_dim] (tokens <= 64) as a page's keys (or `values`): constants, and the
+   planes a side of `bits` bits holds, into room for those of 8 bits. */
+KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t head_dim, int32_t bits,
                         uint8_t *planes, uint16_t *constants);
-/* Repacks a hi4 plane of 32*head_dim bytes into the 2-bit plane at its start. */
-KVQ_EXPORT int kvq_repack(uint8_t *plane, int32_t head_dim);
 
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */
@@ -154,6 +177,8 @@ KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
 /* Bytes of weights read by products since the library was loaded. */
 KVQ_EXPORT int64_t kvq_weight_bytes_read(void);
 
+/* One sentence per status, for users; a static string. */
+KVQ_EXPORT const char *kvq_status_text(int status);
 KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */

@@ -1,7 +1,7 @@
 // The part of the arena that holds pages: constants grow up from its start, granules grow down from
-// its end, the gap between serves both. Each kind is all one size, so a free slot fits any demand of
-// its kind; when one kind needs the gap and the other's edge is in use, the edge item moves into a
-// free slot of its own kind. Hence a demand fits exactly when its bytes do.
+// its end, the gap between serves both. Each kind is all one size, so a free slot fits any demand
+// of its kind; when one kind needs the gap and the other's edge is in use, the edge item moves into
+// a free slot of its own kind. Hence a demand fits exactly when its bytes do.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,11 +10,12 @@ namespace kvq {
 
 constexpr uint32_t kNone = 0xffffffffu;
 
-// One kind of slot. Slot i starts at base + i * step; step is negative for the kind that grows down.
+// One kind of slot. Slot i starts at base + i * step; step is negative for the kind that grows
+// down.
 struct SlotState {
-    uint32_t high;   // slots ever handed out and not yet given back to the gap
-    uint32_t used;   // slots in use, of those
-    uint32_t free;   // head of the list of free slots below high
+    uint32_t high;  // slots ever handed out and not yet given back to the gap
+    uint32_t used;  // slots in use, of those
+    uint32_t free;  // head of the list of free slots below high
 };
 
 struct PoolState {
@@ -38,17 +39,21 @@ public:
 
     // Take a slot for `owner`. The caller has asked fits() for all it takes. `moved(kind, from, to,
     // owner)` is told of every item that had to move; kind 0 is a constant, 1 a granule.
-    template <class Moved> uint32_t take_constant(uint32_t owner, Moved&& moved) {
+    template <class Moved>
+    uint32_t take_constant(uint32_t owner, Moved&& moved) {
         return take(0, owner, moved);
     }
-    template <class Moved> uint32_t take_granule(uint32_t owner, Moved&& moved) {
+    template <class Moved>
+    uint32_t take_granule(uint32_t owner, Moved&& moved) {
         return take(1, owner, moved);
     }
     void give_constant(uint32_t slot) { give(0, slot); }
     void give_granule(uint32_t slot) { give(1, slot); }
 
 private:
-    struct Links { uint32_t previous, next; };
+    struct Links {
+        uint32_t previous, next;
+    };
     SlotState& slots(int kind) const { return kind ? state_->granules : state_->constants; }
     uint32_t* owners(int kind) const { return kind ? granule_owner_ : constant_owner_; }
     uint8_t* address(int kind, uint32_t slot) const {
@@ -61,7 +66,8 @@ private:
     // Lowers the edge of `kind` by one slot; returns the slot its item moved to, or kNone.
     uint32_t retreat(int kind);
 
-    template <class Moved> uint32_t take(int kind, uint32_t owner, Moved&& moved) {
+    template <class Moved>
+    uint32_t take(int kind, uint32_t owner, Moved&& moved) {
         SlotState& mine = slots(kind);
         uint32_t slot = mine.free;
         if (slot != kNone) {

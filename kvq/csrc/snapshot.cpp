@@ -7,9 +7,9 @@
 
 namespace kvq {
 
-// A snapshot: this header, the widths pages enter at, the columns, widths and history of every entry,
-// the tail's rows in use, the probes, then every page's bytes. It names no place in the arena, so what
-// is held alone decides its bytes.
+// A snapshot: this header, the widths pages enter at, the columns, widths and history of every
+// entry, the tail's rows in use, the probes, then every page's bytes. It names no place in the
+// arena, so what is held alone decides its bytes.
 namespace {
 struct Header {
     kvq_config config;
@@ -24,132 +24,144 @@ static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
 
 // Calls part(address, bytes) on the tail's rows in use, the probes and every page, in the file's
 // order.
-template <class Part> void Cache::visit(Part&& part) const {
-    part(tail_positions_, int64_t{4} * state_->tail_used);
-    for (int s = 0; s < streams(); s++)
+template <class Part>
+void Cache::visit(Part&& part) const {
+    part(arena_.tail_positions, int64_t{4} * tail_.used());
+    for (int s = 0; s < arena_.streams(); s++)
         for (int side = 0; side < 2; side++)
-            part(tail_rows(s, side), int64_t{2} * state_->tail_used * config().head_dim);
-    if (config().probes) {
-        const int64_t facts = int64_t{sizeof(LayerFacts)} * config().layers;
-        const int64_t slots = int64_t{sizeof(Probe)} * kProbeSlots;
-        part(probes_, slots);
-        part(probe_rows_, probe_bytes() - slots - facts);
-        part(layer_facts_, facts);
+            part(tail_.rows(s, side), int64_t{2} * tail_.used() * config().head_dim);
+    if (probes_.kept()) {
+        part(arena_.probes, static_cast<int64_t>(sizeof(Probe)) * probes_.slots());
+        part(arena_.probe_rows, probes_.row_bytes());
+        part(arena_.layers, static_cast<int64_t>(sizeof(LayerFacts)) * config().layers);
     }
-    for (int s = 0; s < streams(); s++) {
-        for (int c = 0; c < state_->columns; c++) {
-            const Entry& e = entry(s, c);
-            if (!e.k_bits) continue;
-            part(pool_.constant(e.constants),
-                 static_cast<int64_t>(k_constant_bytes(config().head_dim) + v_constant_bytes()));
-            for (uint32_t g : e.granule)
-                if (g != kNone) part(pool_.granule(g), layout_.sizes.granule_bytes);
-        }
-    }
-}
-
-int64_t Cache::probe_bytes() const {
-    if (!config().probes) return 0;
-    const int64_t rows = int64_t{kProbeSlots} * config().layers * config().heads * config().head_dim;
-    return int64_t{sizeof(Probe)} * kProbeSlots + 2 * rows +
-           int64_t{sizeof(LayerFacts)} * config().layers;
+    for (int s = 0; s < arena_.streams(); s++)
+        for (int c = 0; c < pages_.columns(); c++)
+            if (pages_.entry(s, c).k_bits) pages_.visit(pages_.entry(s, c), part);
 }
 
 int64_t Cache::state_bytes() const {
-    int64_t bytes = sizeof(Header) + 2 * streams() +
-                    state_->columns * static_cast<int64_t>(sizeof(Column)) +
-                    kEntryBytes * streams() * state_->columns;
+    int64_t bytes = sizeof(Header) + 2 * arena_.streams() +
+                    pages_.columns() * static_cast<int64_t>(sizeof(Column)) +
+                    kEntryBytes * arena_.streams() * pages_.columns();
     visit([&](const void*, int64_t count) { bytes += count; });
     return bytes;
 }
 
-int Cache::save(uint8_t* bytes) const {
-    if (state_->pending || state_->broken) return KVQ_BAD_STATE;
-    const auto write = [&](const void* from, int64_t count) {
-        std::memcpy(bytes, from, static_cast<size_t>(count));
-        bytes += count;
+int Cache::save(uint8_t* bytes, int64_t count) const {
+    if (tail_.open() || state().broken) return KVQ_BAD_STATE;
+    if (count != state_bytes()) return KVQ_BAD_ARGUMENT;
+    const auto write = [&](const void* from, int64_t part) {
+        std::memcpy(bytes, from, static_cast<size_t>(part));
+        bytes += part;
     };
-    const Header header{config(), state_->columns, state_->tail_used,
-                        state_->tokens, 0, state_->budget, state_->peak};
+    const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
+                        0,        state().budget,   state().peak};
     write(&header, sizeof header);
-    write(entering_, 2 * streams());
-    write(columns_, state_->columns * static_cast<int64_t>(sizeof(Column)));
-    for (int s = 0; s < streams(); s++)
-        for (int c = 0; c < state_->columns; c++) write(&entry(s, c).k_bits, kEntryBytes);
+    write(arena_.entering, 2 * arena_.streams());
+    write(arena_.columns, pages_.columns() * static_cast<int64_t>(sizeof(Column)));
+    for (int s = 0; s < arena_.streams(); s++)
+        for (int c = 0; c < pages_.columns(); c++) write(&pages_.entry(s, c).k_bits, kEntryBytes);
     visit(write);
     return KVQ_OK;
 }
 
-int Cache::load(const uint8_t* bytes, int64_t count) {
+// Where the parts of a snapshot lie and what its pages take, once everything it says has been
+// checked.
+struct Cache::Parts {
     Header header;
-    if (count < static_cast<int64_t>(sizeof header)) return KVQ_BAD_ARGUMENT;
-    std::memcpy(&header, bytes, sizeof header);
-    header.config.splits = config().splits;  // how work is shared out is no part of the contents
-    const int64_t columns = header.columns, rows = header.tail_used;
-    if (std::memcmp(&header.config, &config(), sizeof(kvq_config)) ||
-        header.budget != state_->budget || columns < 0 || columns > layout_.sizes.max_columns ||
-        rows < 0 || rows > config().tail_rows || header.tokens < 0 || header.peak > header.budget)
-        return KVQ_BAD_ARGUMENT;
-    int64_t expected = sizeof header + 2 * streams() + columns * static_cast<int64_t>(sizeof(Column)) +
-                       kEntryBytes * streams() * columns + probe_bytes() +
-                       rows * (4 + int64_t{4} * streams() * config().head_dim);
-    if (count < expected) return KVQ_BAD_ARGUMENT;
-    const uint8_t* const entering = bytes + sizeof header;
-    for (int i = 0; quantized(config()) && i < 2 * streams(); i++)
-        if (!valid_width(entering[i]) ||
-            entering[i] > (i % 2 ? config().v_bits : config().k_bits))
-            return KVQ_BAD_ARGUMENT;
-    const uint8_t* const held = entering + 2 * streams();
-    const uint8_t* widths = held + columns * static_cast<int64_t>(sizeof(Column));
+    const uint8_t *entering, *columns, *entries, *rest;
     int64_t pages = 0, planes = 0;
-    for (int64_t i = 0; i < streams() * columns; i++) {
-        const int k_bits = widths[kEntryBytes * i], v_bits = widths[kEntryBytes * i + 1];
-        if (k_bits == 0 && v_bits == 0) continue;
-        if (!valid_width(k_bits) || !valid_width(v_bits)) return KVQ_BAD_ARGUMENT;
-        pages++;
-        planes += granules(k_bits) + granules(v_bits);
-    }
-    expected += pages * static_cast<int64_t>(k_constant_bytes(config().head_dim) + v_constant_bytes()) +
-                planes * layout_.sizes.granule_bytes;
-    if (count != expected || pages * layout_.sizes.constant_bytes +
-                                     planes * layout_.sizes.granule_bytes > layout_.sizes.pool_bytes)
-        return KVQ_BAD_ARGUMENT;
+};
 
-    pool_.clear();
-    std::memcpy(entering_, entering, size_t{2} * static_cast<size_t>(streams()));
-    std::memcpy(columns_, held, sizeof(Column) * static_cast<size_t>(columns));
-    state_->columns = header.columns;
-    state_->tail_used = header.tail_used;
-    state_->tokens = header.tokens;
-    state_->pending = state_->broken = 0;
-    for (int s = 0; s < streams(); s++) {
-        for (int c = 0; c < columns; c++, widths += kEntryBytes) {
-            Entry& e = entry(s, c);
-            if (widths[0]) {
-                take(e, widths[0], widths[1]);
-                e.peak_mass = widths[2];
-                e.mean_mass = widths[3];
-                continue;
-            }
-            e = {};
-            for (uint32_t& g : e.granule) g = kNone;
-            e.constants = kNone;
-        }
+bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const {
+    Header& h = parts.header;
+    if (count < static_cast<int64_t>(sizeof h)) return false;
+    std::memcpy(&h, bytes, sizeof h);
+    h.config.splits = config().splits;  // how work is shared out is no part of the contents
+    const int most_rows = quantized(config())
+                              ? config().sink_tokens + config().tail_tokens + kPageTokens - 1
+                              : config().tail_rows;
+    if (std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
+        h.columns < 0 || h.columns > arena_.sizes.max_columns || h.tail_used < 0 ||
+        h.tail_used > most_rows || h.tokens < h.tail_used || h.tokens > config().context_tokens ||
+        h.peak < 0 || h.peak > h.budget)
+        return false;
+    const int64_t entries = int64_t{h.columns} * arena_.streams();
+    parts.entering = bytes + sizeof h;
+    parts.columns = parts.entering + 2 * arena_.streams();
+    parts.entries = parts.columns + h.columns * static_cast<int64_t>(sizeof(Column));
+    parts.rest = parts.entries + kEntryBytes * entries;
+    return parts.rest - bytes + int64_t{4} * h.tail_used <= count;
+}
+
+bool Cache::check_table(Parts& parts) const {
+    const auto is_position = [](int32_t at) { return at >= 0 && at <= kMaxPosition; };
+    for (int i = 0; quantized(config()) && i < 2 * arena_.streams(); i++)
+        if (!valid_width(parts.entering[i]) ||
+            parts.entering[i] > (i % 2 ? config().v_bits : config().k_bits))
+            return false;
+    for (int c = 0; c < parts.header.columns; c++) {
+        Column column;
+        std::memcpy(&column, parts.columns + c * sizeof column, sizeof column);
+        if (!is_position(column.pos0) || column.first_token < 0 ||
+            column.first_token >= parts.header.tokens)
+            return false;
     }
-    bytes = widths;
+    for (int64_t i = 0; i < int64_t{parts.header.columns} * arena_.streams(); i++) {
+        const int k_bits = parts.entries[kEntryBytes * i],
+                  v_bits = parts.entries[kEntryBytes * i + 1];
+        if (k_bits == 0 && v_bits == 0) continue;
+        if (!valid_width(k_bits) || !valid_width(v_bits)) return false;
+        parts.pages++;
+        parts.planes += granules(k_bits) + granules(v_bits);
+    }
+    for (int row = 0; row < parts.header.tail_used; row++) {
+        int32_t at;
+        std::memcpy(&at, parts.rest + 4 * row, sizeof at);
+        if (!is_position(at)) return false;
+    }
+    return true;
+}
+
+// Bytes behind the entries: rows, probes, pages.
+int64_t Cache::rest_bytes(const Parts& parts) const {
+    const int64_t rows =
+        parts.header.tail_used * (4 + int64_t{4} * arena_.streams() * config().head_dim);
+    const int64_t probes = probes_.kept()
+                               ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() +
+                                     probes_.row_bytes() +
+                                     static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
+                               : 0;
+    return rows + probes + parts.pages * pages_.page_constant_bytes() +
+           parts.planes * arena_.sizes.granule_bytes;
+}
+
+int Cache::load(const uint8_t* bytes, int64_t count) {
+    Parts parts;
+    if (!read_header(bytes, count, parts) || !check_table(parts) ||
+        count != parts.rest - bytes + rest_bytes(parts) ||
+        parts.pages * arena_.sizes.constant_bytes + parts.planes * arena_.sizes.granule_bytes >
+            arena_.sizes.pool_bytes)
+        return KVQ_BAD_ARGUMENT;
+    pages_.clear();
+    tail_.forget();
+    std::copy(parts.entering, parts.columns, arena_.entering);
+    std::memcpy(arena_.columns, parts.columns, static_cast<size_t>(parts.entries - parts.columns));
+    state().columns = parts.header.columns;
+    state().tail_used = parts.header.tail_used;
+    state().tokens = parts.header.tokens;
+    state().broken = 0;
+    const uint8_t* entry = parts.entries;
+    for (int s = 0; s < arena_.streams(); s++)
+        for (int c = 0; c < parts.header.columns; c++, entry += kEntryBytes)
+            pages_.restore(s, c, entry);
     visit([&](void* to, int64_t part) {
-        std::memcpy(to, bytes, static_cast<size_t>(part));
-        bytes += part;
+        std::memcpy(to, parts.rest, static_cast<size_t>(part));
+        parts.rest += part;
     });
-    // A damaged file must not make later evidence read beyond the arena.
-    for (int layer = 0; config().probes && layer < config().layers; layer++) {
-        kvq_attention& a = layer_facts(layer)->attention;
-        const bool sound = a.layer == layer && a.heads == config().heads &&
-                           a.kv_heads == config().kv_heads && a.head_dim == config().head_dim &&
-                           a.rotary_pairs >= 0 && 2 * a.rotary_pairs <= a.head_dim;
-        for (int slot = 0; !sound && slot < kProbeSlots; slot++) probes_[slot].token = -1;
-    }
-    state_->peak = std::max(header.peak, layout_.sizes.fixed_bytes + pool_.used_bytes());
+    probes_.check();  // a damaged file must not make later evidence read beyond the arena
+    state().peak = std::max(parts.header.peak, pages_.used_bytes());
     return KVQ_OK;
 }
 

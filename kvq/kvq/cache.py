@@ -15,6 +15,7 @@ from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import bytes_per_token, format_bytes
+from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.sizing import Arena
 
@@ -36,8 +37,9 @@ class Holdings:
 class Cache:
     """A quantised KV cache in exactly the bytes of `arena`, which `CacheSpec.resolved` makes.
 
-    A forward pass is `begin(n)`, one `attend` per layer (by the graph or directly), `commit(m)`
-    with m <= n. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
+    A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
+    form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
+    forgets it. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
     row of `kvq.cache_engine.ENGINES`.
     """
 
@@ -89,11 +91,28 @@ class Cache:
         """Bytes one more token costs at the plan's widths, all layers."""
         return bytes_per_token(self.shape, self.plan)
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
-        """Makes room for `tokens` new tokens, demoting and evicting pages by the policy."""
-        if self.tokens + tokens > self.context_tokens:
+    @property
+    def branch_rows(self) -> int:
+        """Rows after the committed tokens that are neither kept nor forgotten yet."""
+        return self._engine.branch_rows
+
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
+        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
+
+        Makes room for what they may become, demoting and evicting pages by the policy. Rows are
+        numbered from 0 in the order they were added; `parents[i]` is the row that the i-th new one
+        follows, -1 the last committed token; None: a chain that goes on from the newest row. A row
+        sees the committed tokens, its ancestors and itself. Only a chain into an empty branch may
+        bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
+        their high nibbles (QuantSpec, 2502.10424).
+        """
+        self._check_rows(tokens, parents, view)
+        rows = self.branch_rows + tokens
+        if self.tokens + rows > self.context_tokens:
             raise BudgetError(
-                f"{self.tokens} + {tokens} tokens exceed this session's context of "
+                f"{self.tokens} + {rows} tokens exceed this session's context of "
                 f"{self.context_tokens}; open it with a larger --ctx-size"
             )
         if not 1 <= tokens <= self.chunk_tokens:
@@ -103,17 +122,32 @@ class Cache:
             )
         short, columns = self._engine.missing(tokens)
         if short or columns:
-            entering = self.arena.closing_pages(self._engine.tail_rows, tokens)
+            entering = self.arena.closing_pages(self._engine.tail_rows, rows)
             evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
-            self._engine.demote(self.policy.relieve(evidence, short, columns))
+            relief = self.policy.relieve(evidence, short, columns)
+            self._engine.demote(relief.actions)
+            if relief.entering is not None:
+                self._engine.demote_entering(relief.entering)
             short, columns = self._engine.missing(tokens)
         if short or columns:
             raise BudgetError(
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
                 f"once; {self.budget_bytes + short} bytes can"
             )
-        self._engine.begin(tokens)
+        self._engine.begin(tokens, parents, view=view)
         assert self._engine.used_bytes <= self.budget_bytes
+
+    def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
+        if view not in VIEWS:
+            raise UsageError(f"view {view!r} is not known; choose {' or '.join(VIEWS)}")
+        if parents is not None and len(parents) != tokens:
+            raise CacheError(f"{len(parents)} parents were given for {tokens} rows")
+        rows, room = self.branch_rows, self.arena.draft_tokens
+        if rows + tokens > room and (rows or parents is not None):
+            raise BudgetError(
+                f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
+                "it with more draft tokens"
+            )
 
     def evidence(self) -> Evidence:
         """What the policy decides by. One observation more in the pages' history of attention.
@@ -204,26 +238,30 @@ class Cache:
         if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
             raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
-    def commit(self, path: int | Sequence[int]) -> None:
-        """Keeps the rows `path` of the branch (n: the first n) and closes full pages."""
-        self._engine.commit(path if isinstance(path, int) else len(path))
+    def commit(self, rows: int | Sequence[int]) -> None:
+        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
+
+        `rows`: row numbers, root first, each the parent of the next; or how many of the first rows,
+        which must be a chain. 0 forgets all.
+        """
+        self._engine.commit(rows)
         assert self._engine.used_bytes <= self.budget_bytes
 
     def rewind(self, rows: int = 0) -> None:
-        """Forgets all but the first `rows` rows of the branch."""
-        assert rows == 0
-        self._engine.abort()
+        """Keeps only the branch's first `rows` rows; pages and committed rows stay as they were."""
+        self._engine.rewind(rows)
 
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens."""
         self._engine.trim(tokens)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
-        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict.
-
-        The column after the last stands for the pages that will close from now on.
-        """
+        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
         self._engine.demote(actions)
+
+    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+        """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
+        self._engine.demote_entering(widths)
 
     def shift(self, column: int, delta: int) -> None:
         """Moves a page by `delta` positions; the query turns back, the keys stay."""

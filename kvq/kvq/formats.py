@@ -6,12 +6,17 @@ ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
 PROBE_STRIDE = 8
 PROBES = 4
-RING_SLOTS = PROBES + 2
-PROBE_SLOTS = 2 * RING_SLOTS
 # Rows of a KV head that are looked at, probes times query heads, at most.
 PROBE_ROWS = 16
 # Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
 GRANULES = {8: 4, 4: 2, 2: 1}
+
+
+def ring_slots(draft_tokens: int) -> tuple[int, int]:
+    """Slots for the newest and for the sampled probes: those used, and what drafts overwrite."""
+    strides = (PROBE_STRIDE, PAGE_TOKENS)
+    recent, sampled = (PROBES + 2 * -(-draft_tokens // stride) for stride in strides)
+    return recent, sampled
 
 
 def granule_bytes(head_dim: int) -> int:

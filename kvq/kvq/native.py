@@ -5,6 +5,7 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64
 from functools import cache
 from pathlib import Path
@@ -20,16 +21,9 @@ from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 4
+ABI = 5
 EVIDENCE_FACTS = 6
-_STATUS = {
-    1: "the pool has no room",
-    2: "an argument does not fit the cache",
-    3: "a key or value is not finite in float16, so it cannot be cached",
-    4: "begin, attend and commit were called out of order, or an earlier chunk failed",
-    5: "the system has no memory for the arena",
-    6: "the budget is too small",
-}
+VIEWS = {"full": 0, "hi": 1}
 
 log = logging.getLogger("kvq")
 
@@ -74,13 +68,9 @@ class _Stats(ctypes.Structure):
         ("columns", c_int32),
         ("tokens", c_int32),
         ("tail_rows", c_int32),
-        ("pending", c_int32),
+        ("branch_rows", c_int32),
         ("used_bytes", c_int64),
         ("peak_bytes", c_int64),
-        ("used_granules", c_int64),
-        ("used_constants", c_int64),
-        ("broken", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -99,36 +89,37 @@ class _Attention(ctypes.Structure):
     )
 
 
-_FLOATS, _INTS = POINTER(c_float), POINTER(c_int64)
-_BYTES, _HALVES = POINTER(c_uint8), POINTER(c_uint16)
+_FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
+_BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(_Stats)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_layout_of": (c_int32, (POINTER(_Config), c_int64, POINTER(_Layout))),
     "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, POINTER(c_int64))),
     "kvq_cache_close": (c_int32, (c_int64,)),
-    "kvq_cache_stats": (c_int32, (c_int64, POINTER(_Stats))),
-    "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), POINTER(c_int32))),
-    "kvq_cache_begin": (c_int32, (c_int64, c_int32)),
+    "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
+    "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
+    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32)),
     "kvq_cache_attend": (
         c_int32,
         (c_int64, POINTER(_Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
     ),
-    "kvq_cache_commit": (c_int32, (c_int64, c_int32)),
-    "kvq_cache_abort": (c_int32, (c_int64,)),
-    "kvq_cache_trim": (c_int32, (c_int64, c_int32)),
-    "kvq_cache_demote": (c_int32, (c_int64, POINTER(c_int32), c_int32)),
+    "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
+    "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_trim": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
+    "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
     "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
-    "kvq_cache_columns": (c_int32, (c_int64, _INTS, _BYTES)),
-    "kvq_cache_evidence": (c_int32, (c_int64, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, _HALVES, _HALVES)),
+    "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
+    "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, _HALVES, _HALVES)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
-    "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES, POINTER(c_int32))),
+    "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
-    "kvq_cache_save": (c_int32, (c_int64, _BYTES)),
-    "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64)),
-    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, _BYTES, _HALVES)),
-    "kvq_repack": (c_int32, (_BYTES, c_int32)),
+    "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
+    "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
+    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, c_int32, _BYTES, _HALVES)),
+    "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
     "kvq_isa_available": (c_char_p, ()),
@@ -212,25 +203,17 @@ def select_isa(name: str) -> None:
         raise BackendError(f"kernels {name!r} cannot run here; choose from {', '.join(isas())}")
 
 
-def pack(x: NDArray[np.float32], side: int) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(hi4 + lo4 planes, [scale, min] constants) of one page's keys (0) or values (1)."""
+def pack(
+    x: NDArray[np.float32], side: int, bits: int = 8
+) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """(planes, [scale, min] constants) of one page's keys (0) or values (1) at `bits`."""
     x = np.ascontiguousarray(x, np.float32)
     tokens, dim = x.shape
     planes = np.zeros(64 * dim, np.uint8)
     constants = np.zeros((2, 64 if side else dim), np.uint16)
-    _check(
-        library().kvq_pack(
-            side, _floats(x), tokens, dim, _bytes(planes), constants.ctypes.data_as(_HALVES)
-        )
-    )
-    return planes, constants.view(np.float16)
-
-
-def repack(plane: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
-    """The 2-bit plane of a hi4 plane."""
-    plane = plane.copy()
-    library().kvq_repack(_bytes(plane), head_dim)
-    return plane[: 16 * head_dim]
+    pointers = _bytes(planes), constants.ctypes.data_as(_HALVES)
+    _check(library().kvq_pack(side, _floats(x), tokens, dim, bits, *pointers))
+    return planes[: 64 * dim * bits // 8], constants.view(np.float16)
 
 
 def _config(arena: Geometry) -> _Config:
@@ -262,11 +245,16 @@ def layout(geometry: Geometry, num_bytes: int) -> dict[str, Any]:
 
 
 class NativeCache:
-    """The cache in native code; every method is one call of the C ABI."""
+    """The cache in native code; every method is one call of the C ABI.
+
+    Calls may come from several threads: they take turns. `close` during a call lets it end. Counts
+    and bytes are what the last call that changed them returned.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._library = library()
+        self._stats = _Stats()
         handle = c_int64()
         _check(
             self._library.kvq_cache_open(
@@ -274,6 +262,7 @@ class NativeCache:
             )
         )
         self.handle = handle.value
+        _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
 
     def close(self) -> None:
         if self.handle:
@@ -284,26 +273,31 @@ class NativeCache:
         if getattr(self, "handle", 0):
             self.close()
 
-    def _stats(self) -> _Stats:
-        stats = _Stats()
-        _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(stats)))
-        return stats
+    @property
+    def _held(self) -> _Stats:
+        if not self.handle:
+            raise CacheError("this cache was closed: open another one")
+        return self._stats
 
     @property
     def tokens(self) -> int:
-        return self._stats().tokens
+        return self._held.tokens
+
+    @property
+    def branch_rows(self) -> int:
+        return self._held.branch_rows
 
     @property
     def used_bytes(self) -> int:
-        return self._stats().used_bytes
+        return self._held.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._stats().peak_bytes
+        return self._held.peak_bytes
 
     @property
     def tail_rows(self) -> int:
-        return self._stats().tail_rows
+        return self._held.tail_rows
 
     def missing(self, tokens: int) -> tuple[int, int]:
         short, columns = c_int64(), c_int32()
@@ -314,8 +308,12 @@ class NativeCache:
         )
         return short.value, columns.value
 
-    def begin(self, tokens: int) -> None:
-        _check(self._library.kvq_cache_begin(self.handle, tokens))
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
+        rows = None if parents is None else (c_int32 * tokens)(*parents)
+        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view]))
+        self._stats.branch_rows += tokens
 
     def attend(
         self,
@@ -361,19 +359,28 @@ class NativeCache:
         )
         return out
 
-    def commit(self, tokens: int) -> None:
-        _check(self._library.kvq_cache_commit(self.handle, tokens))
+    def commit(self, rows: int | Sequence[int]) -> None:
+        path = None if isinstance(rows, int) else (c_int32 * len(rows))(*rows)
+        count = rows if isinstance(rows, int) else len(rows)
+        self._change(self._library.kvq_cache_commit, path, count)
 
-    def abort(self) -> None:
-        _check(self._library.kvq_cache_abort(self.handle))
+    def rewind(self, rows: int = 0) -> None:
+        self._change(self._library.kvq_cache_rewind, rows)
 
     def trim(self, tokens: int) -> None:
-        _check(self._library.kvq_cache_trim(self.handle, tokens))
+        self._change(self._library.kvq_cache_trim, tokens)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         actions = np.ascontiguousarray(actions, np.int32)
-        pointer = actions.ctypes.data_as(POINTER(c_int32))
-        _check(self._library.kvq_cache_demote(self.handle, pointer, len(actions)))
+        pointer = actions.ctypes.data_as(_INT32S)
+        self._change(self._library.kvq_cache_demote, pointer, len(actions))
+
+    def _change(self, call: Any, *arguments: Any) -> None:
+        _check(call(self.handle, *arguments, ctypes.byref(self._stats)))
+
+    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+        widths = np.ascontiguousarray(widths, np.uint8)
+        _check(self._library.kvq_cache_demote_entering(self.handle, _bytes(widths)))
 
     def shift(self, column: int, delta: int) -> None:
         _check(self._library.kvq_cache_shift(self.handle, column, delta))
@@ -382,11 +389,11 @@ class NativeCache:
         _check(self._library.kvq_cache_mask(self.handle, column, mask))
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        shape, count = self.arena.shape, self._stats().columns
+        shape, count = self.arena.shape, self._held.columns
         facts = np.zeros((count, 4), np.int64)
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, count, 2), np.uint8)
         pointer = facts.ctypes.data_as(_INTS)
-        _check(self._library.kvq_cache_columns(self.handle, pointer, _bytes(widths)))
+        _check(self._library.kvq_cache_columns(self.handle, count, pointer, _bytes(widths)))
         return facts, widths
 
     def entering(self) -> NDArray[np.uint8]:
@@ -396,21 +403,21 @@ class NativeCache:
         return widths
 
     def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        shape, count = self.arena.shape, self._stats().columns
+        shape, count = self.arena.shape, self._held.columns
         streams = (shape.num_layers, shape.num_kv_heads)
         facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
         queries = np.zeros((3, *streams, shape.head_dim), np.float32)
         pointers = _floats(facts), _floats(queries)
-        _check(self._library.kvq_cache_evidence(self.handle, tokens, *pointers))
+        _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
     def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        shape, count = self.arena.shape, self._stats().columns
+        shape, count = self.arena.shape, self._held.columns
         pages = (shape.num_layers, shape.num_kv_heads, count, 2)
         keys = np.zeros((*pages, shape.head_dim), np.uint16)
         values = np.zeros((*pages, PAGE_TOKENS), np.uint16)
         pointers = keys.ctypes.data_as(_HALVES), values.ctypes.data_as(_HALVES)
-        _check(self._library.kvq_cache_constants(self.handle, *pointers))
+        _check(self._library.kvq_cache_constants(self.handle, count, *pointers))
         return keys.view(np.float16), values.view(np.float16)
 
     def page(self, layer: int, head: int, column: int) -> bytes:
@@ -424,7 +431,7 @@ class NativeCache:
     def tail(
         self, layer: int, head: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
-        rows, dim = self._stats().tail_rows, self.arena.shape.head_dim
+        rows, dim = self._held.tail_rows, self.arena.shape.head_dim
         k, v = np.zeros((rows, dim), np.uint16), np.zeros((rows, dim), np.uint16)
         positions = np.zeros(rows, np.int32)
         _check(
@@ -432,21 +439,22 @@ class NativeCache:
                 self.handle,
                 layer,
                 head,
+                rows,
                 k.ctypes.data_as(_HALVES),
                 v.ctypes.data_as(_HALVES),
-                positions.ctypes.data_as(POINTER(c_int32)),
+                positions.ctypes.data_as(_INT32S),
             )
         )
         return k.view(np.float16), v.view(np.float16), positions
 
     def state(self) -> bytes:
-        self._stats()  # refuses a closed cache
-        out = np.zeros(self._library.kvq_cache_state_bytes(self.handle), np.uint8)
-        _check(self._library.kvq_cache_save(self.handle, _bytes(out)))
+        out = np.zeros(max(0, self._library.kvq_cache_state_bytes(self.handle)), np.uint8)
+        _check(self._library.kvq_cache_save(self.handle, _bytes(out), len(out)))
         return out.tobytes()
 
     def load_state(self, state: bytes) -> None:
-        if self._library.kvq_cache_load(self.handle, state, len(state)):
+        stats = ctypes.byref(self._stats)
+        if self._library.kvq_cache_load(self.handle, state, len(state), stats):
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session"
             )
@@ -462,4 +470,4 @@ def _bytes(x: NDArray[np.uint8]) -> Any:
 
 def _check(status: int) -> None:
     if status:
-        raise CacheError(f"the cache refused: {_STATUS.get(status, f'status {status}')}")
+        raise CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")

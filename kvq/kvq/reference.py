@@ -4,7 +4,7 @@ Native code is proved against this module. It favours being read over being quic
 state: `kvq.reference_cache` builds the cache out of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,44 +148,27 @@ def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Floa
     return heads[:, : params.num_heads], heads[:, params.num_heads : last], heads[:, last:]
 
 
-def attention_weights(
-    params: AttentionParams,
-    logits: Float,
-    query_positions: NDArray[np.int64],
-    key_positions: NDArray[np.int64],
-    valid: NDArray[np.bool_],
-) -> tuple[Float, NDArray[np.bool_]]:
-    """Softmax weights float64 [T, n] of scaled logits, and which keys each query sees [T, n].
+def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Which rows of a branch each row sees [n, n]: its ancestors and itself.
 
-    A key is seen if it is valid, not later than the query, and inside the window.
+    `parents`: the row each one follows, an earlier one, or -1.
     """
+    sees = np.eye(len(parents), dtype=np.bool_)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees
+
+
+def attention_weights(params: AttentionParams, logits: Float, seen: NDArray[np.bool_]) -> Float:
+    """Softmax weights float64 [T, n] of scaled logits over the keys that each query sees [T, n]."""
     logits = logits.astype(np.float64)
     if params.softcap > 0:
         logits = params.softcap * np.tanh(logits / params.softcap)
-    distance = query_positions[:, None] - key_positions[None, :]
-    seen = valid[None, :] & (distance >= 0)
-    if params.window_tokens > 0:
-        seen &= distance < params.window_tokens
     top = np.max(np.where(seen, logits, -1e30), axis=1, keepdims=True, initial=-1e30)
     weights = np.where(seen, np.exp(np.minimum(logits - top, 0)), 0)
     total = weights.sum(axis=1, keepdims=True)
-    return weights / np.where(total > 0, total, 1), seen
-
-
-def softmax_attend(
-    params: AttentionParams,
-    q: Float,
-    query_positions: NDArray[np.int64],
-    logits_of: Callable[[Float], Float],
-    values: Float,
-    key_positions: NDArray[np.int64],
-    valid: NDArray[np.bool_],
-) -> Float:
-    """Output [T, D] of one query head q [T, D] over keys that `logits_of` scores."""
-    weights, _ = attention_weights(
-        params, logits_of(q) * params.scale, query_positions, key_positions, valid
-    )
-    return (weights @ values).astype(np.float32)
+    return weights / np.where(total > 0, total, 1)
 
 
 # ---- evidence --------------------------------------------------------------------------------

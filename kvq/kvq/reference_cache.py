@@ -5,6 +5,7 @@ page loses bits is told from outside.
 """
 
 import io
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 from zipfile import BadZipFile
@@ -19,10 +20,10 @@ from kvq.formats import (
     PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
-    RING_SLOTS,
     constant_bytes,
     granule_bytes,
     page_bytes,
+    ring_slots,
 )
 from kvq.reference import (
     KEYS,
@@ -34,6 +35,7 @@ from kvq.reference import (
     Float,
     Half,
     KeyPart,
+    ancestry,
     attention_weights,
     decode,
     encode,
@@ -44,10 +46,12 @@ from kvq.reference import (
     planes,
     rotate,
     sampled_token,
-    softmax_attend,
     split_heads,
 )
 from kvq.sizing import Arena
+
+# The last position of a page must be an int32.
+MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
 
 
 @dataclass(slots=True)
@@ -61,8 +65,10 @@ class Page:
     peak_mass: int = 0
     mean_mass: int = 0
 
-    def read(self, side: int) -> Float:
-        return decode(self.codes[side], self.scale[side], self.minimum[side], self.bits[side], side)
+    def read(self, side: int, view: str) -> Float:
+        """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
+        bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
+        return decode(self.codes[side], self.scale[side], self.minimum[side], bits, side)
 
     def stored(self, head_dim: int) -> bytes:
         """The page's bytes as the native cache keeps them: constants, then planes."""
@@ -103,6 +109,32 @@ class _Rows:
     v: Half
 
 
+@dataclass(slots=True)
+class _Keys:
+    """What a head can look at: values [n, D], positions [n], validity [n], keys part by part."""
+
+    values: Float
+    positions: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    parts: list[KeyPart]
+
+    def logits(self, q: Float) -> Float:
+        return np.concatenate([turn(q) @ keys.T for keys, turn in self.parts], axis=1)
+
+    def seen(
+        self, at: NDArray[np.int64], window_tokens: int, branch: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Which keys rows at these positions see [T, n].
+
+        Of the committed keys the valid ones that do not stand behind them, of the branch's, which
+        come last, those of `branch` [T, rows]; of both those inside the window.
+        """
+        distance = at[:, None] - self.positions[None, :]
+        seen = self.valid[None, :] & (distance >= 0)
+        seen[:, len(self.positions) - branch.shape[1] :] = branch
+        return seen & (distance < window_tokens) if window_tokens > 0 else seen
+
+
 class ReferenceCache:
     """The cache in numpy: same calls, same bytes and same meaning as the native one."""
 
@@ -115,13 +147,11 @@ class ReferenceCache:
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
         self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
-        self._fresh: dict[int, list[_Rows]] = {}
         self._positions: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._fresh_positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._open_branch()
         self._probes: dict[int, _Probe] = {}
         self._layers: dict[int, tuple[AttentionParams, Float]] = {}
         self.tokens = 0
-        self.pending = 0
         self.peak_bytes = self.used_bytes
 
     # -- bytes --
@@ -140,7 +170,7 @@ class ReferenceCache:
 
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
-        pages = self._closing(tokens)
+        pages = self._closing(self.branch_rows + tokens)
         dim = self.arena.shape.head_dim
         widths = self._entering.tolist() if pages else []
         needed = pages * sum(page_bytes(dim, *bits) for bits in widths)
@@ -150,18 +180,46 @@ class ReferenceCache:
     def _closing(self, tokens: int) -> int:
         return self.arena.closing_pages(len(self._positions), tokens)
 
-    # -- a forward pass --
+    # -- a branch, pass by pass --
 
-    def begin(self, tokens: int) -> None:
-        if self.pending:
-            raise CacheError("begin() was called twice without commit() or abort()")
-        if not 1 <= tokens <= self.arena.pass_tokens or any(self.missing(tokens)):
+    def _open_branch(self) -> None:
+        """No rows: their parents, positions, and keys and values of every layer and head."""
+        self._parents: list[int] = []
+        self._branch_positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._branch: dict[int, list[_Rows]] = {}
+        self._pass_rows = 0
+        self._attended: set[int] = set()
+        self._view = "full"
+
+    @property
+    def branch_rows(self) -> int:
+        return len(self._parents)
+
+    @property
+    def _unattended(self) -> bool:
+        """A pass is under way that not every layer has seen."""
+        return self._pass_rows > 0 and len(self._attended) < self.arena.shape.num_layers
+
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
+        rows = self.branch_rows
+        if self._unattended:
+            raise CacheError("begin() was called twice without commit() or rewind()")
+        room = len(self._positions) + rows + tokens
+        if (
+            not 1 <= tokens <= self.arena.pass_tokens
+            or any(self.missing(tokens))
+            or (rows + tokens > self.arena.draft_tokens and (rows or parents is not None))
+            or (not self.arena.plan.quantized and room > self.arena.tail_rows)
+        ):
             raise CacheError(f"no room was made for {tokens} tokens")
-        if not self.arena.plan.quantized and len(self._positions) + tokens > self.arena.tail_rows:
-            raise CacheError(f"no room was made for {tokens} tokens")
-        self.pending = tokens
-        self._fresh = {}
-        self._fresh_positions = self._positions[:0]
+        added = range(rows - 1, rows + tokens - 1) if parents is None else parents
+        if any(not -1 <= parent < rows + i for i, parent in enumerate(added)):
+            raise CacheError("a row's parent must be -1 or an earlier row of the branch")
+        self._parents += added
+        self._pass_rows, self._view = tokens, view
+        self._attended = set()
 
     def attend(
         self,
@@ -173,8 +231,10 @@ class ReferenceCache:
         k_norm: Float | None = None,
     ) -> Float:
         """Stores the new keys and values and returns the attention output [T, H * D]."""
-        if len(qkv) != self.pending:
+        if not 0 < len(qkv) == self._pass_rows:
             raise CacheError(f"begin() was not called for {len(qkv)} tokens")
+        if not ((positions >= 0) & (positions <= MAX_POSITION)).all():
+            raise CacheError(f"positions must lie in 0 to {MAX_POSITION}")
         q, k, v = split_heads(params, qkv.astype(np.float32))
         if q_norm is not None:
             q = normalize(q, q_norm, params.norm_eps)
@@ -182,39 +242,43 @@ class ReferenceCache:
             k = normalize(k, k_norm, params.norm_eps)
         q = rotate(q, positions, inv_freq, params.rope_factor)
         k = rotate(k, positions, inv_freq, params.rope_factor)
+        self._store(params.layer, k, v, positions)
+        if self.arena.probes:
+            self._keep_probes(params, q, positions, inv_freq)
+        group = params.num_heads // params.num_kv_heads
+        sees = ancestry(self._parents)[-self._pass_rows :]
+        out = np.empty_like(q)
+        for head in range(params.num_kv_heads):
+            keys = self._keys(params, head, inv_freq, self._view, branch=True)
+            seen = keys.seen(positions, params.window_tokens, sees)
+            for h in range(head * group, (head + 1) * group):
+                weights = attention_weights(params, keys.logits(q[:, h]) * params.scale, seen)
+                out[:, h] = weights @ keys.values
+        return out.reshape(len(qkv), -1)
+
+    def _store(self, layer: int, k: Float, v: Float, positions: NDArray[np.int64]) -> None:
+        """Appends the pass's keys and values [T, Hk, D] to a layer's rows of the branch."""
         with np.errstate(over="ignore"):
             halves = k.astype(np.float16), v.astype(np.float16)
         if not all(np.isfinite(half).all() for half in halves):
             raise CacheError("a key or value is not finite in float16, so it cannot be cached")
-        self._fresh_positions = positions
-        self._fresh[params.layer] = [
-            _Rows(halves[0][:, head], halves[1][:, head]) for head in range(params.num_kv_heads)
+        first = self.branch_rows - self._pass_rows
+        before = self._branch_positions[:first]
+        self._branch_positions = np.concatenate([before, positions])
+        empty = [_Rows(half[:0, 0], half[:0, 0]) for half in halves] * k.shape[1]
+        self._branch[layer] = [
+            _Rows(
+                np.concatenate([rows.k[:first], halves[0][:, head]]),
+                np.concatenate([rows.v[:first], halves[1][:, head]]),
+            )
+            for head, rows in zip(range(k.shape[1]), self._branch.get(layer, empty), strict=False)
         ]
-        if self.arena.probes:
-            self._keep_probes(params, q, positions, inv_freq)
-        group = params.num_heads // params.num_kv_heads
-        out = np.empty_like(q)
-        for head in range(params.num_kv_heads):
-            values, where, valid, parts = self._visible(params, head, inv_freq)
-            for h in range(head * group, (head + 1) * group):
+        self._attended.add(layer)
 
-                def logits_of(rows: Float, parts: list[KeyPart] = parts):
-                    return np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
-
-                out[:, h] = softmax_attend(
-                    params, q[:, h], positions, logits_of, values, where, valid
-                )
-        return out.reshape(len(qkv), -1)
-
-    def _visible(
-        self, params: AttentionParams, head: int, inv_freq: Float
-    ) -> tuple[
-        Float,
-        NDArray[np.int64],
-        NDArray[np.bool_],
-        list[KeyPart],
-    ]:
-        """Values, positions, validity and (keys, query transform) of all a head can look at."""
+    def _keys(
+        self, params: AttentionParams, head: int, inv_freq: Float, view: str, *, branch: bool
+    ) -> _Keys:
+        """All a head can look at: pages, the tail, and the branch if that is asked for."""
         stream = params.layer * params.num_kv_heads + head
         values, where, valid = [], [], []
         parts: list[KeyPart] = []
@@ -230,39 +294,49 @@ class ReferenceCache:
                 back = np.full(len(rows), -delta, np.int64)
                 return rotate(rows[:, None, :], back, inv_freq)[:, 0]
 
-            parts.append((page.read(KEYS), turn))
-            values.append(page.read(VALUES))
+            parts.append((page.read(KEYS, view), turn))
+            values.append(page.read(VALUES, view))
             where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
             valid.append(np.array([column.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_))
         floats = [(self._tail[stream], self._positions)]
-        if self.pending:
-            floats.append((self._fresh[params.layer][head], self._fresh_positions))
+        if branch:
+            floats.append((self._branch[params.layer][head], self._branch_positions))
         for rows, at in floats:
             parts.append((rows.k.astype(np.float32), lambda x: x))
             values.append(rows.v.astype(np.float32))
             where.append(at)
             valid.append(np.ones(len(at), np.bool_))
-        return np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts
+        return _Keys(np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts)
 
-    def commit(self, tokens: int) -> None:
-        """Keeps the first `tokens` pending tokens; closes pages if enough rows stand."""
-        computed = self.pending if len(self._fresh) == self.arena.shape.num_layers else 0
-        if not self.pending or not 0 <= tokens <= computed:
-            raise CacheError(f"{tokens} tokens cannot be committed: {computed} were computed")
-        sinks, pages = self.arena.plan.sink_tokens, self._closing(tokens)
-        positions = np.concatenate([self._positions, self._fresh_positions[:tokens]])
+    def commit(self, rows: int | Sequence[int]) -> None:
+        """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
+        path = list(range(rows)) if isinstance(rows, int) else list(rows)
+        count = rows if isinstance(rows, int) else len(path)
+        if not self._parents or count < 0:
+            raise CacheError(f"{rows} rows cannot be committed: begin() was not called")
+        if not path:
+            self.rewind()
+            return
+        inside = all(0 <= row < self.branch_rows for row in path)
+        if not inside or [self._parents[row] for row in path] != [-1, *path[:-1]]:
+            raise CacheError(f"rows {rows} are no path of the branch's {self.branch_rows} rows")
+        if self._unattended:
+            raise CacheError("a layer has not seen the newest rows yet")
+        sinks, pages = self.arena.plan.sink_tokens, self._closing(len(path))
+        positions = np.concatenate([self._positions, self._branch_positions[path]])
         closing = positions[sinks : sinks + pages * PAGE_TOKENS].reshape(pages, PAGE_TOKENS)
         if (np.diff(closing, axis=1) != 1).any():
             raise CacheError("the tokens of a page must stand at consecutive positions")
+        self._settle_probes(path)
         heads = self.arena.shape.num_kv_heads
-        for layer, rows in self._fresh.items():
+        for layer, branch in self._branch.items():
             for head in range(heads):
                 tail = self._tail[layer * heads + head]
-                tail.k = np.concatenate([tail.k, rows[head].k[:tokens]])
-                tail.v = np.concatenate([tail.v, rows[head].v[:tokens]])
+                tail.k = np.concatenate([tail.k, branch[head].k[path]])
+                tail.v = np.concatenate([tail.v, branch[head].v[path]])
         self._positions = positions
-        self.tokens += tokens
-        self.pending = 0
+        self.tokens += len(path)
+        self._open_branch()
         for _ in range(pages):
             self._close_page()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -286,8 +360,18 @@ class ReferenceCache:
         self._positions = self._positions[keep]
         self.table.append(column)
 
-    def abort(self) -> None:
-        self.pending = 0
+    def rewind(self, rows: int = 0) -> None:
+        """Keeps only the first `rows` rows of the branch."""
+        if not 0 <= rows <= self.branch_rows:
+            raise CacheError(f"the branch has {self.branch_rows} rows, not {rows}")
+        if rows and self._unattended and rows > self.branch_rows - self._pass_rows:
+            raise CacheError("a layer has not seen the newest rows yet")
+        self._forget_probes(rows)
+        if rows == 0:
+            self._open_branch()
+        elif rows < self.branch_rows:
+            self._parents = self._parents[:rows]
+            self._pass_rows = 0
 
     # -- evidence --
 
@@ -296,19 +380,47 @@ class ReferenceCache:
     ) -> None:
         """Keeps the rows of q [T, H, D] whose tokens are probes."""
         self._layers[params.layer] = (params, inv_freq)
-        for t, position in enumerate(positions.tolist()):
-            slot = _probe_slot(self.tokens + t)
+        depths = self._depths()[-self._pass_rows :]
+        for t, (depth, position) in enumerate(zip(depths, positions.tolist(), strict=True)):
+            token = self.tokens + depth
+            slot = self._probe_slot(token)
             if slot is None:
                 continue
             if params.layer == 0:
                 shape = (self.arena.shape.num_layers, *q.shape[1:])
-                self._probes[slot] = _Probe(self.tokens + t, position, np.zeros(shape, np.float16))
+                self._probes[slot] = _Probe(token, position, np.zeros(shape, np.float16))
             with np.errstate(over="ignore"):
                 rows = (q[t] * np.float32(params.scale)).astype(np.float16)
             self._probes[slot].rows[params.layer] = rows
             # A query that float16 cannot hold is no probe.
             if not np.isfinite(rows).all():
                 self._probes[slot].token = -1
+
+    def _depths(self) -> list[int]:
+        """Of every row of the branch, how many rows stand between it and the committed tokens."""
+        return (ancestry(self._parents).sum(axis=1) - 1).tolist()
+
+    def _forget_probes(self, kept_rows: int) -> None:
+        for depth in self._depths()[kept_rows:]:
+            slot = self._probe_slot(self.tokens + depth)
+            if slot in self._probes and self._probes[slot].token == self.tokens + depth:
+                self._probes[slot].token = -1
+
+    def _settle_probes(self, path: Sequence[int]) -> None:
+        """A slot that another row of the same depth wrote last holds no probe."""
+        depths = self._depths()
+        for depth, row in enumerate(path):
+            slot = self._probe_slot(self.tokens + depth)
+            if slot in self._probes and depth in depths[row + 1 :]:
+                self._probes[slot].token = -1
+
+    def _probe_slot(self, token: int) -> int | None:
+        """Where a token's query is kept, if it is a recent or a sampled probe."""
+        recent, sampled = ring_slots(self.arena.draft_tokens)
+        if token % PROBE_STRIDE == 0:
+            return token // PROBE_STRIDE % recent
+        run = token // PAGE_TOKENS
+        return recent + run % sampled if token == sampled_token(run) else None
 
     def _usable_probes(self, tokens: int) -> list[_Probe]:
         """The newest probes among the first `tokens` tokens, oldest first."""
@@ -317,7 +429,9 @@ class ReferenceCache:
         last = (tokens - 1) // PROBE_STRIDE
         recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
         wanted = sorted([*sampled[:PROBES], *recent] if tokens else [])
-        held = [self._probes.get(slot) for slot in map(_probe_slot, wanted) if slot is not None]
+        held = [
+            self._probes.get(slot) for slot in map(self._probe_slot, wanted) if slot is not None
+        ]
         return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
@@ -328,7 +442,7 @@ class ReferenceCache:
         Facts in order: mass, peak mass, mean mass, key, value and eviction error. Of the queries
         their mean, their mean square, and the mean square of their attention's output.
         """
-        self._check_idle()
+        self._check_between_passes()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
         probes = self._usable_probes(tokens)
         facts = np.zeros((6, shape.num_layers, heads, len(self.table)), np.float32)
@@ -355,10 +469,10 @@ class ReferenceCache:
     ) -> Float:
         """Fills the facts of one stream's pages from probe rows [R, D]; returns their outputs."""
         params, inv_freq = self._layers[layer]
-        values, positions, valid, parts = self._visible(params, head, inv_freq)
-        logits = np.concatenate([turn(rows) @ keys.T for keys, turn in parts], axis=1)
-        weights, seen = attention_weights(params, logits, where, positions, valid)
-        outputs = weights @ values
+        keys = self._keys(params, head, inv_freq, "full", branch=False)
+        seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
+        weights = attention_weights(params, keys.logits(rows), seen)
+        outputs = weights @ keys.values
         start = 0
         stream = layer * params.num_kv_heads + head
         for c, column in enumerate(self.table):
@@ -379,7 +493,7 @@ class ReferenceCache:
                     weights[heavy, part],
                     turned[heavy],
                     outputs[heavy],
-                    values[part],
+                    keys.values[part],
                     page.scale[KEYS].astype(np.float32),
                     page.scale[VALUES].astype(np.float32),
                 )
@@ -413,7 +527,8 @@ class ReferenceCache:
 
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens."""
-        if not 0 <= tokens <= self.tokens or self.pending:
+        self._check_idle()
+        if not 0 <= tokens <= self.tokens:
             raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
         sinks = min(self.arena.plan.sink_tokens, len(self._positions))
         first_in_tail = self.tokens - (len(self._positions) - sinks)
@@ -434,31 +549,29 @@ class ReferenceCache:
         self.tokens = tokens
 
     def demote(self, actions: NDArray[np.int32]) -> None:
-        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict.
-
-        The column after the last stands for the pages that will close from now on.
-        """
-        self._check_idle()
-        come = len(self.table)
+        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
+        self._check_between_passes()
         for layer, head, column, *bits in actions.tolist():
-            page = self._page(layer, head, column) if column != come else None
+            page = self._page(layer, head, column)
             held = page.bits if page else (0, 0)
-            if column == come:
-                held = self._entering[self._stream(layer, head)].tolist()
             lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
-            if not lower and (any(bits) or column == come):
+            if any(bits) and not lower:
                 raise CacheError("a page's widths only fall")
         for layer, head, column, k_bits, v_bits in actions.tolist():
-            stream = self._stream(layer, head)
-            if column == come:
-                self._entering[stream] = np.minimum(self._entering[stream], (k_bits, v_bits))
-                continue
             page = self._page(layer, head, column)
             if not k_bits:
-                self.table[column].pages[stream] = None
+                self.table[column].pages[self._stream(layer, head)] = None
             elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
                 page.bits = (k_bits, v_bits)
         self.table = [column for column in self.table if any(column.pages)]
+
+    def demote_entering(self, widths: Bytes) -> None:
+        """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
+        self._check_between_passes()
+        wanted = widths.reshape(-1, 2)
+        if not np.isin(wanted, list(GRANULES)).all() or (wanted > self._entering).any():
+            raise CacheError("a page's widths only fall")
+        self._entering = wanted.astype(np.uint8)
 
     def shift(self, column: int, delta: int) -> None:
         self._check_idle()
@@ -469,8 +582,12 @@ class ReferenceCache:
         self._column(column).mask = mask & (1 << PAGE_TOKENS) - 1
 
     def _check_idle(self) -> None:
-        if self.pending:
-            raise CacheError("a forward pass is under way: commit() or abort() it first")
+        if self._parents:
+            raise CacheError("a branch is open: commit() or rewind() it first")
+
+    def _check_between_passes(self) -> None:
+        if self._unattended:
+            raise CacheError("a forward pass is under way: finish, commit() or rewind() it first")
 
     def _column(self, column: int) -> Column:
         if not 0 <= column < len(self.table):
@@ -522,6 +639,7 @@ class ReferenceCache:
 
     def state(self) -> bytes:
         """Everything a later `load_state` needs, as an npz archive."""
+        self._check_idle()
         facts, widths = self.columns()
         arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
         arrays["arena"] = self._identity()
@@ -621,15 +739,7 @@ class ReferenceCache:
                 column.pages.append(page)
             self.table.append(column)
         self._restore_probes(arrays)
-        self.pending = 0
+        self._open_branch()
 
     def close(self) -> None:
         """Nothing to give back: numpy owns the arrays."""
-
-
-def _probe_slot(token: int) -> int | None:
-    """Where a token's query is kept, if it is a recent or a sampled probe."""
-    if token % PROBE_STRIDE == 0:
-        return token // PROBE_STRIDE % RING_SLOTS
-    run = token // PAGE_TOKENS
-    return RING_SLOTS + run % RING_SLOTS if token == sampled_token(run) else None

@@ -19,7 +19,7 @@ from kvq.config import (
     KvPlan,
 )
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import ALIGNMENT, PROBE_SLOTS, aligned, format_bytes, granule_bytes, page_bytes
+from kvq.formats import ALIGNMENT, aligned, format_bytes, granule_bytes, page_bytes, ring_slots
 from kvq.policies import policy_named
 
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
@@ -30,6 +30,7 @@ STATE_BYTES = 128
 COLUMN_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
+BRANCH_ROW_BYTES = 24
 LAYER_BYTES = 552
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
@@ -46,6 +47,7 @@ class Regions(NamedTuple):
     granule_owners: int
     tail_positions: int
     tail: int
+    branch: int
     probes: int
     probe_rows: int
     layers: int
@@ -117,7 +119,7 @@ class Geometry:
     def regions_for(self, columns: int, pool_bytes: int) -> Regions:
         """Everything but pages: state, tables, tail, probes, scratch."""
         shape, dim = self.shape, self.shape.head_dim
-        slots = PROBE_SLOTS if self.probes else 0
+        slots = sum(ring_slots(self.draft_tokens)) if self.probes else 0
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
             state=STATE_BYTES,
@@ -128,6 +130,7 @@ class Geometry:
             granule_owners=pool_bytes // granule_bytes(dim) * 4,
             tail_positions=self.tail_rows * 4,
             tail=self.streams * self.tail_rows * dim * 4,
+            branch=self.draft_tokens * BRANCH_ROW_BYTES,
             probes=slots * PROBE_BYTES,
             probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
             layers=shape.num_layers * LAYER_BYTES if slots else 0,

@@ -198,6 +198,7 @@ class CutGraph:
             "input_weights": mix,
             "position_ids": positions,
             "cache": np.zeros(1, np.int64),
+            "sequence_rows": np.array([len(ids)]),
             "logit_rows": rows,
         } | {name: np.array(value) for name, value in options.items()}
         if config.has_long_rope:
@@ -362,7 +363,8 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
         "input_ids": ("INT64", ["T", "K"]),
         "input_weights": ("FLOAT", ["T", "K"]),
         "position_ids": ("INT64", ["T"]),
-        "cache": ("INT64", ["1"]),
+        "cache": ("INT64", ["S"]),
+        "sequence_rows": ("INT64", ["S"]),
         "logit_rows": ("INT64", ["R"]),
         "weights_view": ("INT64", ["1"]),
         "exact_rows": ("INT64", ["1"]),
@@ -385,6 +387,7 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
     assert [value.name for value in first.inputs[1:]] == [
         "position_ids",
         "cache",
+        "sequence_rows",
         "rope.1.inv_freq",
         "layers.0.q_norm",
         "layers.0.k_norm",

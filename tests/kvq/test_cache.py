@@ -42,8 +42,8 @@ from kvq.errors import (
     UsageError,
 )
 from kvq.formats import page_bytes
-from kvq.policies import Evidence, Policy, policy_named
-from kvq.reference import KEYS, VALUES, codes_of, planes
+from kvq.policies import Evidence, Policy, Relief, policy_named
+from kvq.reference import KEYS, VALUES, ancestry, codes_of, planes
 from kvq.sizing import tight_plan
 from pairs import (
     UNROTATED,
@@ -73,12 +73,10 @@ class Recorder:
         self.policy = policy
         self.decided: list[list[int]] = []
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
-        actions = self.policy.relieve(evidence, bytes_short, columns_short)
-        self.decided += actions.tolist()
-        return actions
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        relief = self.policy.relieve(evidence, bytes_short, columns_short)
+        self.decided += relief.actions.tolist()
+        return relief
 
 
 @dataclass(slots=True)
@@ -139,9 +137,7 @@ class ListModel:
 
     def demote(self, actions: Sequence[Sequence[int]]) -> None:
         for layer, head, column, k_bits, v_bits in actions:
-            come = column == len(self.pages)
-            widths = self.entering if come else self.pages[column].widths
-            widths[layer, head] = (k_bits, v_bits)
+            self.pages[column].widths[layer, head] = (k_bits, v_bits)
         self.pages = [page for page in self.pages if any(map(any, page.widths.values()))]
 
     def facts(self) -> list[list[int]]:
@@ -200,6 +196,7 @@ class Traces(RuleBasedStateMachine):
         share=st.sampled_from([0.1, 0.0, 0.3, 1.0]),
         odd=st.integers(0, 300),
         prompt=st.sampled_from([700, 0, 150, 400]),
+        draft=st.sampled_from([8, 20, 128]),
     )
     def open(
         self,
@@ -211,14 +208,16 @@ class Traces(RuleBasedStateMachine):
         share: float,
         odd: int,
         prompt: int,
+        draft: int,
     ) -> None:
         self.shape = CacheShape(
             num_layers=2, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
         )
         self.plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=sinks, tail_tokens=tail)
         self.context = 3500
-        least = minimum_budget(self.shape, self.plan, self.context)
-        most = budget_for_tokens(self.shape, self.plan, self.context)
+        self.draft_tokens = draft
+        least = minimum_budget(self.shape, self.plan, self.context, draft_tokens=draft)
+        most = budget_for_tokens(self.shape, self.plan, self.context, draft_tokens=draft)
         self.budget = least + int(share * max(0, most - least)) + odd
         self.pair = self.opened()
         self.layers = [attention(self.shape, layer) for layer in range(2)]
@@ -229,7 +228,8 @@ class Traces(RuleBasedStateMachine):
         self.append(prompt)
 
     def opened(self) -> Pair:
-        pair = Pair.open(self.shape, self.plan, self.budget, self.context)
+        options = {"draft_tokens": self.draft_tokens}
+        pair = Pair.open(self.shape, self.plan, self.budget, self.context, **options)
         for cache in pair:
             cache.policy = Recorder(policy_named("oldest"))
         return pair
@@ -248,10 +248,20 @@ class Traces(RuleBasedStateMachine):
         first[2][:] = np.array(numbers, np.float32)[:, None, None]
         return numbers, [pack_heads(*first), pack_heads(*second)]
 
-    def attend(self, rows: list[Float]) -> list[list[int]]:
+    def attend(
+        self,
+        rows: list[Float],
+        positions: NDArray[np.int64] | None = None,
+        parents: Sequence[int] | None = None,
+        view: str = "full",
+    ) -> list[list[int]]:
         """One forward pass of both; returns what the policy took away."""
-        positions = np.arange(len(rows[0])) + self.model.tokens
-        outputs = [forward(cache, self.layers, rows, positions) for cache in self.pair]
+        if positions is None:
+            positions = np.arange(len(rows[0])) + self.model.tokens
+        outputs = [
+            forward(cache, self.layers, rows, positions, parents=parents, view=view)
+            for cache in self.pair
+        ]
         for got, want, largest in zip(*outputs, (2048.0, 5.0), strict=True):
             assert np.abs(got - want).max() <= TRACE_ERROR * largest
         decided = [cache.policy.decided for cache in self.pair]
@@ -294,6 +304,49 @@ class Traces(RuleBasedStateMachine):
         if not kept and not actions:
             assert [cache.state() for cache in self.pair] == before
 
+    @rule(
+        passes=st.lists(
+            st.lists(st.integers(-1, 6), min_size=1, max_size=5), min_size=1, max_size=4
+        ),
+        back=st.lists(st.integers(0, 7), max_size=3),
+        view=st.sampled_from(["full", "hi"]),
+        keep=st.integers(-1, 7),
+    )
+    def branch(self, passes: list[list[int]], back: list[int], view: str, keep: int) -> None:
+        """Trees in several passes, rewound now and then; one path of what is left is kept."""
+        parents: list[int] = []
+        numbers: list[int] = []
+        changes: list[list[int]] = []
+        before = [cache.state() for cache in self.pair]
+        for wanted in passes:
+            room = self.pair.native.arena.draft_tokens - len(parents)
+            new = [min(p, len(parents) + i - 1) for i, p in enumerate(wanted[:room])]
+            if not new or not self.has_numbers_left(len(parents) + len(new)):
+                break
+            parents += new
+            depth = ancestry(parents).sum(axis=1) - 1
+            added, rows = self.rows(len(new))
+            numbers += added
+            at = self.model.tokens + depth[-len(new) :]
+            changes += self.attend(rows, at, new, view)
+            if back:
+                left = min(back.pop(), len(parents))
+                del parents[left:], numbers[left:]
+                for cache in self.pair:
+                    cache.rewind(left)
+        path: list[int] = []
+        if parents and keep >= 0:
+            path = np.flatnonzero(ancestry(parents)[min(keep, len(parents) - 1)]).tolist()
+        for cache in self.pair:
+            assert cache.branch_rows == len(parents)
+            if path:
+                cache.commit(path)
+            else:
+                cache.rewind()
+        self.model.append([numbers[row] for row in path])
+        if not path and not changes:
+            assert [cache.state() for cache in self.pair] == before
+
     @rule(layer=st.integers(0, 1), value=st.sampled_from([np.nan, np.inf, -1e6]), key=st.booleans())
     def offer_a_bad_number(self, layer: int, value: float, key: bool) -> None:
         """A key or value that is not finite is refused, and nothing of that pass stays."""
@@ -324,13 +377,20 @@ class Traces(RuleBasedStateMachine):
                     lower.append((0, 0))
                     choice = lower[int(self.rng.integers(len(lower)))]
                     actions.append((layer, head, column, *choice))
-        for (layer, head), held in self.model.entering.items():
-            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
-            if self.rng.random() < share / 2:
-                choice = lower[int(self.rng.integers(len(lower)))]
-                actions.append((layer, head, len(self.model.pages), *choice))
         self.pair.demote(actions)
         self.model.demote(actions)
+
+    @precondition(lambda self: self.plan.quantized)
+    @rule(share=st.sampled_from([0.5, 0.1]))
+    def demote_entering(self, share: float) -> None:
+        """Lowers what pages of some heads will close at."""
+        for stream, held in self.model.entering.items():
+            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
+            if self.rng.random() < share:
+                self.model.entering[stream] = lower[int(self.rng.integers(len(lower)))]
+        widths = np.array(list(self.model.entering.values()), np.uint8)
+        for cache in self.pair:
+            cache.demote_entering(widths.reshape(2, -1, 2))
 
     @precondition(lambda self: self.model.pages)
     @rule(data=st.data(), delta=st.sampled_from([0, 5, -64, 4000]))
@@ -510,9 +570,7 @@ class Scattered:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         held = evidence.widths.astype(int)
         lost_columns = np.flatnonzero(held.any(axis=(0, 1, 3)))
         actions = []
@@ -532,7 +590,7 @@ class Scattered:
             bytes_short += page_bytes(evidence.head_dim, *after) if after[0] else 0
             held[layer, head, column] = after
             actions.append((layer, head, column, *after))
-        return np.array(actions, np.int32).reshape(-1, 5)
+        return Relief(actions=np.array(actions, np.int32).reshape(-1, 5))
 
 
 def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spare: int) -> int:
@@ -701,9 +759,7 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         [0, 0, 1, 4, 0],
         [0, 0, 1, 0, 4],
         [0, 0, 1, -2, 2],
-        [0, 0, columns + 1, 2, 2],
-        [0, 0, columns, 8, 8],  # pages enter at 8:4
-        [0, 0, columns, 0, 0],  # and cannot be evicted before they are there
+        [0, 0, columns, 2, 2],
         [0, 0, -1, 2, 2],
         [2, 0, 0, 2, 2],
         [0, 1, 0, 2, 2],
@@ -712,6 +768,9 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         with pytest.raises(CacheError):
             cache.demote(np.array([good, bad], np.int32))
         assert cache.state() == before
+    for entering in ((8, 8), (0, 0), (3, 2), (8, 0)):  # pages enter at 8:4
+        with pytest.raises(CacheError):
+            cache.demote_entering(np.full((2, 1, 2), entering, np.uint8))
     for call in (
         lambda: cache.shift(columns, 1),
         lambda: cache.shift(-1, 1),
@@ -897,7 +956,7 @@ def test_a_closed_cache_refuses_every_call() -> None:
         lambda: cache.begin(1),
         lambda: cache.attend(LAYERS[0], rows, at, UNROTATED),
         lambda: cache.commit(1),
-        cache.abort,
+        cache.rewind,
         lambda: cache.trim(0),
         cache.columns,
         cache.state,

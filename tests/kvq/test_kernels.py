@@ -117,12 +117,15 @@ def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> Non
             native.pack(x, side)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("dim", [16, *HEAD_DIMS])
-def test_the_two_bit_plane_is_the_top_of_the_high_plane(dim: int, side: int) -> None:
-    codes = np.random.default_rng(dim).integers(0, 256, (64, dim)).astype(np.uint8)
-    high = planes(codes, 4, side)
-    assert (native.repack(high, dim) == two_bit_plane(codes >> 6, side)).all()
+def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, side: int) -> None:
+    native.select_isa(kernels)
+    x = adversarial(64, dim)["noise"]
+    codes = encode(x, side)[0]
+    assert (native.pack(x, side, 4)[0] == planes(codes, 4, side)).all()
+    assert (native.pack(x, side, 2)[0] == two_bit_plane(codes >> 6, side)).all()
 
 
 def test_kernels_are_chosen_by_name() -> None:

@@ -28,13 +28,14 @@ def model(params: AttentionParams, norms: tuple[bool, bool] = (False, False)) ->
     inputs = [
         helper.make_tensor_value_info("qkv", TensorProto.FLOAT, ["T", "W"]),
         helper.make_tensor_value_info("positions", TensorProto.INT64, ["P"]),
-        helper.make_tensor_value_info("cache", TensorProto.INT64, ["one"]),
+        helper.make_tensor_value_info("cache", TensorProto.INT64, ["S"]),
+        helper.make_tensor_value_info("sequence_rows", TensorProto.INT64, ["R"]),
         helper.make_tensor_value_info("inv_freq", TensorProto.FLOAT, ["pairs"]),
         *(helper.make_tensor_value_info(n, TensorProto.FLOAT, ["D"]) for n in names if n),
     ]
     node = helper.make_node(
         "Attention",
-        ["qkv", "positions", "cache", "inv_freq", *_without_tail(names)],
+        ["qkv", "positions", "cache", "sequence_rows", "inv_freq", *_without_tail(names)],
         ["out"],
         name="attention",
         domain="kvq",
@@ -68,6 +69,7 @@ def feed(cache: Cache | int, rows: Float, positions: np.ndarray, **extra: Float)
         "qkv": rows,
         "positions": positions,
         "cache": np.array([handle]),
+        "sequence_rows": np.array([len(positions)]),
         "inv_freq": frequencies(32),
         **extra,
     }
@@ -137,7 +139,7 @@ def rows_of(count: int, width: int = WIDTH) -> Float:
 
 
 def expect_error(message: str, run: ort.InferenceSession, inputs: dict) -> None:
-    with pytest.raises(Exception, match=f"kvq::Attention: {message}") as caught:
+    with pytest.raises(Exception, match=f"kvq::Attention: .*{message}") as caught:
         run.run(None, inputs)
     assert type(caught.value).__module__.startswith("onnxruntime")
 
@@ -155,7 +157,7 @@ def test_an_unknown_or_closed_handle_is_an_exception(caches: list[Cache]) -> Non
 
 def test_begin_must_have_been_called(caches: list[Cache]) -> None:
     run = session(model(FIRST))
-    message = r"begin\(\) was not called for this many tokens"
+    message = r".*begin\(\) was not called for this many tokens"
     expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
     caches[0].begin(3)
     expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
@@ -169,6 +171,9 @@ def test_begin_must_have_been_called(caches: list[Cache]) -> None:
         ("qkv", np.ones((3, WIDTH), np.float32)),
         ("positions", np.arange(3)),
         ("cache", np.array([1, 1])),
+        ("cache", np.zeros(0, np.int64)),
+        ("sequence_rows", np.array([1, 1])),
+        ("inv_freq", np.ones(33, np.float32)),
         ("q_norm", np.ones(63, np.float32)),
         ("k_norm", np.ones(128, np.float32)),
     ],
@@ -186,10 +191,8 @@ def test_wrong_shapes_are_refused(caches: list[Cache], changed: str, value: np.n
     ("params", "inputs"),
     [
         (attention(SHAPE, 2), {}),
-        (attention(SHAPE, -1), {}),
         (attention(CacheShape(num_layers=1, num_heads=8, num_kv_heads=1, head_dim=64)), {}),
         (attention(CacheShape(num_layers=1, num_heads=3, num_kv_heads=1, head_dim=128)), {}),
-        (FIRST, {"inv_freq": np.ones(33, np.float32)}),
         (FIRST, {"positions": np.array([-1])}),
         (FIRST, {"positions": np.array([1 << 31])}),
     ],
@@ -201,7 +204,7 @@ def test_a_node_that_does_not_fit_the_cache_is_refused(
     width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
     caches[0].begin(1)
     given = feed(caches[0], rows_of(1, width), np.array([0])) | inputs
-    expect_error("shape, layer or positions do not fit the cache", run, given)
+    expect_error("an argument does not fit the cache", run, given)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e5])
@@ -226,3 +229,116 @@ def test_a_missing_attribute_is_named() -> None:
     made.graph.node[0].attribute.extend(kept)
     with pytest.raises(Exception, match="window_tokens"):
         session(made.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("num_heads", (1 << 32) + 6),
+        ("num_kv_heads", (1 << 32) + 2),
+        ("head_dim", (1 << 32) + 64),
+        ("head_dim", 0),
+        ("layer", 1 << 32),
+        ("layer", -1),
+        ("window_tokens", 1 << 63 - 1),
+        ("num_heads", 1 << 20),
+        ("num_kv_heads", 0),
+    ],
+)
+def test_attributes_out_of_range_are_refused_not_cut(attribute: str, value: int) -> None:
+    made = onnx.load_from_string(model(FIRST))
+    (found,) = (a for a in made.graph.node[0].attribute if a.name == attribute)
+    found.i = value
+    with pytest.raises(Exception, match=r"out of range|none of a cache's"):
+        session(made.SerializeToString())
+
+
+# ---- several sequences ---------------------------------------------------------------------------
+
+
+def sequences(count: int) -> list[Cache]:
+    """Caches of different widths and lengths, filled alike whenever this is called."""
+    made = []
+    for index, (tokens, widths) in enumerate(
+        [(3, (4, 2)), (700, (8, 8)), (1500, (4, 4)), (131, (16, 16)), (1, (8, 2))][:count]
+    ):
+        plan = KvPlan(k_bits=widths[0], v_bits=widths[1])
+        budget = budget_for_tokens(SHAPE, plan, CONTEXT, threads=2)
+        cache = open_cache(SHAPE, plan, budget, CONTEXT, threads=2)
+        rng = np.random.default_rng(index)
+        layers = [attention(SHAPE, layer) for layer in range(2)]
+        while cache.tokens < tokens:
+            part = min(250, tokens - cache.tokens)
+            rows = [pack_heads(*random_heads(rng, SHAPE, part)) for _ in layers]
+            forward(cache, layers, rows, np.arange(part) + cache.tokens, frequencies(32))
+            cache.commit(part)
+        made.append(cache)
+    return made
+
+
+def joined(caches: list[Cache], rows: list[Float], positions: list[np.ndarray]) -> dict:
+    return feed(caches[0], np.concatenate(rows), np.concatenate(positions)) | {
+        "cache": np.array([cache.handle for cache in caches]),
+        "sequence_rows": np.array([len(part) for part in rows]),
+    }
+
+
+# Decoding, drafts and trees, and a chunk of a prompt that closes pages, in one pass.
+BRANCHES = [
+    (1, None),
+    (5, [-1, 0, 0, 1, -1]),
+    (1, None),
+    (200, None),
+    (8, [-1, 0, 1, 2, 3, 4, 5, 6]),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_many_sequences_in_a_pass_equal_each_alone(count: int, threads: int) -> None:
+    together, alone = sequences(count), sequences(count)
+    params = [attention(SHAPE, 0, softcap=30.0), attention(SHAPE, 1, window_tokens=300)]
+    runs = [session(model(layer), threads) for layer in params]
+    rng = np.random.default_rng(count)
+    for turn in range(3):
+        branches = BRANCHES[turn:count] + BRANCHES[: min(turn, count)]
+        for group in (together, alone):
+            for cache, (rows, parents) in zip(group, branches, strict=True):
+                cache.begin(rows, parents)
+        for run in runs:
+            rows = [pack_heads(*random_heads(rng, SHAPE, n)) for n, _ in branches]
+            at = [np.arange(n) + c.tokens for c, (n, _) in zip(together, branches, strict=True)]
+            (got,) = run.run(None, joined(together, rows, at))
+            want = [
+                run.run(None, feed(cache, part, where))[0]
+                for cache, part, where in zip(alone, rows, at, strict=True)
+            ]
+            assert (got == np.concatenate(want)).all()
+        for group in (together, alone):
+            for cache, (rows, parents) in zip(group, branches, strict=True):
+                cache.commit(rows if parents is None else [0])
+    for one, other in zip(together, alone, strict=True):
+        assert one.state() == other.state()
+        one.close()
+        other.close()
+
+
+def test_a_pass_of_sequences_that_do_not_fit_together_is_refused() -> None:
+    first, second = sequences(2)
+    run = session(model(FIRST))
+    for cache in (first, second):
+        cache.begin(2)
+    rows = [rows_of(2), rows_of(2)]
+    good = joined([first, second], rows, [np.arange(2) + 3, np.arange(2) + 700])
+    expect_error(
+        f"cache {first.handle} is given twice", run, good | {"cache": np.array([first.handle] * 2)}
+    )
+    expect_error("no open cache has handle -1", run, good | {"cache": np.array([first.handle, -1])})
+    for counts in ([3, 0], [1, 2], [2, 3], [-1, 5], [1 << 62, 1 << 62], [4, 1 << 63 - 4]):
+        message = "sequence_rows do not add up"
+        expect_error(message, run, good | {"sequence_rows": np.array(counts)})
+    expect_error("begin", run, good | {"sequence_rows": np.array([1, 3])})
+    assert np.isfinite(run.run(None, good)[0]).all()
+    for cache in (first, second):
+        cache.rewind()
+        cache.close()

@@ -41,7 +41,7 @@ def settled(examples: int) -> settings:
 
 
 def relieve(facts: Evidence, bytes_short: int, columns_short: int = 0, policy: str = "oldest"):
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
 
 
 def every_page(column: int, k_bits: int, v_bits: int) -> list[list[int]]:

@@ -71,9 +71,12 @@ def forward(
     qkv: Sequence[Float],
     positions: NDArray[np.int64],
     inv_freq: Float = UNROTATED,
+    *,
+    parents: Sequence[int] | None = None,
+    view: str = "full",
 ) -> list[Float]:
-    """`begin` and every layer's `attend`; the caller commits or aborts."""
-    cache.begin(len(positions))
+    """`begin` and every layer's `attend`; the caller commits or rewinds."""
+    cache.begin(len(positions), parents, view=view)
     return [
         cache.attend(params, rows, positions, inv_freq)
         for params, rows in zip(layers, qkv, strict=True)

@@ -122,7 +122,7 @@ def relieve(
     policy: str, facts: Evidence, bytes_short: int, columns_short: int = 0
 ) -> list[list[int]]:
     """What the policy of that name and options does, as lists."""
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).tolist()
+    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
 
 
 def one_head(*pages: float) -> NDArray[np.float64]:

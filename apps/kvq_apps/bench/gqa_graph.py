@@ -101,8 +101,8 @@ class _Rewriter:
         kv_width = config.num_kv_heads * config.head_dim
         sizes = self._integers(config.qkv_width - 2 * kv_width, kv_width, kv_width)
         q, k, v = self._before(node, f"{path}/Split", [packed, sizes], 3, axis=-1)
-        q = self._normed_heads(node, f"{path}/q_norm", q, node.inputs[4], config.num_heads)
-        k = self._normed_heads(node, f"{path}/k_norm", k, node.inputs[5], config.num_kv_heads)
+        q = self._normed_heads(node, f"{path}/q_norm", q, node.inputs[5], config.num_heads)
+        k = self._normed_heads(node, f"{path}/k_norm", k, node.inputs[6], config.num_kv_heads)
         [v] = self._before(node, f"{path}/v/Unsqueeze", [v, self._integers(0)], 1)
         return q, k, v
 

@@ -4,17 +4,20 @@
 #include "kernels.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "simd_avx2.h"
+
 #include "kernels.inl"
 
 namespace kvq {
 const Kernels* avx2_kernels() {
-    static const Kernels table{"avx2", pack_k, pack_v, attend_page, attend_tile, page_evidence,
-                               to_half, from_half};
+    static const Kernels table{"avx2",      pack_k,        pack_v,  narrow,   attend_page,
+                               attend_tile, page_evidence, to_half, from_half};
     const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
     return runs ? &table : nullptr;
 }
 }  // namespace kvq
 #else
-const kvq::Kernels* kvq::avx2_kernels() { return nullptr; }
+const kvq::Kernels* kvq::avx2_kernels() {
+    return nullptr;
+}
 #endif

@@ -6,17 +6,20 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define KVQ_VNNI
 #include "simd_avx2.h"
+
 #include "kernels.inl"
 
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
-    static const Kernels table{"avx512vnni", pack_k, pack_v, attend_page, attend_tile, page_evidence,
-                               to_half, from_half};
+    static const Kernels table{"avx512vnni", pack_k,        pack_v,  narrow,   attend_page,
+                               attend_tile,  page_evidence, to_half, from_half};
     const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("f16c");
     return runs ? &table : nullptr;
 }
 }  // namespace kvq
 #else
-const kvq::Kernels* kvq::avx512vnni_kernels() { return nullptr; }
+const kvq::Kernels* kvq::avx512vnni_kernels() {
+    return nullptr;
+}
 #endif

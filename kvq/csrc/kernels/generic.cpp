@@ -3,12 +3,13 @@
 
 #include "kernels.h"
 #include "simd_generic.h"
+
 #include "kernels.inl"
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic", pack_k, pack_v, attend_page, attend_tile, page_evidence,
-                               to_half, from_half};
+    static const Kernels table{"generic",   pack_k,        pack_v,  narrow,   attend_page,
+                               attend_tile, page_evidence, to_half, from_half};
     return &table;
 }
 }  // namespace kvq

@@ -1,7 +1,9 @@
-// What a set of kernels offers. Includes the C++ standard library and the page layout, nothing else:
-// no cache, no framework. Each instruction set compiles kernels.inl once over its own simd header.
+// What a set of kernels offers. Includes the C++ standard library and the page layout, nothing
+// else: no cache, no framework. Each instruction set compiles kernels.inl once over its own simd
+// header.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "../format.h"
 
@@ -9,6 +11,7 @@ namespace kvq {
 
 constexpr int kBlockRows = 16;  // query rows that share one pass over the pages
 constexpr int kMaxGroups = kMaxHeadDim / 32;
+constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kNothingSeen = -1e30f;  // running maximum before the first visible key
 
 // One page as a kernel sees it.
@@ -18,8 +21,6 @@ struct PageView {
     const uint16_t* k_constants;
     const uint16_t* v_constants;
     int k_bits, v_bits;
-    int64_t position;  // of token 0
-    uint64_t mask;
 };
 
 // Up to kBlockRows query rows of one KV head and their running softmax (base 2).
@@ -27,13 +28,22 @@ struct PageView {
 struct Block {
     int rows, head_dim;
     float softcap_log2;  // softcap * log2(e), or 0
-    int window;          // 0: none
-    int64_t position[kBlockRows];
     float maximum[kBlockRows];
     float sum[kBlockRows];
     alignas(64) float q[kBlockRows * kMaxHeadDim];  // rotated and scaled
     alignas(64) float acc[kBlockRows * kMaxHeadDim];
+
+    // Nothing seen yet; the rows of q are the caller's to fill.
+    void start(int row_count, int dim, float softcap);
 };
+
+inline void Block::start(int row_count, int dim, float softcap) {
+    rows = row_count;
+    head_dim = dim;
+    softcap_log2 = softcap * kLog2E;
+    for (int r = 0; r < rows; r++) maximum[r] = kNothingSeen, sum[r] = 0;
+    std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows * dim));
+}
 
 // What a block's rows see of one page; sums over the rows that can see any of it.
 struct PageEvidence {
@@ -47,21 +57,24 @@ struct PageEvidence {
 // A row that gives a page less than this much of its attention counts in its mass only.
 constexpr float kObservedMass = 1.0f / 4096.0f;
 
+// `visible` is one mask per row of the block, bit i for key i; null: every row sees every key.
 struct Kernels {
     const char* name;
-    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not finite
-    // in float16.
+    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not
+    // finite in float16.
     bool (*pack_k)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
     bool (*pack_v)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
+    // A hi4 plane becomes the 2-bit plane of its codes' top bits, at its start.
+    void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.
-    void (*page)(Block& block, const float* q, const PageView& page);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D]. key_positions ascend.
-    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* key_positions,
-                 int n);
-    // Reads a page for rows whose softmax is complete: acc is their attention output. q as in `page`;
-    // unit turns its products with keys into natural logits.
-    void (*evidence)(const Block& block, const float* q, const PageView& page, float unit,
-                     PageEvidence& seen);
+    void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D].
+    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n,
+                 const uint64_t* visible);
+    // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
+    // `page`; unit turns its products with keys into natural logits.
+    void (*evidence)(const Block& block, const float* q, const PageView& page,
+                     const uint64_t* visible, float unit, PageEvidence& seen);
     // False if any value is not finite in float16.
     bool (*to_half)(const float* x, uint16_t* out, int n);
     void (*from_half)(const uint16_t* x, float* out, int n);

@@ -5,15 +5,15 @@ namespace {
 
 using kvq::Block;
 using kvq::kBlockRows;
+using kvq::kLog2E;
 using kvq::kMaxGroups;
 using kvq::kMaxHeadDim;
 using kvq::kNothingSeen;
 using kvq::kPageTokens;
 using kvq::PageView;
 
-constexpr float kLog2E = 1.44269504088896340736f;
-
-// 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2, 1/2].
+// 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2,
+// 1/2].
 inline F exp2_lanes(F x) {
     x = max(x, set1(-200.0f));
     const F n = round(x);
@@ -62,10 +62,10 @@ inline void widen_constants(const uint16_t* constants, int n, int bits, Constant
 }
 
 // Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 8 bits use
-// the fine part against their hi4 plane, or rounding x would cost more than the page's own rounding;
-// narrower reads do without.
-// Returns, lane by lane, what the middle of the code range adds to sums over these codes: the fine
-// part meets hi4 alone, whose values 16 * hi stand 120 from their middle.
+// the fine part against their hi4 plane, or rounding x would cost more than the page's own
+// rounding; narrower reads do without. Returns, lane by lane, what the middle of the code range
+// adds to sums over these codes: the fine part meets hi4 alone, whose values 16 * hi stand 120 from
+// their middle.
 template <int Lanes, bool Fine>
 inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8_t* fine,
                      float* scale) {
@@ -91,8 +91,8 @@ inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8
     return centre * set1(*scale);
 }
 
-// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one loud
-// channel costs its own group only.
+// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one
+// loud channel costs its own group only.
 struct FoldedQuery {
     alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
     alignas(64) int8_t fine[kMaxHeadDim + 16];
@@ -122,8 +122,7 @@ inline void fold_query(const float* q, const Constants& k, int head_dim, FoldedQ
     const int whole = head_dim / 32;
     for (int g = 0; g < whole; g++)
         constant = constant + fold_group<4, Bits == 8>(q, k, g, kHalfRange, out);
-    if (head_dim % 32)
-        constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
+    if (head_dim % 32) constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
     out.constant = reduce_add(constant);
 }
 
@@ -196,7 +195,8 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
         F logit[N];
         for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
         for (int g = 0; g < whole; g++)
-            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g, logit);
+            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g,
+                                            logit);
         if (head_dim % 32)
             group_logits<Bits, N, kVectors / 2>(hi + whole * kVectors * 32,
                                                 lo + whole * kVectors * 32, q, whole, logit);
@@ -282,8 +282,7 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
                     }
                 }
             }
-            for (int r = 0; r < N; r++)
-                total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
+            for (int r = 0; r < N; r++) total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
         }
         for (int r = 0; r < N; r++) {
             float* out = acc + r * head_dim + 8 * group;
@@ -294,7 +293,8 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
 }
 
 // Serves `rows` rows N at a time and the rest in one go: call(count as a constant, first row).
-template <int N, class Call> inline void rows_of(int rows, Call&& call) {
+template <int N, class Call>
+inline void rows_of(int rows, Call&& call) {
     int r = 0;
     for (; r + N <= rows; r += N) call(std::integral_constant<int, N>{}, r);
     if constexpr (N > 1) {
@@ -303,17 +303,10 @@ template <int N, class Call> inline void rows_of(int rows, Call&& call) {
     }
 }
 
-// Bits of tokens first + 0..63 that a query at `position` may see: causal, then the window.
-inline uint64_t visible(int64_t position, int64_t first, int window) {
-    const int64_t end = position - first + 1;  // exclusive
-    if (end <= 0) return 0;
-    uint64_t bits = end >= 64 ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-    if (window > 0) {
-        const int64_t begin = position - window + 1 - first;
-        if (begin >= 64) return 0;
-        if (begin > 0) bits &= ~uint64_t{0} << begin;
-    }
-    return bits;
+// Bits of row r's mask of `n` keys.
+inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
+    if (visible) return visible[r];
+    return n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
 // A page whose best logit stands this far (base 2) below the best so far adds nothing that float32
@@ -360,14 +353,14 @@ void all_logits(const PageView& page, const Block& block, const float* q, float*
 }
 
 template <int Bits>
-void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* bits) {
+void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* visible) {
     Constants constants;
     FoldedWeights folded[kBlockRows];
     widen_constants(page.v_constants, kPageTokens, Bits, constants);
     bool any = false;
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        if (softmax_update(block, r, scores + r * kPageTokens, bits[r], p)) {
+        if (softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r), p)) {
             fold_weights<Bits>(p, constants, folded[r]);
             any = true;
         } else {
@@ -380,21 +373,18 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
     });
 }
 
-void attend_page(Block& block, const float* q, const PageView& page) {
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    for (int r = 0; r < block.rows; r++) {
-        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
-        any |= bits[r];
-    }
-    if (!any) return;
-    alignas(64) float scores[kBlockRows * kPageTokens];
+void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
     if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
     else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
     else all_logits<2>(page, block, q, scores);
-    if (page.v_bits == 8) all_values<8>(page, block, scores, bits);
-    else if (page.v_bits == 4) all_values<4>(page, block, scores, bits);
-    else all_values<2>(page, block, scores, bits);
+}
+
+void attend_page(Block& block, const float* q, const PageView& page, const uint64_t* visible) {
+    alignas(64) float scores[kBlockRows * kPageTokens];
+    page_scores(page, block, q, scores);
+    if (page.v_bits == 8) all_values<8>(page, block, scores, visible);
+    else if (page.v_bits == 4) all_values<4>(page, block, scores, visible);
+    else all_values<2>(page, block, scores, visible);
 }
 
 // ---- evidence ------------------------------------------------------------------------------
@@ -438,27 +428,19 @@ inline float page_weights(const Block& block, int r, const float* logits, uint64
     return reduce_add(total);
 }
 
-void page_evidence(const Block& block, const float* q, const PageView& page, float unit,
-                   kvq::PageEvidence& seen) {
+void page_evidence(const Block& block, const float* q, const PageView& page,
+                   const uint64_t* visible, float unit, kvq::PageEvidence& seen) {
     const int dim = block.head_dim;
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    for (int r = 0; r < block.rows; r++) {
-        bits[r] = page.mask & visible(block.position[r], page.position, block.window);
-        any |= bits[r];
-    }
-    if (!any) return;
     alignas(64) float scores[kBlockRows * kPageTokens];
-    if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
-    else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
-    else all_logits<2>(page, block, q, scores);
+    page_scores(page, block, q, scores);
     Constants keys, values;
     alignas(64) float v[kPageTokens * kMaxHeadDim], length[kPageTokens];  // values, |value|^2
     bool read = false;
     for (int r = 0; r < block.rows; r++) {
-        if (!bits[r]) continue;
+        const uint64_t bits = mask_of(visible, r);
+        if (!bits) continue;
         alignas(64) float p[kPageTokens];
-        const float mass = page_weights(block, r, scores + r * kPageTokens, bits[r], p);
+        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p);
         seen.rows++;
         seen.mass += mass;
         if (mass < kvq::kObservedMass) continue;
@@ -468,7 +450,8 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
             read_values(page, dim, values, v);
             for (int t = 0; t < kPageTokens; t++) {
                 F sum = set1(0.0f);
-                for (int c = 0; c < dim; c += 8) sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
+                for (int c = 0; c < dim; c += 8)
+                    sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
                 length[t] = reduce_add(sum);
             }
             read = true;
@@ -509,12 +492,13 @@ void page_evidence(const Block& block, const float* q, const PageView& page, flo
                 size = fma(x, x, size);
             }
         }
-        const float spread = reduce_add(lengths) - 2.0f * reduce_add(inner) +
-                             reduce_add(size) * reduce_add(squares);
+        const float spread =
+            reduce_add(lengths) - 2.0f * reduce_add(inner) + reduce_add(size) * reduce_add(squares);
         const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
         const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
         seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * (spread > 0.0f ? spread : 0.0f);
-        seen.value_error += reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.value_error +=
+            reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
         seen.evict_error += reduce_add(gone) / (left * left);
     }
 }
@@ -565,29 +549,9 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32_t* positions,
-                 int n) {
+void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
+                 const uint64_t* visible) {
     const int head_dim = block.head_dim;
-    uint64_t bits[kBlockRows];
-    uint64_t any = 0;
-    int32_t first = positions[0], last = positions[0];
-    for (int t = 1; t < n; t++) {
-        first = positions[t] < first ? positions[t] : first;
-        last = positions[t] > last ? positions[t] : last;
-    }
-    for (int r = 0; r < block.rows; r++) {
-        const int64_t end = block.position[r];
-        const int64_t begin = block.window ? end - block.window + 1 : INT64_MIN;
-        bits[r] = 0;
-        if (first >= begin && last <= end) {
-            bits[r] = n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-        } else if (first <= end && last >= begin) {
-            for (int t = 0; t < n; t++)
-                bits[r] |= static_cast<uint64_t>(positions[t] >= begin && positions[t] <= end) << t;
-        }
-        any |= bits[r];
-    }
-    if (!any) return;
     alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
     alignas(64) float scores[kBlockRows * kPageTokens];
     F rows[8];
@@ -602,7 +566,7 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, const int32
     });
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        if (!softmax_update(block, r, scores + r * kPageTokens, bits[r], p))
+        if (!softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r, n), p))
             for (F& weights : p) weights = set1(0.0f);
         for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
     }
@@ -622,7 +586,9 @@ inline uint16_t half_up(float x) {  // x >= 0
     uint16_t h = float_to_half(x);
     return half_to_float(h) < x ? h + 1 : h;
 }
-inline bool finite_half(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+inline bool finite_half(uint16_t h) {
+    return (h & 0x7c00) != 0x7c00;
+}
 
 // Stores scale and min so that no value of [low, high] leaves codes 0..255.
 inline bool encode_constants(float low, float high, uint16_t* scale, uint16_t* minimum) {
@@ -665,7 +631,8 @@ bool pack_k(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t*
         store(high + c, b);
     }
     for (int c = 0; c < head_dim; c++) {
-        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c)) return false;
+        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c))
+            return false;
         scale[c] = half_to_float(constants[c]);
         minimum[c] = half_to_float(constants[head_dim + c]);
     }
@@ -708,6 +675,20 @@ bool pack_v(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t*
                        t % 8 >= 4, codes[c]);
     }
     return true;
+}
+
+// Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel octets
+// of one token group, for values two token octets of one channel group.
+void narrow(uint8_t* plane, int head_dim) {
+    for (int m = 0; m < head_dim / 2; m++) {
+        uint8_t merged[32];
+        for (int i = 0; i < 32; i++) {
+            const uint8_t a = plane[64 * m + i], b = plane[64 * m + 32 + i];
+            merged[i] = static_cast<uint8_t>((a >> 2 & 3) | (a >> 6 & 3) << 2 | (b >> 2 & 3) << 4 |
+                                             (b >> 6 & 3) << 6);
+        }
+        std::memcpy(plane + 32 * m, merged, 32);
+    }
 }
 
 bool to_half(const float* x, uint16_t* out, int n) {

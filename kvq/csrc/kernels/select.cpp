@@ -26,7 +26,9 @@ const Kernels*& chosen() {
 
 }  // namespace
 
-const Kernels& kernels() { return *chosen(); }
+const Kernels& kernels() {
+    return *chosen();
+}
 
 bool select_kernels(const char* name) {
     const Kernels* table = find(name);
@@ -38,7 +40,8 @@ const char* available_kernels() {
     static const std::string names = [] {
         std::string all;
         for (Getter getter : kBestFirst)
-            if (const Kernels* table = getter()) all += (all.empty() ? "" : ",") + std::string(table->name);
+            if (const Kernels* table = getter())
+                all += (all.empty() ? "" : ",") + std::string(table->name);
         return all;
     }();
     return names.c_str();

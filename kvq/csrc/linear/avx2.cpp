@@ -6,6 +6,7 @@
 #include "linear.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vectors_avx2.h"
+
 #include "linear.inl"
 
 namespace kvq {
@@ -17,5 +18,7 @@ const LinearKernels* avx2_linear() {
 }
 }  // namespace kvq
 #else
-const kvq::LinearKernels* kvq::avx2_linear() { return nullptr; }
+const kvq::LinearKernels* kvq::avx2_linear() {
+    return nullptr;
+}
 #endif

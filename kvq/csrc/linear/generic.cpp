@@ -5,6 +5,7 @@
 
 #include "linear.h"
 #include "vectors_generic.h"
+
 #include "linear.inl"
 
 namespace kvq {

@@ -1,4 +1,5 @@
-// Products and embeddings over a pool of threads: rounds the input once, divides panels among threads.
+// Products and embeddings over a pool of threads: rounds the input once, divides panels among
+// threads.
 #include "linear.h"
 
 #include <algorithm>
@@ -32,7 +33,8 @@ const LinearKernels& chosen() {
     return *generic_linear();
 }
 
-template <class T> T* grown(std::vector<T>& buffer, size_t count) {
+template <class T>
+T* grown(std::vector<T>& buffer, size_t count) {
     if (buffer.size() < count) buffer.resize(count);
     return buffer.data();
 }
@@ -45,16 +47,22 @@ struct Scratch {
     std::vector<uint8_t> exact;
 };
 
-template <class Work> void dispatch(const Dispatch& pool, size_t count, Work work) {
+template <class Work>
+void dispatch(const Dispatch& pool, size_t count, Work work) {
     if (count == 0) return;
     if (count == 1) return work(0);
-    pool.run(pool.context, [](void* user, size_t i) { (*static_cast<Work*>(user))(i); }, count, &work);
+    pool.run(
+        pool.context, [](void* user, size_t i) { (*static_cast<Work*>(user))(i); }, count, &work);
 }
 
 class Product {
 public:
     Product(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
-        : call_(call), pool_(pool), layout_(call.matrix), table_(chosen()), scratch_(scratch),
+        : call_(call),
+          pool_(pool),
+          layout_(call.matrix),
+          table_(chosen()),
+          scratch_(scratch),
           first_panel_(call.first_row == call.matrix.rows ? layout_.panels
                                                           : call.first_row / kPanelRows) {
         const size_t tokens = call.tokens;
@@ -126,7 +134,8 @@ private:
         const size_t columns = (left + panels - 1) / panels;
         const size_t blocks = (call_.tokens + rows - 1) / rows;
         dispatch(pool_, blocks * columns, [=](size_t unit) {
-            const int first = int(unit / columns) * rows, from = begin + int(unit % columns) * panels;
+            const int first = int(unit / columns) * rows,
+                      from = begin + int(unit % columns) * panels;
             const int to = std::min(from + panels, layout_.panels);
             const int count = std::min(rows, call_.tokens - first);
             for (int p = from; p < to; p++) multiply(view, p, first, count, tops);
@@ -199,7 +208,8 @@ private:
         std::copy(tops, tops + panels, sorted);
         std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
         const float least = sorted[count - 1];
-        int room = count - int(std::count_if(tops, tops + panels, [=](float x) { return x > least; }));
+        int room =
+            count - int(std::count_if(tops, tops + panels, [=](float x) { return x > least; }));
         for (int p = 0; p < panels; p++)
             marks[p] = tops[p] > least || (tops[p] == least && room-- > 0);
     }
@@ -224,8 +234,8 @@ int run_linear(const kvq_linear& call, const Dispatch& pool) {
     const bool added = call.bias || call.residual || call.first_row;
     if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
-        (call.activation && call.norm) || call.first_row < 0 ||
-        call.first_row > call.matrix.rows || call.exact_panels < 0 || (call.exact_panels && added))
+        (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
+        call.exact_panels < 0 || (call.exact_panels && added))
         return KVQ_BAD_ARGUMENT;
     if (call.tokens == 0) return KVQ_OK;
     static thread_local Scratch scratch;
@@ -265,8 +275,12 @@ int kvq_linear_run(const kvq_linear* call) {
     return kvq::run_linear(*call, serial);
 }
 
-int kvq_embed_run(const kvq_embed* call) { return kvq::run_embed(*call); }
+int kvq_embed_run(const kvq_embed* call) {
+    return kvq::run_embed(*call);
+}
 
-int64_t kvq_weight_bytes_read() { return kvq::g_bytes_read.load(); }
+int64_t kvq_weight_bytes_read() {
+    return kvq::g_bytes_read.load();
+}
 
 }  // extern "C"

@@ -1,5 +1,5 @@
-// The kernels, written once over sixteen lanes: a panel's rows. A .cpp file includes a vectors header,
-// then this. kvq/reference_linear.py says what each computes.
+// The kernels, written once over sixteen lanes: a panel's rows. A .cpp file includes a vectors
+// header, then this. kvq/reference_linear.py says what each computes.
 
 namespace {
 
@@ -42,7 +42,8 @@ inline Floats exponential(Floats x) {
 }
 
 // Both activations are x times the logistic function of something.
-template <int Activation> inline Floats activated(Floats x) {
+template <int Activation>
+inline Floats activated(Floats x) {
     if constexpr (Activation == KVQ_SILU) {
         return x / (set1(1.0f) + exponential(set1(0.0f) - x));
     } else {
@@ -51,7 +52,8 @@ template <int Activation> inline Floats activated(Floats x) {
     }
 }
 
-void round_block(const float* x, int columns, int block, int8_t* levels, float& scale, int32_t& sum) {
+void round_block(const float* x, int columns, int block, int8_t* levels, float& scale,
+                 int32_t& sum) {
     Ints top_bits = set1(0);
     for (int i = 0; i < block; i += kLanes)
         top_bits = max(top_bits, magnitude_bits(load_to(x, i, columns)));
@@ -72,9 +74,11 @@ void round_block(const float* x, int columns, int block, int8_t* levels, float& 
     sum = reduce_add(total);
 }
 
-void round_row(const float* x, int columns, int block, int8_t* levels, float* scales, int32_t* sums) {
+void round_row(const float* x, int columns, int block, int8_t* levels, float* scales,
+               int32_t* sums) {
     for (int b = 0; b * block < columns; b++)
-        round_block(x + b * block, columns - b * block, block, levels + b * block, scales[b], sums[b]);
+        round_block(x + b * block, columns - b * block, block, levels + b * block, scales[b],
+                    sums[b]);
 }
 
 void norm_row(const float* x, const float* weight, int columns, float epsilon, float* out) {
@@ -103,8 +107,8 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
 // What a product makes of the stored codes.
 enum Reading { kFourBits, kUpperNibbles, kBothNibbles };
 
-// How far ahead to fetch: far enough to hide a miss behind sixteen rows of work, and in small panels
-// the same place of the next one, so that a view never fetches the plane it leaves out.
+// How far ahead to fetch: far enough to hide a miss behind sixteen rows of work, and in small
+// panels the same place of the next one, so that a view never fetches the plane it leaves out.
 inline size_t prefetch_bytes(const PanelLayout& layout) {
     return layout.panel_bytes <= 32 << 10 ? layout.panel_bytes : 8 << 10;
 }
@@ -129,13 +133,15 @@ inline void add_block(const Source& source, int block, const int8_t* x, size_t s
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
         KVQ_UNROLL for (int g = j; g < j + kFlushGroups; g++) {
             const CodePair codes = source.group(g);
-            KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes, x + m * stride + kPanelGroup * g);
+            KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes,
+                                                               x + m * stride + kPanelGroup * g);
         }
         KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
     }
 }
 
-template <Reading Read> inline Ints whole(const Dots& upper, const Dots& lower, int32_t sum) {
+template <Reading Read>
+inline Ints whole(const Dots& upper, const Dots& lower, int32_t sum) {
     if constexpr (Read == kFourBits) return upper.total + set1(-8 * sum);
     if constexpr (Read == kUpperNibbles) return shifted<5>(upper.total) + set1(-241 * sum);
     if constexpr (kWholeCodes) return upper.total + set1(-128 * sum);

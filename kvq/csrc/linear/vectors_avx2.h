@@ -10,11 +10,19 @@ namespace {
 constexpr int kMaxRows = 5;
 constexpr bool kWholeCodes = false;
 
-struct Floats { __m256 a, b; };
-struct Ints { __m256i a, b; };
+struct Floats {
+    __m256 a, b;
+};
+struct Ints {
+    __m256i a, b;
+};
 
-inline Floats set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Floats set1(float x) {
+    return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+}
+inline Floats load(const float* p) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
 inline void store(float* p, Floats x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
@@ -48,13 +56,20 @@ inline float reduce_add(Floats x) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
-inline Floats to_float(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-inline Ints to_int(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
-inline Ints set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Floats to_float(Ints x) {
+    return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+}
+inline Ints to_int(Floats x) {
+    return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
+}
+inline Ints set1(int32_t x) {
+    return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+}
 inline Ints operator+(Ints x, Ints y) {
     return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
-template <int Bits> inline Ints shifted(Ints x) {
+template <int Bits>
+inline Ints shifted(Ints x) {
     return {_mm256_slli_epi32(x.a, Bits), _mm256_slli_epi32(x.b, Bits)};
 }
 inline Ints magnitude_bits(Floats x) {
@@ -62,7 +77,9 @@ inline Ints magnitude_bits(Floats x) {
     return {_mm256_and_si256(_mm256_castps_si256(x.a), mask),
             _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
 }
-inline Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline Ints max(Ints x, Ints y) {
+    return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
+}
 inline int32_t reduce_max(Ints x) {
     const __m256i eight = _mm256_max_epi32(x.a, x.b);
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
@@ -79,7 +96,9 @@ inline __m256 power_of_two(__m256 n) {
     const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
 }
-inline Floats power_of_two(Floats n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline Floats power_of_two(Floats n) {
+    return {power_of_two(n.a), power_of_two(n.b)};
+}
 inline void store_bytes(int8_t* p, Ints x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     const __m128i bytes =
@@ -91,7 +110,9 @@ inline Floats load_half(const uint8_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
 
-struct CodePair { Ints first, second; };
+struct CodePair {
+    Ints first, second;
+};
 inline CodePair load_codes(const uint8_t* p) {
     const __m256i* bytes = reinterpret_cast<const __m256i*>(p);
     const __m256i a = _mm256_loadu_si256(bytes), b = _mm256_loadu_si256(bytes + 1);
@@ -100,7 +121,9 @@ inline CodePair load_codes(const uint8_t* p) {
             {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask),
              _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)}};
 }
-inline CodePair merged(const CodePair& upper, const CodePair&) { return upper; }  // never called
+inline CodePair merged(const CodePair& upper, const CodePair&) {
+    return upper;
+}  // never called
 inline void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }

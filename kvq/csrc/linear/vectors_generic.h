@@ -10,46 +10,77 @@ constexpr int kMaxRows = 4;  // activation rows multiplied in one go
 // Whether Dots takes codes of 8 bits; else planes are summed apart.
 constexpr bool kWholeCodes = false;
 
-struct Floats { float v[16]; };
-struct Ints { int32_t v[16]; };
-struct Codes { uint8_t v[64]; };  // four codes of each lane, one per byte
+struct Floats {
+    float v[16];
+};
+struct Ints {
+    int32_t v[16];
+};
+struct Codes {
+    uint8_t v[64];
+};  // four codes of each lane, one per byte
 
-template <class Op> inline Floats lanes(Op op) {
+template <class Op>
+inline Floats lanes(Op op) {
     Floats r;
     for (int i = 0; i < 16; i++) r.v[i] = op(i);
     return r;
 }
-template <class Op> inline Ints int_lanes(Op op) {
+template <class Op>
+inline Ints int_lanes(Op op) {
     Ints r;
     for (int i = 0; i < 16; i++) r.v[i] = op(i);
     return r;
 }
-inline Floats set1(float x) { return lanes([&](int) { return x; }); }
-inline Floats load(const float* p) { return lanes([&](int i) { return p[i]; }); }
-inline void store(float* p, Floats a) { std::memcpy(p, a.v, sizeof a.v); }
-inline Floats operator+(Floats a, Floats b) { return lanes([&](int i) { return a.v[i] + b.v[i]; }); }
-inline Floats operator-(Floats a, Floats b) { return lanes([&](int i) { return a.v[i] - b.v[i]; }); }
-inline Floats operator*(Floats a, Floats b) { return lanes([&](int i) { return a.v[i] * b.v[i]; }); }
-inline Floats operator/(Floats a, Floats b) { return lanes([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Floats set1(float x) {
+    return lanes([&](int) { return x; });
+}
+inline Floats load(const float* p) {
+    return lanes([&](int i) { return p[i]; });
+}
+inline void store(float* p, Floats a) {
+    std::memcpy(p, a.v, sizeof a.v);
+}
+inline Floats operator+(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats operator-(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats operator*(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats operator/(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] / b.v[i]; });
+}
 inline Floats fma(Floats a, Floats b, Floats c) {
     return lanes([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
 }
 inline Floats clamp(Floats a, float low, float high) {
     return lanes([&](int i) { return a.v[i] > low ? (a.v[i] < high ? a.v[i] : high) : low; });
 }
-inline Floats round(Floats a) { return lanes([&](int i) { return std::nearbyintf(a.v[i]); }); }
+inline Floats round(Floats a) {
+    return lanes([&](int i) { return std::nearbyintf(a.v[i]); });
+}
 inline float reduce_add(Floats a) {
     for (int step = 8; step; step /= 2)
         for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
     return a.v[0];
 }
-inline Floats to_float(Ints a) { return lanes([&](int i) { return static_cast<float>(a.v[i]); }); }
+inline Floats to_float(Ints a) {
+    return lanes([&](int i) { return static_cast<float>(a.v[i]); });
+}
 inline Ints to_int(Floats a) {  // of whole numbers within int32
     return int_lanes([&](int i) { return static_cast<int32_t>(a.v[i]); });
 }
-inline Ints set1(int32_t x) { return int_lanes([&](int) { return x; }); }
-inline Ints operator+(Ints a, Ints b) { return int_lanes([&](int i) { return a.v[i] + b.v[i]; }); }
-template <int Bits> inline Ints shifted(Ints a) {
+inline Ints set1(int32_t x) {
+    return int_lanes([&](int) { return x; });
+}
+inline Ints operator+(Ints a, Ints b) {
+    return int_lanes([&](int i) { return a.v[i] + b.v[i]; });
+}
+template <int Bits>
+inline Ints shifted(Ints a) {
     return int_lanes([&](int i) { return a.v[i] * (1 << Bits); });
 }
 // Bits of |a|; as integers they order like |a|, infinities and then NaN last.
@@ -103,13 +134,17 @@ inline Floats load_half(const uint8_t* p) {
     });
 }
 
-struct CodePair { Codes first, second; };  // columns 0-3 and 4-7 of a group
+struct CodePair {
+    Codes first, second;
+};  // columns 0-3 and 4-7 of a group
 inline CodePair load_codes(const uint8_t* p) {
     CodePair r;
     for (int i = 0; i < 64; i++) r.first.v[i] = p[i] & 15, r.second.v[i] = p[i] >> 4;
     return r;
 }
-inline CodePair merged(const CodePair& upper, const CodePair&) { return upper; }  // never called
+inline CodePair merged(const CodePair& upper, const CodePair&) {
+    return upper;
+}  // never called
 inline void prefetch(const uint8_t*) {}
 
 // Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
@@ -118,7 +153,8 @@ struct Dots {
     inline void add(const CodePair& codes, const int8_t* x) {
         for (int i = 0; i < 16; i++)
             for (int c = 0; c < 4; c++)
-                total.v[i] += codes.first.v[4 * i + c] * x[c] + codes.second.v[4 * i + c] * x[4 + c];
+                total.v[i] +=
+                    codes.first.v[4 * i + c] * x[c] + codes.second.v[4 * i + c] * x[4 + c];
     }
     inline void flush() {}  // to be called after every four calls of add
 };

@@ -1,12 +1,12 @@
 // kvq::Linear and kvq::Embed in ONNX Runtime: shapes checked here, arithmetic in ../linear.
 //
 // Linear: out [T, rows] = residual + bias + weights . input. Inputs: x float [T, columns], panels
-// uint8 [panels, panel_bytes], then optionally norm float [columns] (the input is x's RMS norm), bias
-// float [rows], residual float [T, rows], and data of the pass: weights_view int64 [1] (0 full, 1 hi),
-// exact_rows int64 [1] (0: all; else the view hi, but exact at least in each row's best so many) and
-// layer_modes int64 [layers] (0 full, 1 skip, 2 kv). With an activation x is [T, 2 * columns] and the
-// input activation(first half) * second half. A layer that is skipped gives residual or zeros and
-// reads no weight; with kv, rows before the attribute first_kept do so.
+// uint8 [panels, panel_bytes], then optionally norm float [columns] (the input is x's RMS norm),
+// bias float [rows], residual float [T, rows], and data of the pass: weights_view int64 [1] (0
+// full, 1 hi), exact_rows int64 [1] (0: all; else the view hi, but exact at least in each row's
+// best so many) and layer_modes int64 [layers] (0 full, 1 skip, 2 kv). With an activation x is [T,
+// 2 * columns] and the input activation(first half) * second half. A layer that is skipped gives
+// residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so.
 //
 // Embed: out [T, columns] = sum over k of weights[t, k] * row ids[t, k]. Inputs: ids int64 [T, K],
 // weights float [T, K], panels.
@@ -32,7 +32,10 @@ struct Input {
     int64_t count = 0;
     int64_t last = 0;  // length of the last axis
 
-    template <class T> const T* as() const { return static_cast<const T*>(data); }
+    template <class T>
+    const T* as() const {
+        return static_cast<const T*>(data);
+    }
     // The one integer of an optional input.
     int64_t integer(int64_t absent) const { return count == 1 ? *as<int64_t>() : absent; }
 };
@@ -103,8 +106,9 @@ template <bool Linear>
 OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<Kernel>();
     kvq_matrix& m = made->matrix;
-    if (OrtStatus* status = integers(info, {{"rows", &m.rows}, {"columns", &m.columns},
-                                            {"bits", &m.bits}, {"block", &m.block}}))
+    if (OrtStatus* status = integers(
+            info,
+            {{"rows", &m.rows}, {"columns", &m.columns}, {"bits", &m.bits}, {"block", &m.block}}))
         return status;
     if (m.rows < 1 || m.columns < 1 || (m.bits != 4 && m.bits != 8) ||
         (m.block != 32 && m.block != 64 && m.block != 128))
@@ -152,8 +156,8 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.norm_eps = kernel.norm_eps;
     const int64_t mode = modes.data ? modes.as<int64_t>()[kernel.layer] : kFullLayer;
     const int64_t asked_view = view.integer(KVQ_FULL), asked_rows = exact.integer(0);
-    if (mode < kFullLayer || mode > kKeysAndValues || asked_view < KVQ_FULL || asked_view > KVQ_HI ||
-        asked_rows < 0)
+    if (mode < kFullLayer || mode > kKeysAndValues || asked_view < KVQ_FULL ||
+        asked_view > KVQ_HI || asked_rows < 0)
         return failed("Linear", "weights_view, exact_rows or layer_modes is out of range");
     call.view = static_cast<int32_t>(asked_view);
     call.exact_panels = static_cast<int32_t>(std::min<int64_t>(asked_rows, m.rows));
@@ -174,8 +178,9 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
     const int64_t mixed = ids.last, tokens = mixed ? ids.count / mixed : 0;
     float* out = nullptr;
     if (OrtStatus* status = output(context, tokens, m.columns, &out)) return status;
-    const kvq_embed call{m,   panels.as<uint8_t>(),         ids.as<int64_t>(), weights.as<float>(),
-                         out, static_cast<int32_t>(tokens), static_cast<int32_t>(mixed)};
+    const kvq_embed call{
+        m,   panels.as<uint8_t>(),         ids.as<int64_t>(),          weights.as<float>(),
+        out, static_cast<int32_t>(tokens), static_cast<int32_t>(mixed)};
     return run_embed(call) ? failed("Embed", "an id is no row of the matrix") : nullptr;
 }
 

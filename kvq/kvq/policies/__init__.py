@@ -137,6 +137,19 @@ class Evidence:
     sensitivity: Sensitivity | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relief:
+    """What a policy gives up.
+
+    `actions` int32 [n, 5]: layer, head, column, K bits, V bits of held pages; widths only fall, 0
+    and 0 evict. `entering` uint8 [L, Hk, 2]: what the pages that enter, now and later, close at;
+    None: as before.
+    """
+
+    actions: NDArray[np.int32]
+    entering: NDArray[np.uint8] | None = None
+
+
 class Policy(Protocol):
     """Frees space when asked. `needs` names evidence it cannot do without.
 
@@ -145,15 +158,8 @@ class Policy(Protocol):
 
     needs: ClassVar[frozenset[str]]
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
-        """Actions int32 [n, 5] (layer, head, column, K bits, V bits) freeing what is short.
-
-        Widths may only fall; 0 and 0 evict. The column after the last stands for the pages that
-        enter, now and later: what is asked of it they close at. Freeing less than asked is
-        allowed only if nothing is left to free.
-        """
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        """Frees what is short. Less than asked is allowed only if nothing is left to free."""
         ...
 
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
 Costs = NDArray[np.float64]
@@ -61,9 +61,7 @@ class Budget:
         if not 0 <= self.prior <= 1:
             raise UsageError(f"--kv-policy budget: prior={self.prior} is no chance; give 0 to 1")
 
-    def relieve(
-        self, evidence: Evidence, bytes_short: int, columns_short: int
-    ) -> NDArray[np.int32]:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         pages, every = held_pages(evidence), self._costs(evidence)
         costs = every[tuple(pages[:, :3].T)]
         entering, expected = _entering(evidence, every)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
 from kvq.formats import GRANULES
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 KEY_BITS = 2
 EDGE_BITS = 4
@@ -38,7 +38,7 @@ class KvAdaQuant:
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         places, rungs = _ladder(_losses(evidence))
         layers = held_pages(evidence)[:, 0]
         return descend(evidence, rungs[layers], places[layers], bytes_short, columns_short)

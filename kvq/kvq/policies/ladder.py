@@ -7,7 +7,7 @@ the lowest keys go first, equal keys by column, layer, head. Knows no evidence b
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, held_pages, spend
 
 EVICTED = (0, 0)
@@ -21,8 +21,8 @@ def descend(
     columns_short: int,
     *,
     alike: bool = False,
-) -> Steps:
-    """Actions freeing what is short by taking as few of the lowest-keyed rungs as will do.
+) -> Relief:
+    """What frees what is short by taking as few of the lowest-keyed rungs as will do.
 
     `rungs` [n, R, 2] (or [R, 2] for all pages): the most K and V bits a page of `held_pages` has
     left after each rung, `EVICTED` at the last. `keys` [n, R] never fall from rung to rung. With
@@ -43,7 +43,7 @@ def descend(
 
 def descend_by_age(
     evidence: Evidence, rungs: ArrayLike, bytes_short: int, columns_short: int
-) -> Steps:
+) -> Relief:
     """All layers and heads alike: rung after rung, the oldest column first, columns whole."""
     ages = held_pages(evidence)[:, 2:3]
     keys = ages + evidence.widths.shape[2] * np.arange(len(np.asarray(rungs)))

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
-from kvq.policies.spend import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +13,6 @@ class Oldest:
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         rungs = [(4, 4), (2, 2), EVICTED]
         return descend_by_age(evidence, rungs, bytes_short, columns_short)

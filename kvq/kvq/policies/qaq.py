@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 NORMAL_QUANTILE_90 = 1.2815515655446004
 
@@ -39,7 +39,7 @@ class Qaq:
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         layers, heads, columns = held_pages(evidence)[:, :3].T
         targets = [key_targets(evidence, (4, 2)), value_targets(evidence, (4, 2, 0))]
         reached = np.concatenate(targets, axis=-1)[layers, heads, columns]

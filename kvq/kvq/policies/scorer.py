@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend, rank_from_top
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Scorer(ABC):
         """[L, Hk, C]: pages that are touched only when no other page is left."""
         return np.zeros(evidence.widths.shape[:3], np.bool_)
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         """Actions int32 [n, 5] as `kvq.policies.Policy` asks for."""
         layers, heads, columns = held_pages(evidence)[:, :3].T
         importance = self.importance(evidence)[layers, heads, columns]

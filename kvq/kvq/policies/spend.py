@@ -2,7 +2,8 @@
 
 A policy lists steps in the order it would take them; `spend` takes as few from the front as free
 what is short. What costs nothing goes before all of them: pages their layer's window has left.
-The column after the last stands for the pages about to enter, as `Evidence.entering` counts them.
+Within a list of steps the column after the last stands for the pages about to enter, as
+`Evidence.entering` counts them.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS
 from kvq.formats import GRANULES, constant_bytes, granule_bytes
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 
 Steps = NDArray[np.int32]  # [n, 5]: layer, head, column, K bits, V bits
 
@@ -54,8 +55,8 @@ def spend(
     columns_short: int,
     column_order: NDArray[np.integer] | None = None,
     together: NDArray[np.integer] | None = None,
-) -> Steps:
-    """Actions freeing `bytes_short` bytes and `columns_short` rows of the page table.
+) -> Relief:
+    """What frees `bytes_short` bytes and `columns_short` rows of the page table.
 
     `steps` are in order of preference; those of one page must fall from step to step. Neighbours
     with equal numbers in `together` [n], which never falls, are taken all or none. A row is free
@@ -85,7 +86,17 @@ def spend(
                 bytes_short - freed,
             )
         )
-    return np.concatenate([np.zeros((0, 5)), *plan]).astype(np.int32)
+    return _relief(evidence, np.concatenate([np.zeros((0, 5)), *plan]).astype(np.int32))
+
+
+def _relief(evidence: Evidence, steps: Steps) -> Relief:
+    """Steps of held pages as actions, those of pages about to enter as the widths they enter at."""
+    enters = steps[:, 2] == evidence.widths.shape[2]
+    if not enters.any():
+        return Relief(actions=steps)
+    widths = all_widths(evidence)
+    apply(widths, steps[enters])
+    return Relief(actions=steps[~enters], entering=widths[:, :, -1].astype(np.uint8))
 
 
 def apply(widths: NDArray[np.int32], actions: Steps) -> None:

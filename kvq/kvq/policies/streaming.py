@@ -8,9 +8,8 @@ pages close at, it slides by whole pages, and positions stay those of the text.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
-from kvq.policies.spend import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,5 +18,5 @@ class Streaming:
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         return descend_by_age(evidence, [EVICTED], bytes_short, columns_short)

@@ -11,9 +11,8 @@ from typing import ClassVar
 
 from kvq.config import PAGE_WIDTHS, parse_kv
 from kvq.errors import UsageError
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
-from kvq.policies.spend import Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,5 +41,5 @@ class Uniform:
     def _rungs(self) -> list[tuple[int, int]]:
         return [parse_kv(pair) for pair in self.order.split("/")]
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         return descend_by_age(evidence, [*self._rungs(), EVICTED], bytes_short, columns_short)

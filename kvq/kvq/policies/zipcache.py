@@ -16,9 +16,9 @@ import numpy as np
 
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
-from kvq.policies import Evidence
+from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import descend, rank_from_top
-from kvq.policies.spend import Steps, held_pages
+from kvq.policies.spend import held_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class ZipCache:
                 "8, 4 and 2 are, the first above the second"
             )
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Steps:
+    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         assert evidence.attention is not None
         layers, heads, columns = held_pages(evidence)[:, :3].T
         ranks = rank_from_top(layers, evidence.attention.mass[layers, heads, columns])

@@ -15,7 +15,7 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import huge_pages
-from kvq_runtime.backends import Pass, Rows
+from kvq_runtime.backends import Pass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -59,27 +59,37 @@ class OnnxBackend(PagedBackend):
         return native.why_not() or None
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`."""
-        return [self._forward(rows, rope_long=one_pass.rope_long) for rows in one_pass.rows]
-
-    def _forward(self, rows: Rows[Cache], *, rope_long: bool) -> NDArray[np.float32]:
+        """See `Backend.forward`: one run of the graph, the sequences' rows one after the other."""
+        rows = one_pass.rows
+        counts = [len(own.ids) for own in rows]
+        starts = np.cumsum([0, *counts])
+        width = max(own.ids.shape[1] for own in rows)
         feeds = {
-            "input_ids": rows.ids,
-            "input_weights": rows.weights,
-            "position_ids": rows.positions,
-            "cache": np.array([rows.cache.handle], np.int64),
-            "logit_rows": rows.wanted,
+            "input_ids": np.concatenate([_widened(own.ids, width) for own in rows]),
+            "input_weights": np.concatenate([_widened(own.weights, width) for own in rows]),
+            "position_ids": np.concatenate([own.positions for own in rows]),
+            "cache": np.array([own.cache.handle for own in rows], np.int64),
+            "sequence_rows": np.array(counts, np.int64),
+            "logit_rows": np.concatenate(
+                [start + own.wanted for start, own in zip(starts, rows, strict=False)]
+            ),
         }
         if self._has_long_rope:
-            feeds["rope_long"] = np.array([rope_long], np.int64)
+            feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
         try:
-            return cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
+            logits = cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {error}") from error
+        return np.split(logits, np.cumsum([len(own.wanted) for own in rows])[:-1])
 
     def close(self) -> None:
         """See `Backend.close`."""
         del self._session
+
+
+def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:
+    """[T, K] with columns of zeros up to `width`: embeddings that weigh nothing."""
+    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
 
 
 def session_options(threads: int) -> Any:

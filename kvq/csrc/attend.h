@@ -1,0 +1,57 @@
+// Attention of new tokens over one cache, as independent units of work: (KV head, rows, page
+// range).
+#pragma once
+#include "page_table.h"
+#include "tail.h"
+
+namespace kvq {
+
+// How parallel work is run: `run` calls work(user, i) for every i below count.
+struct Parallel {
+    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
+    void* context;
+};
+extern const Parallel kSerial;
+
+// What a layer is given of one sequence; rows of qkv and out follow one another.
+struct Inputs {
+    int tokens;
+    const float* qkv;              // [tokens, (heads + 2 kv_heads) * head_dim]
+    const int64_t* positions;      // [tokens]
+    const float* inv_freq;         // [rotary_pairs]
+    const float *q_norm, *k_norm;  // [head_dim], or null
+    float* out;                    // [tokens, heads * head_dim]
+};
+
+// Everything the units of one sequence share.
+class AttendJob {
+public:
+    AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail, const kvq_attention& a,
+              const Inputs& in);
+    size_t units() const { return static_cast<size_t>(a_.kv_heads * blocks_ * splits_); }
+    void run(size_t unit) const;
+    // Joins the page ranges, once all units have run.
+    void merge() const;
+
+private:
+    int group() const { return a_.heads / a_.kv_heads; }
+    int stride() const { return (a_.heads + 2 * a_.kv_heads) * a_.head_dim; }
+    int rows() const { return in_.tokens * group(); }
+    // Row r of a KV head is query head r % group of token r / group.
+    const float* query(int kv_head, int row) const;
+    float* output(int kv_head, int row) const;
+    float* partial(int kv_head, int split, int row) const;
+    void load_rows(Block& block, class Visibility& sight, int kv_head, int first) const;
+    void attend_floats(Block& block, Visibility& sight, int kv_head) const;
+    void attend_pages(Block& block, Visibility& sight, int kv_head, int begin, int end) const;
+
+    const Arena& arena_;
+    const PageTable& pages_;
+    const Tail& tail_;
+    const kvq_attention& a_;
+    Inputs in_;
+    int blocks_;  // of kBlockRows rows per KV head
+    int splits_;
+};
+
+}  // namespace kvq

@@ -1,0 +1,98 @@
+// How an arena's bytes divide: what a snapshot holds, then scratch, then the pool of pages.
+#pragma once
+#include <cstdint>
+
+#include "format.h"
+#include "kernels/kernels.h"
+#include "kvq.h"
+#include "pool.h"
+
+namespace kvq {
+
+constexpr int64_t kAlign = 64;
+inline bool quantized(const kvq_config& c) {
+    return c.k_bits <= 8;
+}
+inline bool valid_width(int bits) {
+    return bits == 8 || bits == 4 || bits == 2;
+}
+
+// The rows after the committed tokens: they stand behind the tail's, or in the staging rows.
+struct BranchState {
+    int32_t rows;
+    int32_t pass_rows;  // the newest of them, which the pass under way added
+    int32_t attended;   // layers that have seen those
+    uint8_t staged;     // the rows of one chunk that does not fit the tail
+    uint8_t chain;      // every row follows the one before it
+    uint8_t hi_view;    // the pass reads 8-bit sides by their hi plane
+    uint8_t reserved;
+};
+
+// A row of a branch that is no chain: the row it follows (-1: the last committed token), its place
+// behind the committed tokens, and the rows it sees: its ancestors and itself.
+struct BranchRow {
+    int32_t parent, depth;
+    uint64_t sees[2];
+};
+static_assert(8 * sizeof(BranchRow::sees) == KVQ_MOST_DRAFT_TOKENS);
+
+// Everything a cache knows of itself besides tables, tail and pages; lies at the arena's start.
+struct State {
+    kvq_config config;
+    int64_t budget;
+    int32_t columns;
+    int32_t tail_used;  // committed floating-point rows, sinks first
+    int32_t tokens;     // committed tokens, evicted ones included
+    int32_t broken;     // a chunk failed half-way: layers disagree
+    BranchState branch;
+    int64_t peak;
+    PoolState pool;
+};
+static_assert(sizeof(State) == 128, "kvq/sizing.py counts these bytes too");
+
+// The token a probe slot holds a query of, -1 for none, and the position it looked from.
+struct Probe {
+    int32_t token;
+    int32_t position;
+};
+
+// What a layer's attention was last asked to compute: evidence repeats it.
+struct LayerFacts {
+    kvq_attention attention;
+    float inv_freq[kMaxHeadDim / 2];
+};
+
+// Where the regions of an arena begin, in bytes, and their sizes.
+struct Layout {
+    int64_t starts[KVQ_REGIONS];
+    int64_t pool;
+    kvq_layout sizes;
+};
+int lay_out(const kvq_config& config, int64_t budget, Layout& layout);
+
+// The arena of one cache, region by region.
+struct Arena {
+    State* state;
+    uint8_t* entering;  // K and V bits the next pages of every stream close at
+    Column* columns;
+    Entry* entries;
+    uint32_t *constant_owners, *granule_owners;
+    int32_t* tail_positions;
+    uint16_t* tail;
+    BranchRow* branch;
+    Probe* probes;
+    uint16_t* probe_rows;
+    LayerFacts* layers;
+    int32_t* staging_positions;
+    uint16_t* staging;
+    float* rope;  // of a pass's tokens: cosines, then sines
+    float* partials;
+    uint8_t* pool;
+    kvq_layout sizes;
+
+    void place(uint8_t* bytes, const Layout& layout);
+    const kvq_config& config() const { return state->config; }
+    int streams() const { return config().layers * config().kv_heads; }
+};
+
+}  // namespace kvq

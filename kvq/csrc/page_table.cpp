@@ -1,0 +1,253 @@
+#include "page_table.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvq {
+
+void PageTable::place() {
+    pool_.place(&arena_.state->pool, arena_.pool, arena_.sizes.pool_bytes,
+                arena_.sizes.constant_bytes, arena_.sizes.granule_bytes, arena_.constant_owners,
+                arena_.granule_owners);
+}
+
+void PageTable::clear() {
+    pool_.clear();
+    arena_.state->columns = 0;
+    for (int s = 0; s < arena_.streams(); s++) {
+        arena_.entering[2 * s] = static_cast<uint8_t>(arena_.config().k_bits);
+        arena_.entering[2 * s + 1] = static_cast<uint8_t>(arena_.config().v_bits);
+    }
+}
+
+void PageTable::missing(int pages, int64_t& bytes, int32_t& columns) const {
+    int64_t planes = 0;
+    for (int s = 0; pages && s < arena_.streams(); s++)
+        planes += granules(entering(s)[0]) + granules(entering(s)[1]);
+    const int64_t needed = pages * (arena_.streams() * arena_.sizes.constant_bytes +
+                                    planes * arena_.sizes.granule_bytes);
+    bytes = std::max<int64_t>(0, pool_.used_bytes() + needed - arena_.sizes.pool_bytes);
+    columns = std::max(0, this->columns() + pages - arena_.sizes.max_columns);
+}
+
+int PageTable::close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v) {
+    const Kernels& kernel = kernels();
+    alignas(64) float x[kPageTokens * kMaxHeadDim];
+    alignas(64) uint8_t planes[kPageTokens * kMaxHeadDim];
+    uint16_t constants[2 * kMaxHeadDim];
+    Entry& e = entry_at(stream, column);
+    take(e, entering(stream)[0], entering(stream)[1]);
+    uint8_t* stored = pool_.constant(e.constants);
+    for (int i = 0; i < kPageTokens; i++) kernel.from_half(k[i], x + i * dim(), dim());
+    if (!kernel.pack_k(x, kPageTokens, dim(), planes, constants)) return KVQ_NOT_FINITE;
+    std::memcpy(stored, constants, k_constant_bytes(dim()));
+    write_side(e, 0, e.k_bits, planes);
+    for (int i = 0; i < kPageTokens; i++) kernel.from_half(v[i], x + i * dim(), dim());
+    if (!kernel.pack_v(x, kPageTokens, dim(), planes, constants)) return KVQ_NOT_FINITE;
+    std::memcpy(stored + k_constant_bytes(dim()), constants, v_constant_bytes());
+    write_side(e, 1, e.v_bits, planes);
+    return KVQ_OK;
+}
+
+void PageTable::append(int32_t pos0, int32_t first_token) {
+    arena_.columns[arena_.state->columns++] = {pos0, 0, first_token, 0, ~uint64_t{0}};
+}
+
+void PageTable::take(Entry& e, int k_bits, int v_bits) {
+    const uint32_t index = static_cast<uint32_t>(&e - arena_.entries);
+    const auto moved = [this](int kind, uint32_t, uint32_t to, uint32_t owner) {
+        move_item(kind, to, owner);
+    };
+    e = {};
+    for (uint32_t& g : e.granule) g = kNone;
+    e.constants = pool_.take_constant(index, moved);
+    for (int side = 0; side < 2; side++) {
+        for (int g = 0; g < granules(side ? v_bits : k_bits); g++) {
+            const int slot = side * kGranulesPerSide + g;
+            e.granule[slot] = pool_.take_granule(index * 8 + static_cast<uint32_t>(slot), moved);
+        }
+    }
+    e.k_bits = static_cast<uint8_t>(k_bits);
+    e.v_bits = static_cast<uint8_t>(v_bits);
+    arena_.state->peak = std::max(arena_.state->peak, used_bytes());
+}
+
+void PageTable::move_item(int kind, uint32_t to, uint32_t owner) {
+    if (kind == 0) arena_.entries[owner].constants = to;
+    else arena_.entries[owner / 8].granule[owner % 8] = to;
+}
+
+void PageTable::release(Entry& e) {
+    if (!e.k_bits) return;
+    for (uint32_t& g : e.granule) {
+        if (g != kNone) pool_.give_granule(g);
+        g = kNone;
+    }
+    pool_.give_constant(e.constants);
+    e.constants = kNone;
+    e.k_bits = e.v_bits = e.peak_mass = e.mean_mass = 0;
+}
+
+// Stores one side of a page from its hi4 and lo4 planes, which are changed at 2 bits.
+void PageTable::write_side(Entry& e, int side, int bits, uint8_t* planes) {
+    const size_t bytes = granule_bytes(dim());
+    if (bits == 2) kernels().narrow(planes, dim());
+    for (int g = 0; g < granules(bits); g++)
+        std::memcpy(pool_.granule(e.granule[side * kGranulesPerSide + g]),
+                    planes + static_cast<size_t>(g) * bytes, bytes);
+}
+
+// Drops planes of one side. 4 to 2 narrows both granules into the first.
+void PageTable::lower_side(Entry& e, int side, int from, int to) {
+    const size_t bytes = granule_bytes(dim());
+    uint32_t* granule = e.granule + side * kGranulesPerSide;
+    if (to == 2 && from > 2) {
+        alignas(64) uint8_t plane[32 * kMaxHeadDim];
+        std::memcpy(plane, pool_.granule(granule[0]), bytes);
+        std::memcpy(plane + bytes, pool_.granule(granule[1]), bytes);
+        write_side(e, side, to, plane);
+    }
+    for (int g = granules(to); g < granules(from); g++) {
+        pool_.give_granule(granule[g]);
+        granule[g] = kNone;
+    }
+}
+
+bool PageTable::may_lower(const kvq_action& a) const {
+    const kvq_config& c = arena_.config();
+    if (a.layer < 0 || a.layer >= c.layers || a.head < 0 || a.head >= c.kv_heads || a.column < 0 ||
+        a.column >= columns())
+        return false;
+    if (a.k_bits == 0 && a.v_bits == 0) return true;
+    const Entry& e = entry(a.layer * c.kv_heads + a.head, a.column);
+    return valid_width(a.k_bits) && valid_width(a.v_bits) && a.k_bits <= e.k_bits &&
+           a.v_bits <= e.v_bits;
+}
+
+int PageTable::demote(const kvq_action* actions, int count) {
+    for (int i = 0; i < count; i++)
+        if (!may_lower(actions[i])) return KVQ_BAD_ARGUMENT;
+    for (int i = 0; i < count; i++) {
+        const kvq_action& a = actions[i];
+        Entry& e = entry_at(a.layer * arena_.config().kv_heads + a.head, a.column);
+        if (!a.k_bits) {
+            release(e);
+            continue;
+        }
+        if (a.k_bits > e.k_bits || a.v_bits > e.v_bits) continue;  // an earlier action went lower
+        lower_side(e, 0, e.k_bits, a.k_bits);
+        lower_side(e, 1, e.v_bits, a.v_bits);
+        e.k_bits = static_cast<uint8_t>(a.k_bits);
+        e.v_bits = static_cast<uint8_t>(a.v_bits);
+    }
+    for (int c = columns() - 1; c >= 0; c--) {
+        bool alive = false;
+        for (int s = 0; s < arena_.streams() && !alive; s++) alive = entry(s, c).k_bits != 0;
+        if (!alive) drop_column(c);
+    }
+    return KVQ_OK;
+}
+
+int PageTable::demote_entering(const uint8_t* widths) {
+    const int count = 2 * arena_.streams();
+    for (int i = 0; i < count; i++)
+        if (!valid_width(widths[i]) || widths[i] > arena_.entering[i]) return KVQ_BAD_ARGUMENT;
+    std::copy(widths, widths + count, arena_.entering);
+    return KVQ_OK;
+}
+
+void PageTable::drop_column(int column) {
+    const size_t after = static_cast<size_t>(columns() - column - 1);
+    for (int s = 0; s < arena_.streams(); s++) {
+        release(entry_at(s, column));
+        if (after)
+            std::memmove(&entry_at(s, column), &entry_at(s, column + 1), sizeof(Entry) * after);
+    }
+    std::memmove(arena_.columns + column, arena_.columns + column + 1, sizeof(Column) * after);
+    arena_.state->columns--;
+    // Owners name entries by index: those behind the gap have moved down by one.
+    for (int s = 0; s < arena_.streams(); s++) {
+        for (int c = column; c < columns(); c++) {
+            const Entry& e = entry(s, c);
+            if (!e.k_bits) continue;
+            const uint32_t index = static_cast<uint32_t>(&e - arena_.entries);
+            arena_.constant_owners[e.constants] = index;
+            for (uint32_t g = 0; g < 8; g++)
+                if (e.granule[g] != kNone) arena_.granule_owners[e.granule[g]] = index * 8 + g;
+        }
+    }
+}
+
+void PageTable::trim(int tokens) {
+    while (columns()) {
+        Column& last = arena_.columns[columns() - 1];
+        const int kept = tokens - last.first_token;
+        if (kept > 0 && kept < kPageTokens) last.mask &= (uint64_t{1} << kept) - 1;
+        if (kept > 0 && last.mask) break;
+        drop_column(columns() - 1);
+    }
+}
+
+int PageTable::shift(int column, int32_t delta) {
+    if (column < 0 || column >= columns()) return KVQ_BAD_ARGUMENT;
+    arena_.columns[column].delta = delta;
+    return KVQ_OK;
+}
+
+int PageTable::mask(int column, uint64_t mask) {
+    if (column < 0 || column >= columns()) return KVQ_BAD_ARGUMENT;
+    arena_.columns[column].mask = mask;
+    return KVQ_OK;
+}
+
+void PageTable::remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass) {
+    Entry& e = entry_at(stream, column);
+    e.peak_mass = peak_mass;
+    e.mean_mass = mean_mass;
+}
+
+PageView PageTable::view(const Entry& e, bool hi_view) const {
+    PageView page;
+    for (int g = 0; g < granules(e.k_bits); g++) page.k[g] = pool_.granule(e.granule[g]);
+    for (int g = 0; g < granules(e.v_bits); g++)
+        page.v[g] = pool_.granule(e.granule[kGranulesPerSide + g]);
+    const uint8_t* stored = constants(e);
+    page.k_constants = reinterpret_cast<const uint16_t*>(stored);
+    page.v_constants = reinterpret_cast<const uint16_t*>(stored + k_constant_bytes(dim()));
+    const int widest = hi_view ? 4 : 8;
+    page.k_bits = std::min(widest, int{e.k_bits});
+    page.v_bits = std::min(widest, int{e.v_bits});
+    return page;
+}
+
+// Pages lie anywhere in the pool, where no hardware prefetcher expects them. Into the second level:
+// a page is more lines than the first level can have in flight.
+void PageTable::prefetch(const Entry& e, bool hi_view) const {
+    for (int slot = 0; slot < 2 * kGranulesPerSide; slot++) {
+        const bool low = slot % kGranulesPerSide >= kGranulesPerSide / 2;
+        if (e.granule[slot] == kNone || (low && hi_view)) continue;
+        const uint8_t* start = pool_.granule(e.granule[slot]);
+        for (int64_t i = 0; i < arena_.sizes.granule_bytes; i += 64)
+            __builtin_prefetch(start + i, 0, 2);
+    }
+    if (e.constants == kNone) return;
+    for (int64_t i = 0; i < arena_.sizes.constant_bytes; i += 64)
+        __builtin_prefetch(constants(e) + i, 0, 2);
+    // Without an effect the compiler can name, it would drop this function.
+    asm volatile("" ::: "memory");
+}
+
+void PageTable::restore(int stream, int column, const uint8_t* widths_and_history) {
+    Entry& e = entry_at(stream, column);
+    if (widths_and_history[0]) {
+        take(e, widths_and_history[0], widths_and_history[1]);
+        e.peak_mass = widths_and_history[2];
+        e.mean_mass = widths_and_history[3];
+        return;
+    }
+    e = {};
+    for (uint32_t& g : e.granule) g = kNone;
+    e.constants = kNone;
+}
+
+}  // namespace kvq

@@ -1,0 +1,72 @@
+// The pages of one cache: a column of the table is one page of every stream (layer, KV head).
+// Closes, demotes and evicts as told; decides nothing.
+#pragma once
+#include "kernels/kernels.h"
+#include "layout.h"
+
+namespace kvq {
+
+class PageTable {
+public:
+    explicit PageTable(const Arena& arena) : arena_(arena) {}
+    void place();
+    void clear();
+
+    int columns() const { return arena_.state->columns; }
+    const Column& column(int c) const { return arena_.columns[c]; }
+    const Entry& entry(int stream, int c) const { return entry_at(stream, c); }
+    const uint8_t* entering(int stream) const { return arena_.entering + 2 * stream; }
+    int64_t used_bytes() const { return arena_.sizes.fixed_bytes + pool_.used_bytes(); }
+
+    // Bytes and columns still missing before so many pages of every stream can close.
+    void missing(int pages, int64_t& bytes, int32_t& columns) const;
+    // Packs 64 rows of K and V, float16 [head_dim] each, as the page of a column that is yet to
+    // come.
+    int close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v);
+    void append(int32_t pos0, int32_t first_token);
+
+    // Actions on held pages, all or none: widths only fall, 0 and 0 evict.
+    int demote(const kvq_action* actions, int count);
+    int demote_entering(const uint8_t* widths);
+    // Drops what lies at or beyond token `tokens`.
+    void trim(int tokens);
+    int shift(int column, int32_t delta);
+    int mask(int column, uint64_t mask);
+    // What was seen of a page: its history of attention received.
+    void remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass);
+
+    // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
+    PageView view(const Entry& e, bool hi_view) const;
+    void prefetch(const Entry& e, bool hi_view) const;
+    const uint8_t* constants(const Entry& e) const { return pool_.constant(e.constants); }
+
+    // Takes room for a page that a snapshot holds; calls part(address, bytes) on a page's bytes.
+    void restore(int stream, int column, const uint8_t* widths_and_history);
+    template <class Part>
+    void visit(const Entry& e, Part&& part) const {
+        part(pool_.constant(e.constants), page_constant_bytes());
+        for (uint32_t g : e.granule)
+            if (g != kNone) part(pool_.granule(g), arena_.sizes.granule_bytes);
+    }
+    int64_t page_constant_bytes() const {
+        return static_cast<int64_t>(k_constant_bytes(dim()) + v_constant_bytes());
+    }
+
+private:
+    int dim() const { return arena_.config().head_dim; }
+    Entry& entry_at(int stream, int c) const {
+        return arena_.entries[int64_t{stream} * arena_.sizes.max_columns + c];
+    }
+    bool may_lower(const kvq_action& action) const;
+    void take(Entry& e, int k_bits, int v_bits);
+    void release(Entry& e);
+    void write_side(Entry& e, int side, int bits, uint8_t* planes);
+    void lower_side(Entry& e, int side, int from, int to);
+    void move_item(int kind, uint32_t to, uint32_t owner);
+    void drop_column(int column);
+
+    const Arena& arena_;
+    Pool pool_;
+};
+
+}  // namespace kvq

@@ -1,0 +1,57 @@
+// Query rows kept as probes of what attention looks at, and what they see of every page: the
+// evidence that policies decide by.
+#pragma once
+#include "page_table.h"
+#include "tail.h"
+
+namespace kvq {
+
+// Probes are the newest of every kProbeStride tokens, and one token of every run of kPageTokens,
+// chosen by a hash. Evidence is asked for as of a token up to a draft ago, and a rejected draft may
+// follow: each ring has room for what both may overwrite, so that evidence is that of sequential
+// decoding.
+constexpr int kProbeStride = 8;
+constexpr int kProbes = 4;  // of each kind that are used
+
+constexpr int ring_slots(int draft_tokens, int stride) {
+    return kProbes + 2 * ((draft_tokens + stride - 1) / stride);
+}
+constexpr int probe_slots(int draft_tokens) {
+    return ring_slots(draft_tokens, kProbeStride) + ring_slots(draft_tokens, kPageTokens);
+}
+
+class Probes {
+public:
+    explicit Probes(const Arena& arena) : arena_(arena) {}
+    void clear();
+    bool kept() const { return arena_.config().probes; }
+    int slots() const { return kept() ? probe_slots(arena_.config().draft_tokens) : 0; }
+    int64_t row_bytes() const;  // of all slots
+
+    // Keeps those rows of a pass that are probes; `rope` holds their cosines and sines.
+    void keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
+              const int64_t* positions, const float* inv_freq, const float* q_norm);
+    // Rows of the branch from `kept` on are forgotten.
+    void forget_from(const Tail& tail, int kept);
+    // A path is committed: a slot that another row of the same depth wrote last holds no probe.
+    void settle(const Tail& tail, const int32_t* rows, int count);
+    // Checks what a snapshot brought: no probe is used of layers that do not fit the cache.
+    void check();
+
+    int evidence(PageTable& pages, const Tail& tail, int tokens, float* facts,
+                 float* queries) const;
+
+private:
+    int slot(int64_t token) const;               // -1: not a probe
+    uint16_t* rows(int slot, int layer) const {  // float16 [heads, head_dim]
+        const kvq_config& c = arena_.config();
+        return arena_.probe_rows + (int64_t{slot} * c.layers + layer) * c.heads * c.head_dim;
+    }
+    int usable(int tokens, int* slots) const;
+    void load(Block& block, class Visibility& sight, const LayerFacts& layer, int kv_head,
+              const int* slots, int count) const;
+
+    const Arena& arena_;
+};
+
+}  // namespace kvq

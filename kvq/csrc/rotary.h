@@ -1,0 +1,28 @@
+// Norm and rotation of one head's row, and queries turned back for moved pages.
+#pragma once
+#include "kernels/kernels.h"
+
+namespace kvq {
+
+// RMSNorm over one head, in place.
+void normalize(float* x, const float* weight, int dim, float eps);
+// Rotates pairs (i, i + pairs) of one head, in place.
+void rotate(float* x, const float* cos, const float* sin, int pairs);
+void fill_rope(float position, const float* inv_freq, int pairs, float factor, float* cos,
+               float* sin);
+
+// q . (R_delta k) = (R_-delta q) . k, so a moved page costs a rotation of the block's queries; the
+// newest is kept, as neighbours mostly move alike.
+class Rotated {
+public:
+    Rotated(const float* inv_freq, int pairs) : inv_freq_(inv_freq), pairs_(pairs) {}
+    const float* queries(const Block& block, int32_t delta);
+
+private:
+    const float* inv_freq_;
+    int pairs_;
+    int32_t delta_ = 0;
+    alignas(64) float rows_[kBlockRows * kMaxHeadDim];
+};
+
+}  // namespace kvq

@@ -1,0 +1,150 @@
+#include "tail.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvq {
+
+// A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are
+// in pages depends on the number of tokens alone, never on how they arrived.
+int Tail::closing_pages(int tokens) const {
+    const int rows = used() + tokens - config().sink_tokens - config().tail_tokens;
+    return quantized(config()) ? std::max(0, rows) / kPageTokens : 0;
+}
+
+uint64_t Tail::sees(int row, int from) const {
+    const auto from_bit = [](uint64_t word, int bit) {
+        if (bit >= 64 || bit <= -64) return uint64_t{0};
+        return bit >= 0 ? word >> bit : word << -bit;
+    };
+    if (!branch().chain) {
+        const uint64_t* sees = arena_.branch[row].sees;
+        return from_bit(sees[0], from) | from_bit(sees[1], from - 64);
+    }
+    const int count = row - from + 1;  // of a chain: all rows up to this one
+    const uint64_t bits = count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+    return from >= 0 ? bits : bits & from_bit(~uint64_t{0}, from);
+}
+
+bool Tail::newest_of_depth(int row) const {
+    for (int later = row + 1; later < branch().rows; later++)
+        if (depth(later) == depth(row)) return false;
+    return true;
+}
+
+int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view) {
+    BranchState& b = arena_.state->branch;
+    for (int i = 0; parents && i < tokens; i++)
+        if (parents[i] < -1 || parents[i] >= b.rows + i) return KVQ_BAD_ARGUMENT;
+    bool chain = b.chain || !b.rows;
+    for (int i = 0; i < tokens && b.rows + tokens <= config().draft_tokens; i++) {
+        const int row = b.rows + i, parent = parents ? parents[i] : row - 1;
+        BranchRow& added = arena_.branch[row];
+        added = {parent, 0, {0, 0}};
+        if (parent >= 0)
+            added = {parent,
+                     arena_.branch[parent].depth + 1,
+                     {arena_.branch[parent].sees[0], arena_.branch[parent].sees[1]}};
+        added.sees[row / 64] |= uint64_t{1} << row % 64;
+        chain &= parent == row - 1;
+    }
+    b = {b.rows + tokens, tokens, 0, staged, chain, hi_view, 0};
+    return KVQ_OK;
+}
+
+void Tail::keep_branch_rows(int rows) {
+    BranchState& b = arena_.state->branch;
+    if (rows == 0) return forget();
+    if (rows == b.rows) return;
+    bool chain = true;
+    for (int row = 0; !b.chain && row < rows; row++) chain &= arena_.branch[row].parent == row - 1;
+    b = {rows, 0, config().layers, 0, chain, 0, 0};
+}
+
+bool Tail::is_path(const int32_t* rows, int count) const {
+    for (int i = 0; i < count; i++) {
+        const int row = rows ? rows[i] : i, before = i == 0 ? -1 : rows ? rows[i - 1] : i - 1;
+        if (row < 0 || row >= branch().rows) return false;
+        if ((branch().chain ? row - 1 : arena_.branch[row].parent) != before) return false;
+    }
+    return true;
+}
+
+bool Tail::closes_evenly(const int32_t* rows, int count, int pages) const {
+    const auto kept = [&](int row) {
+        return position(row < used() || !rows ? row : used() + rows[row - used()]);
+    };
+    for (int p = 0; p < pages; p++) {
+        const int start = config().sink_tokens + p * kPageTokens;
+        if (start + kPageTokens > used() + count) return false;
+        for (int i = 1; i < kPageTokens; i++)
+            if (kept(start + i) != kept(start) + i) return false;
+    }
+    return true;
+}
+
+void Tail::keep(const int32_t* rows, int count) {
+    const int dim = config().head_dim;
+    // A row's new place is never behind its old one, so ascending copies lose nothing.
+    for (int i = 0; rows && i < count; i++) {
+        if (rows[i] == i) continue;
+        arena_.tail_positions[used() + i] = arena_.tail_positions[used() + rows[i]];
+        for (int s = 0; s < arena_.streams(); s++)
+            for (int side = 0; side < 2; side++)
+                std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
+                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, size_t{2} * dim);
+    }
+    arena_.state->tail_used += count;
+    forget();
+}
+
+int Tail::close_layer(PageTable& pages, int layer, int count) const {
+    const int sinks = config().sink_tokens, dim = config().head_dim;
+    const int total = used() + (branch().staged ? branch().rows : 0);
+    for (int head = 0; head < config().kv_heads; head++) {
+        const int stream = layer * config().kv_heads + head;
+        const auto row = [&](int side, int i) {
+            return i < used() ? rows(stream, side) + int64_t{i} * dim
+                              : staging(head, side) + int64_t{i - used()} * dim;
+        };
+        for (int p = 0; p < count; p++) {
+            const uint16_t *k[kPageTokens], *v[kPageTokens];
+            for (int i = 0; i < kPageTokens; i++) {
+                k[i] = row(0, sinks + p * kPageTokens + i);
+                v[i] = row(1, sinks + p * kPageTokens + i);
+            }
+            if (const int status = pages.close(stream, pages.columns() + p, k, v)) return status;
+        }
+        // As in `keep`, ascending copies lose nothing.
+        for (int side = 0; side < 2; side++) {
+            for (int to = 0; to < total - count * kPageTokens; to++) {
+                const int from = to < sinks ? to : to + count * kPageTokens;
+                uint16_t* target = rows(stream, side) + int64_t{to} * dim;
+                if (target != row(side, from))
+                    std::memcpy(target, row(side, from), size_t{2} * dim);
+            }
+        }
+    }
+    return KVQ_OK;
+}
+
+void Tail::close_columns(PageTable& pages, int count, int rows) {
+    const int sinks = config().sink_tokens;
+    const int first_token = arena_.state->tokens - (rows - sinks);
+    for (int p = 0; p < count; p++)
+        pages.append(position(sinks + p * kPageTokens), first_token + p * kPageTokens);
+    const int left = rows - count * kPageTokens;
+    for (int row = 0; row < left; row++)
+        arena_.tail_positions[row] = position(row < sinks ? row : row + count * kPageTokens);
+    arena_.state->tail_used = left;
+}
+
+bool Tail::trim(int tokens) {
+    State& state = *arena_.state;
+    const int sinks = std::min(used(), config().sink_tokens);
+    const bool inside = tokens >= state.tokens - (used() - sinks);
+    state.tail_used = inside ? used() - (state.tokens - tokens) : std::min(tokens, sinks);
+    return inside;
+}
+
+}  // namespace kvq

@@ -1,0 +1,364 @@
+"""A branch: rows after the committed tokens, seen by their descendants, kept or forgotten."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caches import budget_for_tokens, minimum_budget, open_cache
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import CacheShape, KvPlan
+from kvq.errors import BudgetError, CacheError, UsageError
+from kvq.reference import ancestry
+from pairs import Float, attention, frequencies, pack_heads, random_heads
+from tolerances import BETWEEN_SPLITS, RANDOM, Tolerance
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32)
+BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
+PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=40)
+INV_FREQ = frequencies(8)
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 40) -> list[int]:
+    """Parents of a branch's rows, -1 for the committed end: chains, stars and all between."""
+    depth = draw(st.sampled_from([0, 0, 1, 4]))  # of how many newest rows a parent is chosen
+    count = draw(st.integers(1, most))
+    choose = [draw(st.integers(-1, row - 1)) for row in range(count)]
+    return [row - 1 if depth == 0 else max(-1, min(p, row - depth)) for row, p in enumerate(choose)]
+
+
+def path_to(parents: Sequence[int], row: int) -> list[int]:
+    return np.flatnonzero(ancestry(parents)[row]).tolist()
+
+
+def depths(parents: Sequence[int]) -> np.ndarray:
+    return ancestry(parents).sum(axis=1) - 1
+
+
+def packed(rng: np.random.Generator, count: int) -> list[Float]:
+    return [pack_heads(*random_heads(rng, SHAPE, count)) for _ in range(SHAPE.num_layers)]
+
+
+def layers(window: int = 0, softcap: float = 0.0) -> list:
+    return [
+        attention(SHAPE, 0, softcap=softcap),
+        attention(SHAPE, 1, window_tokens=window),
+    ]
+
+
+def run(
+    cache: Cache,
+    rows: list[Float],
+    at: np.ndarray,
+    parents: Sequence[int] | None = None,
+    view: str = "full",
+    of: list | None = None,
+) -> list[Float]:
+    """One pass: every layer's output [rows, H * D]."""
+    cache.begin(len(at), parents, view=view)
+    parts = zip(of or layers(), rows, strict=True)
+    return [cache.attend(params, part, at, INV_FREQ) for params, part in parts]
+
+
+def filled(tokens: int, widths: tuple[int, int] = (8, 8), *, use_native: bool = True, **options):
+    plan = KvPlan(k_bits=widths[0], v_bits=widths[1])
+    options = {"draft_tokens": 40} | options
+    budget = budget_for_tokens(SHAPE, plan, 1200, **options)
+    cache = open_cache(SHAPE, plan, budget, 1200, native=use_native, **options)
+    fill(cache, tokens)
+    return cache
+
+
+def fill(cache: Cache, tokens: int) -> None:
+    rng = np.random.default_rng(1)
+    while cache.tokens < tokens:
+        count = min(100, tokens - cache.tokens)
+        run(cache, packed(rng, count), np.arange(count) + cache.tokens)
+        cache.commit(count)
+
+
+def close(got: Float, want: Float, limit: Tolerance) -> None:
+    error = got.astype(np.float64) - want
+    scale = np.square(want, dtype=np.float64)
+    assert np.sqrt(np.mean(error**2)) <= limit.rms * np.sqrt(np.mean(scale))
+    assert np.abs(error).max() <= limit.top * np.abs(want).max()
+
+
+@PROPERTY
+@given(
+    parents=trees(),
+    tokens=st.sampled_from([0, 3, 60, 130, 400]),
+    widths=st.sampled_from([(8, 8), (4, 2), (16, 16)]),
+    window=st.sampled_from([0, 3, 90]),
+    threads=st.sampled_from([1, 4]),
+    seed=st.integers(0, 99),
+)
+def test_a_tree_equals_its_paths_run_one_by_one(
+    parents: list[int], tokens: int, widths: tuple[int, int], window: int, threads: int, seed: int
+) -> None:
+    """Outputs of every row; and kept along a path, the bytes are those of that path alone."""
+    of = layers(window, softcap=3.0 if seed % 2 else 0.0)
+    rows = packed(np.random.default_rng(seed), len(parents))
+    at = tokens + depths(parents)
+    tree, alone = (filled(tokens, widths, threads=threads) for _ in range(2))
+    outputs = run(tree, rows, at, parents, of=of)
+    leaves = sorted(set(range(len(parents))) - set(parents))
+    for leaf in leaves:
+        path = path_to(parents, leaf)
+        wanted = run(alone, [part[path] for part in rows], at[path], of=of)
+        for got, want in zip(outputs, wanted, strict=True):
+            close(got[path], want, BETWEEN_SPLITS)
+        if leaf != leaves[-1]:
+            alone.rewind()
+    kept = path_to(parents, leaves[-1])
+    tree.commit(kept)
+    alone.commit(len(kept))
+    assert tree.state() == alone.state()
+    assert tree.tokens == tokens + len(kept)
+    for cache in (tree, alone):
+        cache.close()
+
+
+@PROPERTY
+@given(
+    parents=trees(24),
+    cuts=st.lists(st.integers(1, 12), max_size=4),
+    tokens=st.sampled_from([0, 3, 131, 300]),
+    widths=st.sampled_from([(8, 8), (4, 2), (16, 16)]),
+    view=st.sampled_from(["full", "hi"]),
+    window=st.sampled_from([0, 20]),
+)
+def test_native_trees_in_several_passes_are_the_references(
+    parents: list[int],
+    cuts: list[int],
+    tokens: int,
+    widths: tuple[int, int],
+    view: str,
+    window: int,
+) -> None:
+    """Passes that add to one branch, some of them rewound and computed anew."""
+    rng = np.random.default_rng(len(parents))
+    rows, at = packed(rng, len(parents)), tokens + depths(parents)
+    read = tuple(4 if bits == 8 and view == "hi" else bits for bits in widths)
+    pair = [filled(tokens, widths, use_native=use) for use in (True, False)]
+    one_pass = filled(tokens, widths)
+    of = layers(window)
+    whole = run(one_pass, rows, at, parents, view, of)
+    ends = sorted({min(c, len(parents)) for c in np.cumsum(cuts).tolist()} | {len(parents)})
+    for turn, (start, stop) in enumerate(pairwise([0, *ends])):
+        part = [r[start:stop] for r in rows]
+        new = parents[start:stop]
+        outputs = [run(cache, part, at[start:stop], new, view, of) for cache in pair]
+        if turn % 2:
+            for cache in pair:
+                cache.rewind(start)
+                assert cache.branch_rows == start
+            again = [run(cache, part, at[start:stop], new, view, of) for cache in pair]
+            for first, second in zip(outputs, again, strict=True):
+                assert all((x == y).all() for x, y in zip(first, second, strict=True))
+        limit = RANDOM[read]
+        for got, want, same in zip(*outputs, whole, strict=True):
+            close(got, want, limit)
+            close(got, same[start:stop], BETWEEN_SPLITS)
+    kept = path_to(parents, len(parents) - 1)
+    for cache in (*pair, one_pass):
+        cache.commit(kept)
+    assert pair[0].state() == one_pass.state()
+    for layer in range(2):
+        for got, want in zip(*(cache.tail(layer, 1) for cache in pair), strict=True):
+            assert got.shape == want.shape
+    for cache in (*pair, one_pass):
+        cache.close()
+
+
+@PROPERTY
+@given(
+    passes=st.lists(trees(10), min_size=1, max_size=3),
+    tokens=st.sampled_from([0, 3, 131, 300]),
+    widths=st.sampled_from([(8, 8), (4, 2), (16, 16)]),
+    view=st.sampled_from(["full", "hi"]),
+    how=st.sampled_from(["rewind", "commit 0"]),
+)
+def test_a_forgotten_branch_leaves_every_byte(
+    passes: list[list[int]], tokens: int, widths: tuple[int, int], view: str, how: str
+) -> None:
+    cache, untouched = filled(tokens, widths), filled(tokens, widths)
+    before = cache.state()
+    rng = np.random.default_rng(len(passes))
+    for parents in passes:
+        run(cache, packed(rng, len(parents)), tokens + depths(parents), parents, view)
+    if how == "rewind":
+        cache.rewind()
+    else:
+        cache.commit(0)
+    assert cache.branch_rows == 0
+    assert cache.state() == before
+    more = packed(rng, 70)
+    for one in (cache, untouched):
+        outputs = run(one, more, np.arange(70) + tokens)
+        one.commit(70)
+        if one is cache:
+            first = outputs
+    assert all((x == y).all() for x, y in zip(first, outputs, strict=True))
+    assert cache.state() == untouched.state()
+    for one in (cache, untouched):
+        one.close()
+
+
+def test_drafting_by_the_hi_plane_and_verifying_in_the_same_rows() -> None:
+    """QuantSpec (2502.10424): the draft's rows are rewound; verifying equals plain passes."""
+    drafting, plain = filled(300), filled(300)
+    rows = packed(np.random.default_rng(0), 6)
+    drafts = []
+    for step in range(6):
+        part = [r[step : step + 1] for r in rows]
+        drafts.append(run(drafting, part, np.array([300 + step]), view="hi")[0][0])
+    assert drafting.branch_rows == 6
+    drafting.rewind(0)
+    verified = run(drafting, rows, np.arange(6) + 300)
+    drafting.commit(4)
+    exact = run(plain, rows, np.arange(6) + 300)
+    plain.commit(4)
+    assert all((x == y).all() for x, y in zip(verified, exact, strict=True))
+    assert drafting.state() == plain.state()
+    assert 0 < np.abs(np.array(drafts) - exact[0]).max() < 0.2
+    for cache in (drafting, plain):
+        cache.close()
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (8, 4), (2, 8), (4, 2)])
+def test_the_hi_view_reads_eight_bits_as_four(widths: tuple[int, int]) -> None:
+    """As if every 8-bit side had been demoted, and nothing has."""
+    cache, lowered = filled(400, widths), filled(400, widths)
+    columns = len(cache.columns()[0])
+    narrow = [min(4, bits) for bits in widths]
+    actions = [(*at, *narrow) for at in np.ndindex(2, 2, columns)]
+    lowered.demote(np.array(actions, np.int32))
+    rows, at = packed(np.random.default_rng(4), 5), np.arange(5) + 400
+    seen = [run(cache, rows, at, view="hi"), run(lowered, rows, at)]
+    assert all((x == y).all() for x, y in zip(*seen, strict=True))
+    cache.rewind()
+    exact = run(cache, rows, at)
+    same = all((x == y).all() for x, y in zip(exact, seen[0], strict=True))
+    assert same == (8 not in widths)
+    for one in (cache, lowered):
+        one.close()
+
+
+@BOTH
+def test_what_is_no_branch_is_refused_and_does_no_harm(use_native: bool) -> None:
+    cache = filled(100, use_native=use_native, draft_tokens=8)
+    before = cache.state()
+    rows, at = packed(np.random.default_rng(0), 4), np.array([100, 101, 101, 102])
+    for parents in ([-1, 0, 0, 3], [-2, 0, 0, 1], [0, 0, 0, 1], [-1, 0, 9, 1]):
+        with pytest.raises(CacheError):
+            cache.begin(4, parents)
+    with pytest.raises(CacheError, match="3 parents were given for 4 rows"):
+        cache.begin(4, [-1, 0, 0])
+    with pytest.raises(BudgetError, match="holds 8 rows, 0 \\+ 9 were given"):
+        cache.begin(9, [-1] * 9)
+    with pytest.raises(UsageError, match="view 'low' is not known; choose full or hi"):
+        cache.begin(4, view="low")
+    assert cache.state() == before
+    run(cache, rows, at, [-1, 0, 0, 1])
+    for call in (
+        lambda: cache.commit([0, 1, 2]),  # siblings
+        lambda: cache.commit([1]),  # without its parent
+        lambda: cache.commit([0, 2, 3]),
+        lambda: cache.commit([0, 1, 3, 4]),
+        lambda: cache.commit([0, -1]),
+        lambda: cache.commit(3),  # the first three rows are no chain
+        lambda: cache.commit(5),
+        lambda: cache.rewind(5),
+        lambda: cache.rewind(-1),
+        lambda: cache.trim(50),
+        lambda: cache.shift(0, 1),
+        lambda: cache.mask(0, 1),
+        cache.state,
+        lambda: cache.begin(1, [4]),
+    ):
+        with pytest.raises(CacheError):
+            call()
+    for count in (5, 100):
+        with pytest.raises(BudgetError, match=f"holds 8 rows, 4 \\+ {count} were given"):
+            cache.begin(count)
+    cache.begin(2)
+    with pytest.raises(CacheError):
+        cache.commit([0])  # no layer has seen the newest rows
+    with pytest.raises(CacheError):
+        cache.rewind(5)  # nor can one of them be kept
+    cache.rewind(4)
+    with pytest.raises(CacheError):
+        cache.attend(layers()[0], rows[0][:2], at[:2], INV_FREQ)  # their pass is gone
+    cache.commit([0, 1, 3])
+    assert (cache.tokens, cache.branch_rows) == (103, 0)
+    cache.close()
+
+
+@BOTH
+def test_room_is_made_for_every_pass_of_a_branch(use_native: bool) -> None:
+    """Pages may lose bits between its passes, and its rows close pages when they are kept."""
+    plan = KvPlan(k_bits=8, v_bits=8)
+    least = minimum_budget(SHAPE, plan, 1200, draft_tokens=100, chunk_tokens=64)
+    cache = open_cache(
+        SHAPE, plan, least + 4000, 1200, native=use_native, draft_tokens=100, chunk_tokens=64
+    )
+    rng = np.random.default_rng(0)
+    while cache.tokens < 900:
+        for _ in range(3):
+            count = int(rng.integers(1, 34))
+            run(cache, packed(rng, count), np.arange(count) + cache.tokens + cache.branch_rows)
+            assert cache.used_bytes <= cache.budget_bytes
+        cache.commit(cache.branch_rows)
+        assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
+    held = cache.holdings()
+    assert held.evicted_share > 0
+    assert len(cache.tail(0, 0)[2]) < 4 + 64
+    cache.close()
+
+
+def test_probes_of_a_tree_are_those_of_the_path_that_was_kept() -> None:
+    """Evidence after trees is the reference's; after chains, however rewound, that of decoding."""
+    options = {"observed": True, "draft_tokens": 40}
+    pair = [filled(300, use_native=use, **options) for use in (True, False)]
+    rng = np.random.default_rng(5)
+    for _ in range(8):
+        parents = [-1, 0, 0, 1, 1, 3, 5, 5, 6, 6, 8, 10, 11, 12, 12]
+        rows = packed(rng, len(parents))
+        for cache in pair:
+            run(cache, rows, cache.tokens + depths(parents), parents)
+            cache.rewind(14)
+            cache.commit(path_to(parents, 13))
+    for got, want in zip(*(cache._engine.evidence(cache.tokens) for cache in pair), strict=True):
+        assert (want != 0).any()
+        np.testing.assert_allclose(got, want, rtol=0.1, atol=0.02 * np.abs(want).max())
+    for cache in pair:
+        cache.close()
+
+
+def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
+    options = {"observed": True, "draft_tokens": 40}
+    busy, plain = filled(300, **options), filled(300, **options)
+    rng = np.random.default_rng(6)
+    for _ in range(6):
+        true = packed(rng, 9)
+        for wrong in (33, 5):
+            run(busy, packed(rng, wrong), np.arange(wrong) + busy.tokens, view="hi")
+            busy.rewind()
+        run(busy, true, np.arange(9) + busy.tokens)
+        busy.commit(9)
+        for token in range(9):
+            part = [r[token : token + 1] for r in true]
+            run(plain, part, np.array([plain.tokens]))
+            plain.commit(1)
+    for got, want in zip(*(c._engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
+        assert (got == want).all()
+    for cache in (busy, plain):
+        cache.close()

@@ -1,0 +1,176 @@
+"""The library's edges: calls from two threads, calls that make no sense, files that lie."""
+
+import ctypes
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caches import open_cache
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import CacheShape, KvPlan
+from kvq.errors import CacheError, SnapshotError
+from pairs import UNROTATED, attention, forward, pack_heads, random_heads
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+LAYERS = [attention(SHAPE, layer) for layer in range(2)]
+# A snapshot's header: thirteen or more int32 of the config, then columns, tail rows and tokens.
+COUNTS = 4 * len(native._Config._fields_)
+HEADER = (COUNTS + 3 * 4 + 7) // 8 * 8 + 16
+
+_CLOSE_DURING_A_CALL = """
+import threading, time
+from contextlib import suppress
+import numpy as np
+from caches import open_cache
+from kvq.config import CacheShape, KvPlan
+from kvq.errors import CacheError
+from pairs import UNROTATED, attention, forward, pack_heads, random_heads
+
+shape = CacheShape(num_layers=1, num_heads=8, num_kv_heads=8, head_dim=128)
+rows = pack_heads(*random_heads(np.random.default_rng(0), shape, 512))
+for turn in range(12):
+    cache = open_cache(shape, KvPlan(), 64 << 20, 8192, chunk_tokens=512)
+    for start in range(0, 2048, 512):
+        forward(cache, [attention(shape)], [rows], np.arange(512) + start)
+        cache.commit(512)
+    cache.begin(512)
+    def work():
+        with suppress(CacheError):  # it was closed before the call had begun
+            cache.attend(attention(shape), rows, np.arange(512) + 2048, UNROTATED)
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.003)
+    cache.close()
+    filler = np.ones(8 << 20)  # memory that was given back too early is written over
+    thread.join()
+    try:
+        cache.commit(512)
+    except CacheError as error:
+        print(error)
+"""
+
+
+def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _CLOSE_DURING_A_CALL],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.count("no open cache has this handle") == 12
+
+
+def filled(tokens: int = 100) -> Cache:
+    cache = open_cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000)
+    add(cache, tokens)
+    return cache
+
+
+def add(cache: Cache, tokens: int) -> None:
+    at = np.arange(tokens) + cache.tokens
+    forward(cache, LAYERS, packed(tokens), at)
+    cache.commit(tokens)
+
+
+def packed(tokens: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(tokens)
+    return [pack_heads(*random_heads(rng, SHAPE, tokens)) for _ in LAYERS]
+
+
+def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
+    """The C call itself, which Python's own checks would never let through."""
+    params = LAYERS[layer]
+    facts = native._Attention(layer, 2, 1, 16, params.scale, 0, 1, 1e-6, 0, 0)
+    rows = np.zeros((256, 64), np.float32)
+    positions, out = np.zeros(256, np.int64), np.zeros((256, 32), np.float32)
+    return native.library().kvq_cache_attend(
+        cache.handle,
+        ctypes.byref(facts),
+        tokens,
+        native._floats(rows),
+        positions.ctypes.data_as(native._INTS),
+        native._floats(np.zeros(1, np.float32)),
+        None,
+        None,
+        native._floats(out),
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_no_tokens_close_no_page_after_a_chunk_was_given_up(tokens: int) -> None:
+    cache = filled(131)
+    before = cache.state()
+    cache.begin(64)
+    cache.rewind()
+    assert raw_attend(cache, 0, tokens) != 0
+    assert cache.state() == before
+    cache.load_state(before)
+    assert raw_attend(cache, 0, tokens) != 0
+    assert cache.state() == before
+    add(cache, 64)
+    assert cache.tokens == 195
+    cache.close()
+
+
+def lie(at: int, value: int) -> Callable[[bytes], bytes]:
+    return lambda state: state[:at] + struct.pack("<i", value) + state[at + 4 :]
+
+
+WIDTHS_BYTES = 2 * 2  # K and V of two streams, behind the header
+TAIL_AT = HEADER + WIDTHS_BYTES + 2 * 24 + 2 * 2 * 4  # two columns, four entries
+LIES = {
+    "a first token beyond the tokens": lie(HEADER + WIDTHS_BYTES + 8, 2**31 - 1),
+    "a first token before the start": lie(HEADER + WIDTHS_BYTES + 8, -(2**31)),
+    "a page's position that overflows": lie(HEADER + WIDTHS_BYTES, 2**31 - 1),
+    "a page's position below 0": lie(HEADER + WIDTHS_BYTES, -1),
+    "a tail position that overflows": lie(TAIL_AT + 4 * 50, 2**31 - 1),
+    "a tail position below 0": lie(TAIL_AT, -5),
+    "more tokens than the context": lie(COUNTS + 8, 1001),
+    "fewer tokens than tail rows": lie(COUNTS + 8, 3),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_snapshot_that_lies_about_positions_is_refused(how: str) -> None:
+    cache = filled(4 + 64 + 2 * 64 + 10)
+    facts, state = cache.columns()[0], cache.state()
+    assert facts[:, 2].tolist() == [4, 68]
+    with pytest.raises(SnapshotError):
+        cache.load_state(LIES[how](state))
+    assert cache.state() == state
+    cache.close()
+
+
+def test_positions_that_overflow_are_refused() -> None:
+    cache = filled(10)
+    for position in (-1, 2**31 - 1, 2**31, 2**62):
+        cache.begin(1)
+        with pytest.raises(CacheError):
+            cache.attend(LAYERS[0], packed(1)[0], np.array([position]), UNROTATED)
+        cache.rewind()
+    cache.close()
+
+
+def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:
+    """A short run; README says how to let it run for long, stopped by sanitizers."""
+    script = Path(__file__).parents[1] / "support" / "abi_fuzz.py"
+    for seed in range(3):
+        arguments = [str(script), str(native.library_path()), str(seed), "1500"]
+        finished = subprocess.run(
+            [sys.executable, "-W", "error", *arguments],
+            env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", ""), seed
