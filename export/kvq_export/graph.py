@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from kvq.reference_linear import ACTIVATIONS
 from kvq_export.layout import Layout
 from kvq_models.config import ModelConfig
 from kvq_runtime.bundle import DATA_FILE
@@ -30,8 +31,6 @@ OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10
 # The levels above 0 quantise activations; 4 (int8) is the only fast one.
 ACCURACY_LEVEL = 4
-# As the attribute `activation` of kvq::Linear counts them.
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 FLOAT_ATTRIBUTES = ("scale", "softcap", "rope_factor", "norm_eps")
 
 _DTYPES = {"uint8": ir.DataType.UINT8, "float32": ir.DataType.FLOAT}
@@ -215,7 +214,7 @@ class _Builder:
             inputs,
             domain="kvq",
             **asdict(matrix),
-            activation=ACTIVATIONS[self.config.activation] if gated else 0,
+            activation=ACTIVATIONS.index(self.config.activation) if gated else 0,
             norm_eps=float(self.config.norm_eps),
             layer=0 if weight == "head" else int(weight.split(".")[1]),
             first_kept=keys_from if weight.endswith(".qkv") else matrix.rows,

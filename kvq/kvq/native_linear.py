@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvq import native
 from kvq.errors import BackendError
-from kvq.reference_linear import Bytes, Float, PanelFormat, View
+from kvq.reference_linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
 
-ACTIVATIONS = ("", "silu", "gelu_tanh")
 _STATUS = {2: "shapes, ids or options do not fit the matrix", 5: "no memory for its scratch"}
 VIEWS: tuple[View, ...] = ("full", "hi")
 

@@ -34,6 +34,8 @@ Float = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 View = Literal["full", "hi"]
 
+# The attribute `activation` is a place in this list: none, or what the gate goes through.
+ACTIVATIONS = ("", "silu", "gelu_tanh")
 PANEL_ROWS = 16
 BLOCKS = (32, 64, 128)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.

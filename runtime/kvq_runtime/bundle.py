@@ -222,7 +222,13 @@ class Bundle:
         memory.save()
         stored = manifest.weights
         if stored is not None:
-            check_graph(folder / MODEL_FILE, manifest.config, bits=stored.bits, block=stored.block)
+            check_graph(
+                folder / MODEL_FILE,
+                manifest.config,
+                linear=stored.linear,
+                bits=stored.bits,
+                block=stored.block,
+            )
         return cls(path=folder, manifest=manifest)
 
     @property
