@@ -146,12 +146,14 @@ class Engine:
     ) -> str | Iterator[Step]:
         """The model's answer to `messages`, each {"role": ..., "content": ...}; else as `complete`.
 
-        A text stands for one message of the user. Raises `ModelError` for a model without a chat
-        template, or whose template refuses the messages.
+        A text stands for one message of the user. Raises `UsageError` for no messages, `ModelError`
+        for a model without a chat template, or whose template refuses the messages.
         """
         self._check_open()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise UsageError("there are no messages to answer; give at least one")
         ids = self.tokenizer.chat(messages, add_generation_prompt=True)
         return self._answer(ids, session, generation | {"max_tokens": max_tokens}, stream=stream)
 
