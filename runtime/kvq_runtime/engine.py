@@ -168,7 +168,7 @@ class Engine:
         policy: str | None = None,
         chunk_tokens: int = 256,
         seed: int | None = None,
-    ) -> Session:
+    ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
