@@ -5,6 +5,7 @@ A running model reaches the same code through the ONNX Runtime ops. Meaning: `re
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_uint8
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +102,7 @@ def _matrix(form: PanelFormat) -> _Matrix:
     return _Matrix(form.rows, form.columns, form.bits, form.block)
 
 
-def _floats(x: Float | None) -> "ctypes._Pointer[c_float] | None":
+def _floats(x: Float | None) -> Any:  # a pointer or None; ctypes names no type for pointers
     if x is None:
         return None
     assert x.dtype == np.float32
@@ -109,7 +110,7 @@ def _floats(x: Float | None) -> "ctypes._Pointer[c_float] | None":
     return x.ctypes.data_as(POINTER(c_float))
 
 
-def _bytes(panels: Bytes) -> "ctypes._Pointer[c_uint8]":
+def _bytes(panels: Bytes) -> Any:
     assert panels.dtype == np.uint8
     assert panels.flags.c_contiguous
     return panels.ctypes.data_as(POINTER(c_uint8))

@@ -17,7 +17,7 @@ from kvq.formats import format_bytes
 from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.engines import Setting
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, Pass, Rows, missing, open_backend
+from kvq_runtime.backends import Backend, Pass, missing, open_backend, plain_rows
 from kvq_runtime.bundle import Bundle
 
 
@@ -101,7 +101,7 @@ class KvqSequence:
             # Where nothing must give way this takes microseconds.
             self._cache.begin(len(chunk))
             self.relief_s += perf_counter() - since
-            rows = Rows.plain(self._cache, chunk, last)
+            rows = plain_rows(self._cache, chunk, last)
             logits = self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
             self._cache.commit(range(len(chunk)))
         return logits[0]
