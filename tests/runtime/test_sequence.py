@@ -184,8 +184,9 @@ class Letters:
 
 
 def answer(drafter: Guesser | None, options: GenerationOptions, seed: int) -> tuple:
+    rule = backend()
     session = Session(
-        backend=backend(),
+        backend=rule,
         config=config(seed=seed, draft_tokens=6, chunk_tokens=8),
         vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters),
     )
@@ -195,8 +196,7 @@ def answer(drafter: Guesser | None, options: GenerationOptions, seed: int) -> tu
     steps = []
     while generation.finish_reason is None:
         steps += session.sequence.run(session.stepping(generation))[0]
-    passes = len(session.sequence._backend.passes)  # type: ignore[attr-defined]
-    return steps, session.tokens, session.pending_tokens, passes
+    return steps, session.tokens, session.pending_tokens, len(rule.passes)
 
 
 @settings(max_examples=120, deadline=None)
