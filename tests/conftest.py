@@ -57,6 +57,23 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return Shelf((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shelf")
 
 
+@pytest.fixture
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and notes about running servers stay here."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
+
+
+@pytest.fixture
+def kernels_restored() -> Generator[None]:
+    """A test may choose the kernels; the next one has the machine's best."""
+    from kvq import native
+
+    before = native.isa() if native.available() else ""
+    yield
+    if before:
+        native.select_isa(before)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(shelf: Shelf) -> Path:
     """The plain tiny llama, to read only."""

@@ -106,20 +106,30 @@ def export_model(
             policy=options.policy,
         )
         write_manifest(partial, manifest)
-
-        def step(label: str) -> None:
-            progress(total, total, label)
-
-        if model.tokenizer is not None:
-            if options.calibrate and layout is not None:
-                manifest = replace(
-                    manifest, sensitivity=_calibrate(partial, model.tokenizer, options, step)
-                )
-            if options.quality:
-                report = _measure(model, model.tokenizer, partial, options, step)
-                manifest = replace(manifest, quality=report)
-            write_manifest(partial, manifest)
+        manifest = _measured(
+            manifest, model, partial, options, lambda label: progress(total, total, label)
+        )
+        write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _measured(
+    manifest: Manifest,
+    model: _Model,
+    partial: Path,
+    options: ExportOptions,
+    step: Callable[[str], None],
+) -> Manifest:
+    """The manifest with what running the written model tells; without a tokenizer, nothing."""
+    if model.tokenizer is None:
+        return manifest
+    if options.calibrate and options.onnx:
+        sensitivity = _calibrate(partial, model.tokenizer, options, step)
+        manifest = replace(manifest, sensitivity=sensitivity)
+    if options.quality:
+        quality = _measure(model, model.tokenizer, partial, options, step)
+        manifest = replace(manifest, quality=quality)
+    return manifest
 
 
 def _open_model(located: Located, options: ExportOptions) -> _Model:

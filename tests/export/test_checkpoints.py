@@ -18,6 +18,7 @@ from kvq_export import export
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import DATA_FILE
+from shelf import cut
 from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 
 WEIGHTS = "model.safetensors"
@@ -57,10 +58,6 @@ def poison(value: float, name: str = Q_PROJ) -> Callable[[Path], None]:
         tensors[name].reshape(-1)[-1] = value
 
     return lambda folder: change_tensors(folder, change)
-
-
-def cut(file: Path, num_bytes: int) -> None:
-    file.write_bytes(file.read_bytes()[:-num_bytes])
 
 
 def only_pickles(folder: Path) -> None:

@@ -17,13 +17,8 @@ from kvq_runtime.serving.saving import SavedSessions, as_ids
 from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+pytestmark = pytest.mark.usefixtures("own_state")
 PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs and notes about running servers stay here."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
 
 
 @pytest.fixture

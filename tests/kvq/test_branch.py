@@ -1,6 +1,7 @@
 """A branch: rows after the committed tokens, seen by their descendants, kept or forgotten."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.reference import ancestry
-from pairs import Float, attention, frequencies, pack_heads, random_heads
+from pairs import Float, attention, frequencies, packed_rows
 from tolerances import BETWEEN_SPLITS, RANDOM, Tolerance
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -42,8 +43,7 @@ def depths(parents: Sequence[int]) -> np.ndarray:
     return ancestry(parents).sum(axis=1) - 1
 
 
-def packed(rng: np.random.Generator, count: int) -> list[Float]:
-    return [pack_heads(*random_heads(rng, SHAPE, count)) for _ in range(SHAPE.num_layers)]
+packed = partial(packed_rows, SHAPE)
 
 
 def layers(window: int = 0, softcap: float = 0.0) -> list:

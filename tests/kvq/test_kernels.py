@@ -6,7 +6,7 @@ too few shows there.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,18 +41,14 @@ from tolerances import (
     Tolerance,
 )
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.usefixtures("kernels_restored"),
+]
 
 KERNELS = native.isas() if native.available() else []
 ROWS = 8
 SINKS = 4
-
-
-@pytest.fixture(autouse=True)
-def _kernels_restored() -> Iterator[None]:
-    before = native.isa()
-    yield
-    native.select_isa(before)
 
 
 def assert_close(got: Float, want: Float, tolerance: Tolerance) -> None:

@@ -1,7 +1,5 @@
 """`kvq::Linear` and `kvq::Embed`: the stored bytes, and native products against the definition."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -12,18 +10,11 @@ from kvq.native_linear import embed, linear, weight_bytes_read
 from kvq.reference import normalize
 from kvq.reference_linear import PANEL_ROWS, Bytes, Float, PanelFormat
 
+pytestmark = pytest.mark.usefixtures("kernels_restored")
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = native.isas() if native.available() else []
 # (rows, columns): less than a panel, odd everything, whole panels, more than one row block.
 SHAPES = [(5, 7), (16, 64), (50, 200), (33, 449), (96, 896), (40, 5000)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_restored() -> Iterator[None]:
-    before = native.isa() if native.available() else ""
-    yield
-    if before:
-        native.select_isa(before)
 
 
 def matrix(form: PanelFormat, seed: int = 0) -> tuple[Bytes, np.ndarray, Bytes]:

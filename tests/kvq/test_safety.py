@@ -15,7 +15,7 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError, SnapshotError
-from pairs import UNROTATED, attention, forward, pack_heads, random_heads
+from pairs import UNROTATED, attention, forward, packed_rows
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -32,10 +32,10 @@ import numpy as np
 from caches import open_cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
-from pairs import UNROTATED, attention, forward, pack_heads, random_heads
+from pairs import UNROTATED, attention, forward, packed_rows
 
 shape = CacheShape(num_layers=1, num_heads=8, num_kv_heads=8, head_dim=128)
-rows = pack_heads(*random_heads(np.random.default_rng(0), shape, 512))
+(rows,) = packed_rows(shape, np.random.default_rng(0), 512)
 for turn in range(12):
     cache = open_cache(shape, KvPlan(), 64 << 20, 8192, chunk_tokens=512)
     for start in range(0, 2048, 512):
@@ -78,13 +78,9 @@ def filled(tokens: int = 100) -> Cache:
 
 def add(cache: Cache, tokens: int) -> None:
     at = np.arange(tokens) + cache.tokens
-    forward(cache, LAYERS, packed(tokens), at)
+    rows = packed_rows(SHAPE, np.random.default_rng(tokens), tokens)
+    forward(cache, LAYERS, rows, at)
     cache.commit(tokens)
-
-
-def packed(tokens: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(tokens)
-    return [pack_heads(*random_heads(rng, SHAPE, tokens)) for _ in LAYERS]
 
 
 def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
@@ -153,10 +149,11 @@ def test_a_snapshot_that_lies_about_positions_is_refused(how: str) -> None:
 
 def test_positions_that_overflow_are_refused() -> None:
     cache = filled(10)
+    rows = packed_rows(SHAPE, np.random.default_rng(1), 1)[0]
     for position in (-1, 2**31 - 1, 2**31, 2**62):
         cache.begin(1)
         with pytest.raises(CacheError):
-            cache.attend(LAYERS[0], packed(1)[0], np.array([position]), UNROTATED)
+            cache.attend(LAYERS[0], rows, np.array([position]), UNROTATED)
         cache.rewind()
     cache.close()
 

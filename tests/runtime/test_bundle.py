@@ -12,6 +12,7 @@ import pytest
 from kvq.errors import BundleError
 from kvq_runtime import bundle as bundle_module
 from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
+from shelf import cut
 
 
 @pytest.fixture
@@ -33,10 +34,6 @@ def flip(file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-
-
-def cut(file: Path, num_bytes: int = 1) -> None:
-    file.write_bytes(file.read_bytes()[:-num_bytes])
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -65,6 +65,11 @@ def pack_heads(q: Float, k: Float, v: Float) -> Float:
     return heads.reshape(len(heads), heads.shape[1] * heads.shape[2])
 
 
+def packed_rows(shape: CacheShape, rng: np.random.Generator, tokens: int) -> list[Float]:
+    """Packed random rows of every layer."""
+    return [pack_heads(*random_heads(rng, shape, tokens)) for _ in range(shape.num_layers)]
+
+
 def forward(
     cache: Cache,
     layers: Sequence[AttentionParams],

@@ -215,6 +215,11 @@ class Reply:
         return json.loads(self.body)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed again."""
+        return self.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    @property
     def events(self) -> list[str]:
         """The blocks of a stream of server-sent events."""
         return self.body.decode().split("\n\n")[:-1]

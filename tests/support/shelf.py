@@ -18,6 +18,11 @@ from tiny import make_llama_checkpoint
 PLAIN = ExportOptions(quality=False)
 
 
+def cut(file: Path, num_bytes: int = 1) -> None:
+    """A copy that was not finished."""
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+
+
 class Shelf:
     """The folder they lie in, by what they were asked to be."""
 

@@ -43,6 +43,7 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import Served, SessionPool
 from kvq_runtime.serving.request import GenerationRequest, leaving
+from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -396,22 +397,7 @@ def _metrics(pool: SessionPool, answered: Counter[tuple[str, int]]) -> list[Metr
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }
     if served is not None:
-        saved = served.slots.saved
-        used = sum(slot.session.kv_bytes_peak for slot in served.slots.all)
-        rows |= {
-            "sessions": ("Sessions, each of the KV budget.", len(served.slots.all)),
-            "kv_budget_bytes": (
-                "Bytes of all sessions together.",
-                served.slot_bytes * len(served.slots.all),
-            ),
-            "kv_peak_bytes": ("Most bytes ever used in them.", used),
-            "sessions_saved_total": ("Sessions written to disk.", saved.saved),
-            "sessions_restored_total": ("Sessions read from disk.", saved.restored),
-            "session_files_failed_total": (
-                "Sessions that could not be written or read.",
-                saved.failures,
-            ),
-        }
+        rows |= _session_metrics(served.slots, served.slot_bytes)
     metrics = [
         Metric(
             name=f"kvq_{name}",
@@ -429,3 +415,19 @@ def _metrics(pool: SessionPool, answered: Counter[tuple[str, int]]) -> list[Metr
         name="kvq_requests_total", kind="counter", help="HTTP requests.", values=by_status
     )
     return [*metrics, requests_total]
+
+
+def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, float]]:
+    """Help and value of what the sessions of a loaded model hold, by the metric's name."""
+    saved, count = slots.saved, len(slots.all)
+    used = sum(slot.session.kv_bytes_peak for slot in slots.all)
+    return {
+        "sessions": ("Sessions, each of the KV budget.", count),
+        "kv_budget_bytes": ("Bytes of all sessions together.", slot_bytes * count),
+        "kv_peak_bytes": ("Most bytes ever used in them.", used),
+        "sessions_saved_total": ("Sessions written to disk.", saved.saved),
+        "sessions_restored_total": ("Sessions read from disk.", saved.restored),
+        "session_files_failed_total": (
+            "Sessions that could not be written or read.", saved.failures,
+        ),
+    }  # fmt: skip

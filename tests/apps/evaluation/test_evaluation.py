@@ -18,7 +18,7 @@ from kvq_apps.evaluation.text import divergence, kl_divergence, perplexity, wind
 from kvq_models.recall import filler_text, key_value, passkey
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Step
+from kvq_runtime.session import Step, unseen
 from shelf import Shelf
 from tiny import byte_level_tokenizer
 
@@ -85,10 +85,6 @@ class FullSession(FixedSession):
             if self.rows < 0:
                 raise BudgetError("no room")
             yield logits
-
-
-def unseen(done: int, total: int) -> None:
-    """The progress nobody watches."""
 
 
 def test_windows_fill_the_context_and_drop_a_short_end() -> None:

@@ -28,7 +28,7 @@ from kvq_apps.evaluation.ngram import BACKOFF, LineBaseline, NGram
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.session import Step
+from kvq_runtime.session import Step, unseen
 from tiny import CONTROL_TOKENS, byte_level_tokenizer
 
 PREFIX, SUFFIX, MIDDLE = (
@@ -44,10 +44,6 @@ PROGRAM = "def add(first, second):\n    total = first + second\n\n    return tot
 def tokenizer() -> Tokenizer:
     control = ControlTokens(eos=(0,), fim=FIM)
     return Tokenizer.from_json(byte_level_tokenizer().to_str(), control)
-
-
-def unseen(done: int, total: int) -> None:
-    """The progress nobody watches."""
 
 
 # The prompt

@@ -56,6 +56,8 @@ from shelf import Shelf
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0}
 
+pytestmark = pytest.mark.usefixtures("own_state")
+
 
 @pytest.fixture(scope="module")
 def bundle(shelf: Shelf) -> str:
@@ -73,12 +75,6 @@ def tiny(bundle: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         with running(load, saved_bytes=0, aliases=("default", "gpt-tiny")) as server:
             yield server
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs and notes about running servers stay here."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
 
 
 @pytest.fixture
@@ -1134,29 +1130,25 @@ def test_a_long_prompt_pings_with_its_progress(rule: Rule) -> None:
 # Prefixes, arenas and the disk (SRV-14, SRV-23)
 
 
-def cached(reply: Reply) -> int:
-    return reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 def test_a_conversation_is_read_once(rule: Rule, served: Server) -> None:
     messages = [{"role": "user", "content": "How many pages does a session hold?"}]
     first = ask(served, CHAT, {"messages": messages, "max_tokens": 6})
-    assert cached(first) == 0
+    assert first.cached_tokens == 0
     answer = first.json["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
     rule.backend.passes.clear()
     second = ask(served, CHAT, {"messages": messages, "max_tokens": 1})
     # all of the first prompt and of the answer, but what its end made different
-    assert cached(second) >= first.json["usage"]["prompt_tokens"] + 4
+    assert second.cached_tokens >= first.json["usage"]["prompt_tokens"] + 4
     prompt = second.json["usage"]["prompt_tokens"]
     read = [len(ids) for one_pass in rule.backend.passes for ids in one_pass]
-    assert sum(read) == prompt - cached(second)
+    assert sum(read) == prompt - second.cached_tokens
     # an earlier message edited: only what stands before it is reused
     messages[0]["content"] = messages[0]["content"].replace("session", "bundle")
     third = ask(served, CHAT, {"messages": messages, "max_tokens": 1})
-    assert 0 < cached(third) < first.json["usage"]["prompt_tokens"]
+    assert 0 < third.cached_tokens < first.json["usage"]["prompt_tokens"]
     off = ask(served, CHAT, {"messages": messages, "max_tokens": 1, "cache_prompt": False})
-    assert cached(off) == 0
+    assert off.cached_tokens == 0
     assert off.json["choices"] == third.json["choices"]
 
 
@@ -1167,13 +1159,13 @@ def test_more_conversations_than_arenas_go_to_disk_and_back(tmp_path: Path) -> N
         texts = []
         for ids in prompts:
             reply = ask(server, COMPLETIONS, {"prompt": ids, "max_tokens": 2})
-            assert cached(reply) == 0
+            assert reply.cached_tokens == 0
             texts.append(reply.json["choices"][0]["text"])
         wait_until(lambda: metric(server, "sessions_saved_total") == 2)
         for ids, text in zip(prompts, texts, strict=True):
             rule.backend.passes.clear()
             reply = ask(server, COMPLETIONS, {"prompt": ids, "max_tokens": 2})
-            assert cached(reply) == 99
+            assert reply.cached_tokens == 99
             assert sum(map(len, rule.backend.passes)) == 2
             assert reply.json["choices"][0]["text"] == text
         assert metric(server, "sessions_restored_total") == 4
@@ -1193,7 +1185,7 @@ def test_a_prompt_is_found_again_by_its_owner_only(sessions: int, tmp_path: Path
 
     def found(salt: str) -> int:
         body = {"prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
-        return cached(ask(server, COMPLETIONS, body))
+        return ask(server, COMPLETIONS, body).cached_tokens
 
     with running(rule.load, sessions=sessions, idle_save_s=0.0) as server:
         assert [found(salt) for salt in ("a", "a", "b", "", "b")] == [0, 100, 0, 0, 100]
@@ -1209,10 +1201,10 @@ def test_a_short_common_beginning_does_not_destroy_a_long_session(tmp_path: Path
         head = [70] * 40
         ask(server, COMPLETIONS, {"prompt": head + [71] * 300, "max_tokens": 1})
         other = ask(server, COMPLETIONS, {"prompt": head + [72] * 10, "max_tokens": 1})
-        assert cached(other) == 40
+        assert other.cached_tokens == 40
         again = ask(server, COMPLETIONS, {"prompt": head + [71] * 300, "max_tokens": 1})
         # the logits of the prompt's last token are still held
-        assert cached(again) == 340
+        assert again.cached_tokens == 340
 
 
 def test_an_editors_keystrokes_leave_the_chats_alone(tmp_path: Path) -> None:
@@ -1229,7 +1221,7 @@ def test_an_editors_keystrokes_leave_the_chats_alone(tmp_path: Path) -> None:
         assert [slot.transient for slot in held].count(True) == 1
         for talk in talks:
             reply = ask(server, CHAT, {**talk, "max_tokens": 2})
-            assert cached(reply) == reply.json["usage"]["prompt_tokens"] - 1
+            assert reply.cached_tokens == reply.json["usage"]["prompt_tokens"] - 1
     # only the chats are worth a file
     assert len(list(tmp_path.rglob("*.kvq"))) == 2
 
@@ -1273,7 +1265,7 @@ def test_a_damaged_session_file_costs_time_only(
         path.write_bytes(other.read_bytes())
     with running(load, sessions=1) as server:
         reply = ask(server, COMPLETIONS, body)
-        assert cached(reply) == 0
+        assert reply.cached_tokens == 0
         assert reply.json["choices"][0]["text"] == text
         failures = metric(server, "session_files_failed_total")
     assert failures == (1 if damage in ("flip", "truncate", "foreign") else 0)
@@ -1421,7 +1413,7 @@ def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
         assert server.facts["kv_budget_total"] == 4 * server.facts["kv_budget"]
         port = server.address.rpartition(":")[2]
         first = ask(server, COMPLETIONS, body)
-        assert cached(first) == 0
+        assert first.cached_tokens == 0
         with send(server, CHAT, chat("more", max_tokens=4000, stream=True)) as stream:
             stream.recv(1 << 12)
             code, complaint = server.end(signal.SIGTERM)
@@ -1432,7 +1424,7 @@ def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
         assert server.address.rpartition(":")[2] == port
         again = ask(server, COMPLETIONS, body)
         # The last token is healed, the one before it gone through again for its logits.
-        assert cached(again) == first.json["usage"]["prompt_tokens"] - 2
+        assert again.cached_tokens == first.json["usage"]["prompt_tokens"] - 2
         assert again.json["choices"] == first.json["choices"]
         # saved while idle: even a kill costs nothing
         later = {**body, "prompt": "Another text entirely. " * 8}
@@ -1441,7 +1433,7 @@ def test_a_process_leaves_on_sigterm_and_comes_back_with_its_sessions(
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with process(bundle, home, "--kv", "fp") as server:
         reply = ask(server, COMPLETIONS, later)
-        assert cached(reply) > 30
+        assert reply.cached_tokens > 30
         assert reply.json["choices"][0]["text"] == text
         assert server.end(signal.SIGINT)[0] == 0
 

@@ -49,20 +49,16 @@ def prompt(number: int, tokens: int = 1) -> dict[str, object]:
     return {"prompt": [70 + number] * 100, "max_tokens": tokens}
 
 
-def cached(reply: Reply) -> int:
-    return reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 def test_tokens_go_on_while_a_session_is_written(tmp_path: Path, disk: SlowDisk) -> None:
     rule = Rule(folder=tmp_path)
     with running(rule.load, sessions=1, idle_save_s=3600) as server:
         first = ask(server, COMPLETIONS, prompt(0, 3))
         second = ask(server, COMPLETIONS, prompt(1, 3))
-        assert (cached(second), second.status) == (0, 200)
+        assert (second.cached_tokens, second.status) == (0, 200)
         wait_until(lambda: disk.begun == 1)
         # what is on its way to the disk need not come back from there
         again = ask(server, COMPLETIONS, prompt(0, 3))
-        assert cached(again) == 99
+        assert again.cached_tokens == 99
         assert again.json["choices"] == first.json["choices"]
         assert (disk.begun, disk.ended) == (1, 0)
         disk.let(1000)
@@ -71,7 +67,7 @@ def test_tokens_go_on_while_a_session_is_written(tmp_path: Path, disk: SlowDisk)
     files = list(tmp_path.rglob("*.kvq"))
     assert len(files) == len(list(tmp_path.rglob("*.ids"))) == 2
     with running(rule.load, sessions=1) as server:
-        assert cached(ask(server, COMPLETIONS, prompt(1))) == 99
+        assert ask(server, COMPLETIONS, prompt(1)).cached_tokens == 99
 
 
 def test_a_full_writer_holds_up_only_who_needs_it(tmp_path: Path, disk: SlowDisk) -> None:
