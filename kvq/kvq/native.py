@@ -236,6 +236,21 @@ def _config(arena: Geometry) -> _Config:
     )
 
 
+def _attention(params: AttentionParams, rotary_pairs: int) -> _Attention:
+    return _Attention(
+        params.layer,
+        params.num_heads,
+        params.num_kv_heads,
+        params.head_dim,
+        params.scale,
+        params.softcap,
+        params.rope_factor,
+        params.norm_eps,
+        params.window_tokens,
+        rotary_pairs,
+    )
+
+
 def layout(geometry: Geometry, num_bytes: int) -> dict[str, Any]:
     """The library's own count of an arena's bytes, to be compared with `kvq.sizing`'s."""
     out = _Layout()
@@ -327,18 +342,7 @@ class NativeCache:
         qkv = np.ascontiguousarray(qkv, np.float32)
         positions = np.ascontiguousarray(positions, np.int64)
         inv_freq = np.ascontiguousarray(inv_freq, np.float32)
-        attention = _Attention(
-            params.layer,
-            params.num_heads,
-            params.num_kv_heads,
-            params.head_dim,
-            params.scale,
-            params.softcap,
-            params.rope_factor,
-            params.norm_eps,
-            params.window_tokens,
-            len(inv_freq),
-        )
+        attention = _attention(params, len(inv_freq))
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
         norms = [
             None if w is None else _floats(np.ascontiguousarray(w, np.float32))

@@ -102,9 +102,7 @@ inline void store_bytes(int8_t* p, Ints x) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
 }
 inline Floats load_half(const uint8_t* p) {
-    return floats([&](int i) {
-        return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
-    });
+    return floats([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
 }
 
 struct CodePair {
