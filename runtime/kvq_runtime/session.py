@@ -84,6 +84,11 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens drafted and tokens of these kept, as `stats` has them."""
+        return self._meter.drafted_tokens, self._meter.accepted_tokens
+
+    @property
     def kv_bytes_peak(self) -> int:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
