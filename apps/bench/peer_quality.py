@@ -532,7 +532,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvq-peers-") as folder:
         output.print_note("exporting the weights: 8 bits for both graphs, f16 for llama.cpp")
         options = ExportOptions(
-            weights=WeightFormat(bits=8, block=32, embedding_bits=8),
+            weights=WeightFormat(bits=8, block=32, embedding_bits=8, linear="ort"),
             format="both",
             gguf_type="f16",
             kv=KvPlan(k_bits=8, v_bits=8),

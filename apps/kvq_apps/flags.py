@@ -109,6 +109,8 @@ FLAGS: dict[str, Flag] = {
         "{kvq_export.config:WeightFormat.block}", metavar="N"),
     "embedding-bits": Flag("bits of the embedding: 8 or 4",
         "{kvq_export.config:WeightFormat.embedding_bits}", metavar="BITS"),
+    "linear": Flag("op that multiplies weights: ours, or ONNX Runtime's to compare with",
+        "{kvq_export.config:WeightFormat.linear}", choices=("kvq", "ort")),
     "force": Flag("replace a bundle that is already there", switch=True),
     "no-quality": Flag("skip the comparison with the unquantised checkpoint", switch=True),
     "no-calibrate": Flag("skip measuring what errors cost in each layer", switch=True),

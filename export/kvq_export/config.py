@@ -10,6 +10,8 @@ from kvq.policies import policy_named
 WEIGHT_BITS = (4, 8)
 BLOCKS = (32, 64, 128)
 
+Linear = Literal["kvq", "ort"]
+
 Format = Literal["onnx", "gguf", "both"]
 GgufType = Literal["q4_k_m", "q4_0", "q8_0", "f16", "bf16"]
 
@@ -19,12 +21,14 @@ class WeightFormat:
     """How weight matrices are stored: `bits` per code, one scale per `block` codes of a row.
 
     `embedding_bits` is the width of the token embedding and of the output head, whether the
-    two are tied or not.
+    two are tied or not. `linear` names the op that multiplies them: ours, or ONNX Runtime's
+    MatMulNBits, kept to compare with.
     """
 
     bits: int = 4
     block: int = 64
     embedding_bits: int = 8
+    linear: Linear = "kvq"
 
     def __post_init__(self) -> None:
         for flag, value in (("wbits", self.bits), ("embedding-bits", self.embedding_bits)):
@@ -32,6 +36,8 @@ class WeightFormat:
                 raise UsageError(f"--{flag} {value} is not possible: choose 4 or 8")
         if self.block not in BLOCKS:
             raise UsageError(f"--group {self.block} is not possible: choose 32, 64 or 128")
+        if self.linear not in get_args(Linear):
+            raise UsageError(f"--linear {self.linear} is not possible: choose kvq or ort")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,19 +61,14 @@ class StoredKind:
 def pack_blocks(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """Blocks of float16 scale and codes, uint8 [rows, bytes], of codes and scales of a bundle.
 
-    `codes` uint8 [rows, ..., bytes] and `scales` float32 [rows, blocks], as `weights.quantize`
-    gives them for any block of 32 or more.
+    `codes` uint8 [rows, columns], one per byte, and `scales` float32 [rows, blocks], as
+    `weights.quantize` gives them for any block of 32 or more.
     """
-    per_block = codes[0].size * 8 // bits // scales.shape[1] // BLOCK
+    per_block = codes.shape[1] // BLOCK // scales.shape[1]
     scales = np.repeat(scales, per_block, axis=1).astype(np.float16)
-    codes = codes.reshape(*scales.shape, -1)
-    # Q4_0 pairs element i with i + 16, we pair neighbours; Q8_0 is signed, we add 128.
-    codes = _halves_paired(codes) if bits == 4 else codes ^ np.uint8(128)
+    codes = codes.reshape(*scales.shape, BLOCK)
+    # Q4_0 pairs element i with i + 16; Q8_0 is signed, we add 128.
+    half = BLOCK // 2
+    codes = codes[..., :half] | codes[..., half:] << 4 if bits == 4 else codes ^ np.uint8(128)
     blocks = np.concatenate([scales[..., None].view(np.uint8), codes], axis=-1)
     return blocks.reshape(len(scales), -1)
-
-
-def _halves_paired(codes: np.ndarray) -> np.ndarray:
-    """Nibbles (2i, 2i + 1) of uint8 [..., 16] -> (i, i + 16)."""
-    nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], BLOCK)
-    return nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4

@@ -7,6 +7,10 @@ Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of th
 sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches),
 `sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
 model with two sets of rotary frequencies `rope_long` int64 [1].
+Three inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
+[1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
+whole weights; else the upper nibbles rank all and the best so many, at least, are exact) and
+`layer_modes` int64 [layers] (0 full, 1 skip, 2 keys and values only).
 Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
 computed: no later token needs the others.
 """
@@ -18,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from kvq.reference_linear import ACTIVATIONS
 from kvq_export.layout import Layout
 from kvq_models.config import ModelConfig
 from kvq_runtime.bundle import DATA_FILE
@@ -70,10 +75,25 @@ class _Builder:
         self.logit_rows = self._input("logit_rows", integer, ["R"])
         if self.config.has_long_rope:
             self.rope_long = self._input("rope_long", integer, [1])
+        if self.layout.format.linear == "kvq":
+            self.weights_view = self._input("weights_view", integer, [1], optional=True)
+            self.exact_rows = self._input("exact_rows", integer, [1], optional=True)
+            layers = self.config.num_layers
+            self.layer_modes = self._input("layer_modes", integer, [layers], optional=True)
 
     def embedding(self) -> ir.Value:
         """Ids and their weights -> hidden states [T, hidden]."""
+        mix = self.mix
+        if self.config.embedding_scale != 1.0:
+            mix = self._node("/model/embed/Mul", [mix, self._scalar(self.config.embedding_scale)])
         matrix = self.layout.matrices["embed"]
+        if self.layout.format.linear == "kvq":
+            return self._node(
+                "/model/Embed",
+                [self.ids, mix, self._stored("embed.panels")],
+                domain="kvq",
+                **asdict(matrix),
+            )
         rows = self._node(
             "/model/embed/GatherBlockQuantized",
             [self._stored("embed.codes"), self.ids, self._stored("embed.scales")],
@@ -86,40 +106,30 @@ class _Builder:
         if matrix.columns % matrix.block:
             start, stop, axis = self._integers(0), self._integers(matrix.columns), self._integers(2)
             rows = self._node("/model/embed/Slice", [rows, start, stop, axis])
-        mix = self.mix
-        if self.config.embedding_scale != 1.0:
-            scale = self._scalar(self.config.embedding_scale)
-            mix = self._node("/model/embed/Mul", [mix, scale])
         return self._node("/model/embed/Einsum", [mix, rows], equation="tk,tkh->th")
 
     def layers(self, hidden: ir.Value) -> ir.Value:
-        """All layers and the final norm: [T, hidden] -> [R, hidden].
-
-        `hidden` is the residual stream before the pending `branch` is added: adding is left to
-        the next norm, which does both at once.
-        """
-        branch: ir.Value | None = None
+        """All layers: [T, hidden] -> [R, hidden]."""
         for layer in range(self.config.num_layers):
-            path = f"/model/layers.{layer}"
-            normed, hidden = self._norm(
-                f"{path}/attn_norm", hidden, branch, f"layers.{layer}.attn_norm"
+            path, weights = f"/model/layers.{layer}", f"layers.{layer}"
+            qkv = self._linear(
+                f"{path}/attn/qkv", hidden, f"{weights}.qkv", norm=f"{weights}.attn_norm"
             )
-            branch = self._attention(layer, normed)
+            attended = self._attention(layer, qkv)
             if layer == self.config.num_layers - 1:
-                branch = self._node(f"{path}/attn/rows/Gather", [branch, self.logit_rows], axis=0)
-                hidden = self._node(f"{path}/rows/Gather", [hidden, self.logit_rows], axis=0)
-            branch = self._linear(f"{path}/attn/o", branch, f"layers.{layer}.o")
-            branch = self._sandwich(f"{path}/post_attn_norm", branch)
-            normed, hidden = self._norm(
-                f"{path}/mlp_norm", hidden, branch, f"layers.{layer}.mlp_norm"
+                rows = self.logit_rows
+                attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
+                hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
+            hidden = self._branch(f"{path}/attn/o", attended, f"{weights}.o", hidden)
+            inner = self._linear(
+                f"{path}/mlp/gate_up", hidden, f"{weights}.gate_up", norm=f"{weights}.mlp_norm"
             )
-            branch = self._sandwich(f"{path}/post_mlp_norm", self._mlp(layer, normed))
-        normed, _ = self._norm("/model/final_norm", hidden, branch, "final_norm", last=True)
-        return normed
+            hidden = self._branch(f"{path}/mlp/down", inner, f"{weights}.down", hidden)
+        return hidden
 
-    def logits(self, normed: ir.Value) -> ir.Value:
-        """The output head, with its soft cap where the model has one."""
-        logits = self._linear("/model/head", normed, "head")
+    def logits(self, hidden: ir.Value) -> ir.Value:
+        """The final norm and the output head, with its soft cap where the model has one."""
+        logits = self._linear("/model/head", hidden, "head", norm="final_norm")
         if self.config.final_softcap > 0:
             cap = self._scalar(self.config.final_softcap)
             logits = self._node("/model/head/softcap/Div", [logits, cap])
@@ -127,9 +137,8 @@ class _Builder:
             logits = self._node("/model/head/softcap/Mul", [logits, cap])
         return logits
 
-    def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
+    def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
-        qkv = self._linear(f"{path}/qkv", normed, f"{weights}.qkv")
         inv_freq = self._inv_freq(self.config.layers[layer].rope)
         inputs = [qkv, self.positions, self.cache, self.sequence_rows, inv_freq]
         if self.config.qk_norm:
@@ -143,20 +152,87 @@ class _Builder:
         out.shape = ir.Shape(["T", self.config.num_heads * self.config.head_dim])
         return out
 
-    def _mlp(self, layer: int, normed: ir.Value) -> ir.Value:
-        path, weights = f"/model/layers.{layer}/mlp", f"layers.{layer}"
-        both = self._linear(f"{path}/gate_up", normed, f"{weights}.gate_up")
+    def _branch(self, path: str, x: ir.Value, weight: str, hidden: ir.Value) -> ir.Value:
+        """Hidden + the last product of a branch, with the norm between that some models have."""
+        gated = weight.endswith(".down")
+        if not self.config.sandwich_norms:
+            return self._linear(path, x, weight, gated=gated, residual=hidden)
+        kind = "mlp" if gated else "attn"
+        branch = self._linear(path, x, weight, gated=gated)
+        place, _ = weight.rsplit(".", 1)
+        branch = self._rms(f"/model/{place}/post_{kind}_norm", branch, f"{place}.post_{kind}_norm")
+        return self._node(f"/model/{place}/post_{kind}_norm/Add", [hidden, branch])
+
+    def _linear(
+        self,
+        path: str,
+        x: ir.Value,
+        weight: str,
+        *,
+        norm: str = "",
+        gated: bool = False,
+        residual: ir.Value | None = None,
+    ) -> ir.Value:
+        """Residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
+        if self.layout.format.linear == "kvq":
+            return self._own_linear(path, x, weight, norm=norm, gated=gated, residual=residual)
+        if norm:
+            x = self._rms(f"{path}/norm", x, norm)
+        if gated:
+            x = self._gate(path, x)
+        product = self._matmul_nbits(path, x, weight)
+        return product if residual is None else self._node(f"{path}/Add", [residual, product])
+
+    def _own_linear(
+        self,
+        path: str,
+        x: ir.Value,
+        weight: str,
+        *,
+        norm: str,
+        gated: bool,
+        residual: ir.Value | None,
+    ) -> ir.Value:
+        """One node of ours. It applies the view and the mode of its layer by itself."""
+        bias = f"{weight}_bias"
+        inputs = [
+            x,
+            self._stored("embed.panels" if self._tied(weight) else f"{weight}.panels"),
+            self._stored(norm) if norm else None,
+            self._stored(bias) if bias in self.layout.tensors else None,
+            residual,
+            self.weights_view,
+            self.exact_rows if weight == "head" else None,
+            None if weight == "head" else self.layer_modes,
+        ]
+        while inputs[-1] is None:
+            inputs.pop()
+        matrix = self.layout.matrices["embed" if self._tied(weight) else weight]
+        keys_from = self.config.num_heads * self.config.head_dim
+        out = self._node(
+            f"{path}/Linear",
+            inputs,
+            domain="kvq",
+            **asdict(matrix),
+            activation=ACTIVATIONS.index(self.config.activation) if gated else 0,
+            norm_eps=float(self.config.norm_eps),
+            layer=0 if weight == "head" else int(weight.split(".")[1]),
+            first_kept=keys_from if weight.endswith(".qkv") else matrix.rows,
+        )
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape(["R" if weight == "head" else None, matrix.rows])
+        return out
+
+    def _gate(self, path: str, both: ir.Value) -> ir.Value:
         gate, up = self._nodes(f"{path}/Split", [both], 2, axis=-1, num_outputs=2)
         if self.config.activation == "silu":
             gate = self._node(f"{path}/QuickGelu", [gate], domain="com.microsoft", alpha=1.0)
         else:
             gate = self._node(f"{path}/Gelu", [gate], approximate="tanh")
-        return self._linear(
-            f"{path}/down", self._node(f"{path}/Mul", [gate, up]), f"{weights}.down"
-        )
+        return self._node(f"{path}/Mul", [gate, up])
 
-    def _linear(self, path: str, x: ir.Value, weight: str) -> ir.Value:
-        """Multiplies x by the transposed weight and adds the bias where one is stored."""
+    def _matmul_nbits(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+        """ONNX Runtime's product, with the bias where one is stored."""
         matrix = self.layout.matrices["embed" if self._tied(weight) else weight]
         inputs: list[ir.Value | None] = [
             x,
@@ -175,38 +251,6 @@ class _Builder:
             block_size=matrix.block,
             accuracy_level=ACCURACY_LEVEL,
         )
-
-    def _norm(
-        self,
-        path: str,
-        hidden: ir.Value,
-        branch: ir.Value | None,
-        weight: str,
-        *,
-        last: bool = False,
-    ) -> tuple[ir.Value, ir.Value]:
-        """(RMS norm of hidden + branch, hidden + branch); the sum is left out when `last`."""
-        gamma, epsilon = self._stored(weight), float(self.config.norm_eps)
-        if branch is None:
-            return self._rms(path, hidden, weight), hidden
-        outputs = self._nodes(
-            f"{path}/SkipSimplifiedLayerNormalization",
-            [branch, hidden, gamma],
-            1 if last else 4,
-            domain="com.microsoft",
-            epsilon=epsilon,
-        )
-        if last:
-            return outputs[0], hidden
-        # The optional mean and inverse deviation have no name: they are not computed.
-        outputs[1].name = outputs[2].name = ""
-        return outputs[0], outputs[3]
-
-    def _sandwich(self, path: str, branch: ir.Value) -> ir.Value:
-        """The norm after a branch, in a model that has one there."""
-        if not self.config.sandwich_norms:
-            return branch
-        return self._rms(path, branch, path.removeprefix("/model/").replace("/", "."))
 
     def _rms(self, path: str, x: ir.Value, weight: str) -> ir.Value:
         return self._node(
@@ -231,8 +275,14 @@ class _Builder:
     def _tied(self, weight: str) -> bool:
         return weight == "head" and self.config.tied_head
 
-    def _input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    def _input(
+        self, name: str, dtype: ir.DataType, shape: Sequence[int | str], *, optional: bool = False
+    ) -> ir.Value:
+        """A graph input; an optional one has zeros for a value where it is left out."""
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        if optional:
+            value.const_value = ir.Tensor(np.zeros([int(n) for n in shape], np.int64), name=name)
+            self.initializers[name] = value
         self.inputs.append(value)
         return value
 

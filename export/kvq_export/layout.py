@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvq.reference_linear import PanelFormat
 from kvq_export.config import WeightFormat
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
@@ -35,39 +36,18 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredMatrix:
-    """A quantised weight [rows, columns]: its `.codes` and `.scales`."""
-
-    name: str
-    rows: int
-    columns: int
-    bits: int
-    block: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks per row, the padded last one included."""
-        return -(-self.columns // self.block)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes of one block."""
-        return self.block * self.bits // 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """The data file: what lies where.
 
-    `tensors` are keyed by initializer name. `names` are the canonical ones in file order: those
-    of `matrices` are quantised, the others plain float32.
-
-    A tied head is a second tensor over the bytes of the embedding.
+    `tensors` are keyed by initializer name. `names` are the canonical ones in file order: those of
+    `matrices` are quantised, the others plain float32. A quantised weight X is one tensor
+    `X.panels`; for MatMulNBits it is `X.codes` and `X.scales`, and a tied head is a second pair
+    over the bytes of the embedding.
     """
 
     format: WeightFormat
     tensors: Mapping[str, StoredTensor]
-    matrices: Mapping[str, StoredMatrix]
+    matrices: Mapping[str, PanelFormat]
     names: tuple[str, ...]
     num_bytes: int
 
@@ -89,21 +69,24 @@ def plan_layout(
 ) -> Layout:
     """Places every canonical weight of `sources`, in their order, then the rotary tables."""
     cursor = _Cursor()
-    matrices: dict[str, StoredMatrix] = {}
+    matrices: dict[str, PanelFormat] = {}
     for name, source in sources.items():
         if len(source.shape) == 1:
             cursor.place(name, "float32", source.shape)
             continue
         bits = weights.embedding_bits if name in ("embed", "head") else weights.bits
         rows, columns = source.shape
-        matrix = StoredMatrix(name=name, rows=rows, columns=columns, bits=bits, block=weights.block)
+        matrix = PanelFormat(rows=rows, columns=columns, bits=bits, block=weights.block)
         matrices[name] = matrix
-        cursor.place(f"{name}.codes", "uint8", _codes_shape(matrix))
-        cursor.place(f"{name}.scales", "float32", (rows, matrix.blocks))
+        if weights.linear == "kvq":
+            cursor.place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))
+        else:
+            cursor.place(f"{name}.codes", "uint8", _codes_shape(name, matrix))
+            cursor.place(f"{name}.scales", "float32", (rows, matrix.blocks))
     for index, rope in enumerate(config.ropes):
         cursor.place(f"rope.{index}.inv_freq", "float32", _rope_shape(rope))
     tensors = dict(cursor.tensors)
-    if config.tied_head:
+    if config.tied_head and weights.linear == "ort":
         tensors |= _tied_head(tensors, matrices["embed"])
     return Layout(
         format=weights,
@@ -114,16 +97,17 @@ def plan_layout(
     )
 
 
-def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:
+def _codes_shape(name: str, matrix: PanelFormat) -> tuple[int, ...]:
     """A gather reads flat rows, MatMulNBits rows of blocks; the bytes are the same."""
-    if matrix.name == "embed":
-        return matrix.rows, matrix.blocks * matrix.block_bytes
-    return matrix.rows, matrix.blocks, matrix.block_bytes
+    block_bytes = matrix.block * matrix.bits // 8
+    if name == "embed":
+        return matrix.rows, matrix.blocks * block_bytes
+    return matrix.rows, matrix.blocks, block_bytes
 
 
-def _tied_head(tensors: Mapping[str, StoredTensor], embed: StoredMatrix) -> dict[str, StoredTensor]:
+def _tied_head(tensors: Mapping[str, StoredTensor], embed: PanelFormat) -> dict[str, StoredTensor]:
     codes, scales = tensors["embed.codes"], tensors["embed.scales"]
-    shape = (embed.rows, embed.blocks, embed.block_bytes)
+    shape = _codes_shape("head", embed)
     return {
         "head.codes": StoredTensor(
             name="head.codes", dtype="uint8", shape=shape, offset=codes.offset

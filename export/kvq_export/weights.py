@@ -1,12 +1,11 @@
-"""Symmetric block quantisation of weight rows, in the layout of MatMulNBits.
+"""Symmetric block quantisation of weight rows.
 
-Owns the search for each block's scale; `kvq_runtime.bundle.dequantize` is the way back. Knows no
-file and no graph.
+Owns the search for each block's scale. Knows no file, no graph and no layout of bytes: codes leave
+here one per byte.
 
-A row of K weights is cut into blocks (the last one padded with zeros); a block keeps one float32
-scale and unsigned codes: `weight = scale * (code - 2**(bits - 1))`. With 4 bits the low nibble
-is the even element. The scale may be negative: the weight of the largest magnitude takes the
-longer side of the code range.
+A row of K weights is cut into blocks (the last one padded with zeros); a block keeps one scale and
+unsigned codes: `weight = scale * (code - 2**(bits - 1))`. The scale may be negative: the weight of
+the largest magnitude takes the longer side of the code range.
 """
 
 from collections import deque
@@ -14,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-
-from kvq_runtime.bundle import NIBBLE_BITS
 
 # Candidate code magnitudes of a block's largest weight. Below the range's end the whole block is
 # stretched less than it could be; above it the largest weight is clipped.
@@ -31,11 +28,11 @@ _PASS_WEIGHTS = 1 << 17
 def quantize(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of `rows`, float32 [N, K].
 
-    Returns codes uint8 [N, ceil(K/block), block*bits/8] and scales float32 [N, ceil(K/block)].
+    Returns codes uint8 [N, ceil(K/block) * block] and scales float32 [N, ceil(K/block)].
     """
     num_rows, columns = rows.shape
     blocks = -(-columns // block)
-    codes = np.empty((num_rows, blocks, block * bits // 8), np.uint8)
+    codes = np.empty((num_rows, blocks * block), np.uint8)
     scales = np.empty((num_rows, blocks), np.float32)
     step = max(1, _PASS_WEIGHTS // (blocks * block))
     for start in range(0, num_rows, step):
@@ -44,7 +41,8 @@ def quantize(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.nd
             part = np.pad(part, ((0, 0), (0, blocks * block - columns)))
         best, levels = _search(np.ascontiguousarray(part.reshape(-1, block).T), bits)
         scales[start : start + step] = best.reshape(-1, blocks)
-        codes[start : start + step] = _pack(levels, bits).reshape(-1, blocks, block * bits // 8)
+        levels += np.float32(1 << (bits - 1))
+        codes[start : start + step] = levels.astype(np.uint8).T.reshape(-1, blocks * block)
     return codes, scales
 
 
@@ -102,11 +100,3 @@ def _round(
     square = np.einsum("bn,bn->n", levels, levels)
     scale = np.divide(cross, square, out=np.zeros_like(cross), where=square > 0)
     return scale, cross * scale
-
-
-def _pack(levels: np.ndarray, bits: int) -> np.ndarray:
-    """Signed levels float32 [block, n] -> packed codes uint8 [n, block*bits/8]."""
-    codes = (levels + np.float32(1 << (bits - 1))).astype(np.uint8)
-    if bits == NIBBLE_BITS:
-        codes = codes[0::2] | (codes[1::2] << 4)
-    return codes.T

@@ -8,15 +8,18 @@ a few row chunks and the scales of one matrix.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
+from kvq.errors import CheckpointError
+from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, pack
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.graph import build_graph
-from kvq_export.layout import Layout, StoredMatrix
+from kvq_export.layout import Layout
 from kvq_export.weights import quantize_chunks
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
@@ -24,6 +27,7 @@ from kvq_runtime.bundle import (
     DATA_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
+    NIBBLE_BITS,
     FileInfo,
     Manifest,
     WeightInfo,
@@ -41,8 +45,11 @@ class WeightReader(Protocol):
         """A norm or a bias, float32."""
         ...
 
-    def matrix(self, matrix: StoredMatrix) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Row chunks of (codes uint8 [n, blocks, block_bytes], scales float32 [n, blocks])."""
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Row chunks of (codes uint8 [n, blocks * block], scales float32 [n, blocks]).
+
+        All but the last are whole panels.
+        """
         ...
 
 
@@ -60,10 +67,10 @@ class CheckpointWeights:
         """See `WeightReader.vector`."""
         return self._checkpoint.read(self._sources[name])
 
-    def matrix(self, matrix: StoredMatrix) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """See `WeightReader.matrix`."""
-        chunks = self._checkpoint.chunks(self._sources[matrix.name])
-        return quantize_chunks(chunks, matrix.bits, matrix.block, self._threads)
+        chunks = _whole_panels(self._checkpoint.chunks(self._sources[name]))
+        return quantize_chunks(chunks, form.bits, form.block, self._threads)
 
 
 class RandomWeights:
@@ -79,19 +86,17 @@ class RandomWeights:
         noise = self._random.standard_normal(self._sources[name].shape, np.float32)
         return noise * np.float32(0.02) + np.float32(centre)
 
-    def matrix(self, matrix: StoredMatrix) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Codes uniform over their range, scaled to weights of variance 1 / columns."""
-        code_deviation = (1 << matrix.bits) / np.sqrt(12)
-        scale = np.float32(1 / (code_deviation * np.sqrt(matrix.columns)))
-        step = max(1, (1 << 20) // matrix.columns)
-        for start in range(0, matrix.rows, step):
-            rows = min(step, matrix.rows - start)
-            shape = (rows, matrix.blocks, matrix.block_bytes)
-            codes = np.frombuffer(
-                self._random.bytes(rows * matrix.blocks * matrix.block_bytes), "u1"
-            )
-            spread = self._random.uniform(0.5, 1.5, (rows, matrix.blocks)).astype(np.float32)
-            yield codes.reshape(shape), spread * scale
+        code_deviation = (1 << form.bits) / np.sqrt(12)
+        scale = np.float32(1 / (code_deviation * np.sqrt(form.columns)))
+        step = PANEL_ROWS * max(1, (1 << 20) // form.columns // PANEL_ROWS)
+        for start in range(0, form.rows, step):
+            rows = min(step, form.rows - start)
+            raw = np.frombuffer(self._random.bytes(rows * form.blocks * form.block), np.uint8)
+            codes = raw.reshape(rows, -1) >> (8 - form.bits)
+            spread = self._random.uniform(0.5, 1.5, (rows, form.blocks)).astype(np.float32)
+            yield codes, spread * scale
 
 
 def write_model(
@@ -106,7 +111,7 @@ def write_model(
         data = _DataStream(stream, layout, progress)
         for name in layout.names:
             if name in layout.matrices:
-                data.matrix(name, reader.matrix(layout.matrices[name]))
+                data.matrix(name, reader.matrix(name, layout.matrices[name]))
             else:
                 data.tensor(name, reader.vector(name))
         for index, rope in enumerate(config.ropes):
@@ -125,6 +130,7 @@ def weight_info(layout: Layout) -> WeightInfo:
         bits=layout.format.bits,
         block=layout.format.block,
         embedding_bits=layout.format.embedding_bits,
+        linear=layout.format.linear,
         num_bytes=layout.num_bytes,
     )
 
@@ -146,14 +152,20 @@ class _DataStream:
         self.digest = hashlib.sha256()
 
     def matrix(self, name: str, chunks: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Codes as they come, then the scales, which are an eighth of the codes or less."""
-        self._seek(f"{name}.codes")
-        scales: list[np.ndarray] = []
-        for codes, chunk_scales in chunks:
-            self._write(codes)
-            scales.append(chunk_scales)
+        """Panel by panel; for MatMulNBits codes as they come, then the scales, few as they are."""
+        form = self._layout.matrices[name]
+        ours = self._layout.format.linear == "kvq"
+        self._seek(f"{name}.panels" if ours else f"{name}.codes")
+        all_scales: list[np.ndarray] = []
+        for codes, scales in chunks:
+            if ours:
+                self._write(pack(replace(form, rows=len(codes)), codes, _half_scales(scales)))
+            else:
+                self._write(_pairs(codes) if form.bits == NIBBLE_BITS else codes)
+                all_scales.append(scales)
             self._progress(self.position, self._layout.num_bytes, name)
-        self.tensor(f"{name}.scales", np.concatenate(scales))
+        if not ours:
+            self.tensor(f"{name}.scales", np.concatenate(all_scales))
 
     def tensor(self, name: str, values: np.ndarray) -> None:
         """A whole tensor at its place."""
@@ -174,6 +186,37 @@ class _DataStream:
         self._stream.write(raw)
         self.digest.update(raw)
         self.position += len(raw)
+
+
+def _whole_panels(chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same rows, cut where panels end."""
+    rest: np.ndarray | None = None
+    for chunk in chunks:
+        rows = chunk if rest is None else np.concatenate([rest, chunk])
+        whole = len(rows) // PANEL_ROWS * PANEL_ROWS
+        if whole:
+            yield rows[:whole]
+        rest = rows[whole:] if whole < len(rows) else None
+    if rest is not None:
+        yield rest
+
+
+def _half_scales(scales: np.ndarray) -> np.ndarray:
+    """Scales as a panel keeps them, float16. Raises `CheckpointError` beyond its range."""
+    with np.errstate(over="ignore"):
+        halves = (scales / SCALE_UNIT).astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise CheckpointError(
+            f"a block of weights needs a scale of {np.abs(scales).max():.4g}, and "
+            f"{np.finfo(np.float16).max * SCALE_UNIT:.4g} is the largest that can be stored; "
+            "export with --linear ort"
+        )
+    return halves
+
+
+def _pairs(codes: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits two to a byte, the even one low, as MatMulNBits has them."""
+    return codes[:, 0::2] | codes[:, 1::2] << NIBBLE_BITS
 
 
 def _frequencies(rope: RopeConfig) -> np.ndarray:

@@ -139,6 +139,44 @@ KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t coun
 KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t head_dim, int32_t bits,
                         uint8_t *planes, uint16_t *constants);
 
+/* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
+   product's arithmetic. No pointer below is kept, none needs any alignment. */
+enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2 };
+enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of an 8-bit matrix the upper nibbles alone */
+
+typedef struct { int32_t rows, columns, bits, block; } kvq_matrix;
+
+/* out = residual + bias + weights . input, where input is x, its RMS norm (`norm` given), or
+   activation(first half of x) * second half. Optional pointers are NULL. */
+typedef struct {
+    kvq_matrix matrix;
+    const uint8_t *panels;
+    const float *x;         /* [tokens, columns], or [tokens, 2 * columns] with an activation */
+    const float *norm;      /* [columns] */
+    const float *bias;      /* [rows] */
+    const float *residual;  /* [tokens, rows] */
+    float *out;             /* [tokens, rows] */
+    int32_t tokens, activation, view;
+    int32_t exact_panels;   /* 0: all; else the view KVQ_HI, exact in each token's best panels */
+    int32_t first_row;      /* rows before it are left out: residual or 0, nothing read */
+    float norm_eps;
+} kvq_linear;
+KVQ_EXPORT int kvq_linear_run(const kvq_linear *call);
+
+/* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix. */
+typedef struct {
+    kvq_matrix matrix;
+    const uint8_t *panels;
+    const int64_t *ids;     /* [tokens, mixed] */
+    const float *weights;   /* [tokens, mixed] */
+    float *out;
+    int32_t tokens, mixed;
+} kvq_embed;
+KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
+
+/* Bytes of weights read by products since the library was loaded. */
+KVQ_EXPORT int64_t kvq_weight_bytes_read(void);
+
 /* One sentence per status, for users; a static string. */
 KVQ_EXPORT const char *kvq_status_text(int status);
 KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */

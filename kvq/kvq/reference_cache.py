@@ -259,19 +259,19 @@ class ReferenceCache:
     def _store(self, layer: int, k: Float, v: Float, positions: NDArray[np.int64]) -> None:
         """Appends the pass's keys and values [T, Hk, D] to a layer's rows of the branch."""
         with np.errstate(over="ignore"):
-            halves = k.astype(np.float16), v.astype(np.float16)
-        if not all(np.isfinite(half).all() for half in halves):
+            keys, values = k.astype(np.float16), v.astype(np.float16)
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
             raise CacheError("a key or value is not finite in float16, so it cannot be cached")
         first = self.branch_rows - self._pass_rows
         before = self._branch_positions[:first]
         self._branch_positions = np.concatenate([before, positions])
-        empty = [_Rows(half[:0, 0], half[:0, 0]) for half in halves[:1]] * k.shape[1]
+        held = self._branch.get(layer) or [_Rows(keys[:0, 0], values[:0, 0])] * k.shape[1]
         self._branch[layer] = [
             _Rows(
-                np.concatenate([rows.k[:first], halves[0][:, head]]),
-                np.concatenate([rows.v[:first], halves[1][:, head]]),
+                np.concatenate([rows.k[:first], keys[:, head]]),
+                np.concatenate([rows.v[:first], values[:, head]]),
             )
-            for head, rows in enumerate(self._branch.get(layer) or empty)
+            for head, rows in enumerate(held)
         ]
         self._attended.add(layer)
 

@@ -21,8 +21,10 @@ from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import BundleError, KvqError
 from kvq.files import replace_file
 from kvq.policies import Sensitivity
+from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, dequantize, unpack
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
+from kvq_models.family import layer_shapes
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
@@ -49,20 +51,27 @@ REMEMBERED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightInfo:
-    """Widths and block of the stored weights, and their bytes together."""
+    """Widths and block of the stored weights, their bytes together, and the op that reads them.
+
+    With `linear` "kvq" a matrix lies in panels, see `kvq.reference_linear`; with "ort" as ONNX
+    Runtime's MatMulNBits wants it, codes two
+    to a byte and float32 scales.
+    """
 
     bits: int
     block: int
     embedding_bits: int
     num_bytes: int
+    linear: str = "kvq"
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """The manifest's object."""
         return {
             "bits": self.bits,
             "block": self.block,
             "embedding_bits": self.embedding_bits,
             "bytes": self.num_bytes,
+            "linear": self.linear,
         }
 
     @classmethod
@@ -73,6 +82,7 @@ class WeightInfo:
             block=int(data["block"]),
             embedding_bits=int(data["embedding_bits"]),
             num_bytes=int(data["bytes"]),
+            linear=str(data["linear"]),
         )
         if info.block < 1 or info.num_bytes < 0 or not {info.bits, info.embedding_bits} <= _WIDTHS:
             raise ValueError(f"weights cannot be stored as {dict(data)}")
@@ -212,7 +222,13 @@ class Bundle:
         memory.save()
         stored = manifest.weights
         if stored is not None:
-            check_graph(folder / MODEL_FILE, manifest.config, bits=stored.bits, block=stored.block)
+            check_graph(
+                folder / MODEL_FILE,
+                manifest.config,
+                linear=stored.linear,
+                bits=stored.bits,
+                block=stored.block,
+            )
         return cls(path=folder, manifest=manifest)
 
     @property
@@ -263,9 +279,11 @@ class Bundle:
         stored = self._graph_weights
         if self.config.tied_head:
             return stored.num_bytes
-        blocks = -(-self.config.hidden_size // stored.block)
-        row_bytes = blocks * (stored.block * stored.embedding_bits // 8 + 4)
-        return stored.num_bytes - (self.config.vocab_size - 1) * row_bytes
+        form = self._form("embed")
+        if stored.linear == "kvq":
+            return stored.num_bytes - (form.panels - 1) * form.panel_bytes
+        row_bytes = form.blocks * (form.block * form.bits // 8 + 4)
+        return stored.num_bytes - (form.rows - 1) * row_bytes
 
     def gguf(self) -> GgufFile:
         """The GGUF file, known by the bundle's name, plan and tokenizer. Raises `ModelError`."""
@@ -286,20 +304,53 @@ class Bundle:
         """
         if name == "head" and self.config.tied_head:
             name = "embed"
-        picked: Any = slice(None) if rows is None else rows
         if name in self._stored:
-            return np.array(self._stored[name][picked], np.float32)
+            return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
+        codes, scales = self.read_codes(name, rows)
+        form = self._form(name)
+        return dequantize(codes, scales, form.bits)[:, : form.columns]
+
+    def read_codes(
+        self, name: str, rows: slice | np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of a quantised weight as stored: `weight = scale * (code - 2**(bits - 1))`.
+
+        Codes uint8 [n, blocks * block], one per byte, and scales float32 [n, blocks]. Raises
+        `BundleError` for a name that is no quantised weight.
+        """
+        if name == "head" and self.config.tied_head:
+            name = "embed"
+        if f"{name}.panels" in self._stored:
+            return self._panel_codes(name, rows)
         if f"{name}.codes" not in self._stored:
             raise BundleError(f"{self.path} has no weight {name!r}")
-        codes = self._stored[f"{name}.codes"][picked]
-        scales = self._stored[f"{name}.scales"][picked]
-        weights = self._graph_weights
-        return dequantize(
-            np.asarray(codes),
-            np.asarray(scales),
-            bits=weights.embedding_bits if name in ("embed", "head") else weights.bits,
-            columns=_columns(self.config, name),
+        picked: Any = slice(None) if rows is None else rows
+        codes = np.asarray(self._stored[f"{name}.codes"][picked])
+        if self._form(name).bits == NIBBLE_BITS:
+            codes = np.stack((codes & 15, codes >> 4), axis=-1)
+        return codes.reshape(len(codes), -1), np.array(self._stored[f"{name}.scales"][picked])
+
+    def _panel_codes(
+        self, name: str, rows: slice | np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        form, stored = self._form(name), self._stored[f"{name}.panels"]
+        index = np.arange(form.rows)[slice(None) if rows is None else rows]
+        panels, places = np.unique(index // PANEL_ROWS, return_inverse=True)
+        codes, scales = unpack(form, np.asarray(stored[panels]))
+        lanes = places * PANEL_ROWS + index % PANEL_ROWS
+        return codes[lanes], scales[lanes].astype(np.float32) * SCALE_UNIT
+
+    def _form(self, name: str) -> PanelFormat:
+        """Shape and widths of a canonical matrix."""
+        weights, config = self._graph_weights, self.config
+        outside = name in ("embed", "head")
+        rows, columns = (
+            (config.vocab_size, config.hidden_size)
+            if outside
+            else layer_shapes(config)[name.rsplit(".", 1)[-1]]
         )
+        bits = weights.embedding_bits if outside else weights.bits
+        return PanelFormat(rows=rows, columns=columns, bits=bits, block=weights.block)
 
     @property
     def _graph_weights(self) -> WeightInfo:
@@ -373,22 +424,6 @@ class HashMemory:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(self.path) as stream:
                 stream.write(json.dumps(self.rows).encode())
-
-
-def dequantize(codes: np.ndarray, scales: np.ndarray, *, bits: int, columns: int) -> np.ndarray:
-    """Float32 rows [N, columns] of symmetric block codes.
-
-    `codes` uint8 [N, blocks, block*bits/8] or [N, blocks*block*bits/8], with 4 bits the low
-    nibble first; `scales` float32 [N, blocks]; `weight = scale * (code - 2**(bits - 1))`.
-    """
-    num_rows, blocks = scales.shape
-    flat = codes.reshape(num_rows, blocks, -1)
-    if bits == NIBBLE_BITS:
-        flat = np.stack((flat & 15, flat >> 4), axis=-1).reshape(num_rows, blocks, -1)
-    values = flat.astype(np.float32)
-    values -= np.float32(1 << (bits - 1))
-    values *= scales[..., None]
-    return values.reshape(num_rows, -1)[:, :columns]
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
@@ -477,14 +512,3 @@ def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | No
         ) from None
     except OSError as error:
         raise BundleError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _columns(config: ModelConfig, name: str) -> int:
-    """Columns of a canonical matrix, which padded blocks do not show."""
-    match name.rsplit(".", 1)[-1]:
-        case "o":
-            return config.num_heads * config.head_dim
-        case "down":
-            return config.intermediate_size
-        case _:
-            return config.hidden_size

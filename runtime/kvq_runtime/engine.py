@@ -147,12 +147,14 @@ class Engine:
     ) -> str | Iterator[Step]:
         """The model's answer to `messages`, each {"role": ..., "content": ...}; else as `complete`.
 
-        A text stands for one message of the user. Raises `ModelError` for a model without a chat
-        template, or whose template refuses the messages.
+        A text stands for one message of the user. Raises `UsageError` for no messages, `ModelError`
+        for a model without a chat template, or whose template refuses the messages.
         """
         self._check_open()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise UsageError("there are no messages to answer; give at least one")
         ids = self.tokenizer.chat(messages, add_generation_prompt=True)
         return self._answer(ids, session, generation | {"max_tokens": max_tokens}, stream=stream)
 
@@ -168,7 +170,7 @@ class Engine:
         chunk_tokens: int = 256,
         seed: int | None = None,
         draft: Callable[[], Drafter] | None = None,
-    ) -> Session:
+    ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
@@ -191,7 +193,7 @@ class Engine:
         )
         config = self.backend.session_config(request)
         self._warn_beyond_training(config.context_tokens)
-        session = Session(
+        session: Session[Any] = Session(
             backend=self.backend,
             config=config,
             vocabulary=Vocabulary.of(self._tokenizer, self.model.stop_ids),

@@ -8,12 +8,14 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvq.errors import BundleError
+from kvq.reference_linear import ACTIVATIONS
 from kvq_models.config import ModelConfig
 
 # Fields of onnx.proto's messages.
@@ -24,17 +26,18 @@ _ATTRIBUTE_NAME, _FLOAT, _INTEGER = 1, 2, 3
 _VALUE_TYPE, _TENSOR_TYPE, _SHAPE, _DIMENSION, _SIZE = 2, 1, 2, 1, 1
 
 _LAYER = "/model/layers."
-_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
+_ORT_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
 
 Fields = Mapping[int, list[Any]]
+Node = tuple[str, Mapping[str, Any]]  # operator and numeric attributes
 
 
-def check_graph(path: Path, config: ModelConfig, *, bits: int, block: int) -> None:
+def check_graph(path: Path, config: ModelConfig, *, linear: str, bits: int, block: int) -> None:
     """Raises `BundleError` where the graph at `path` is not that of `config`.
 
     Compared are every attention node, the shape and blocks of every linear layer, the activation,
-    and the width of the logits. `bits` and `block` are those of linear layers that are not the
-    head, whose bits may be the embedding's.
+    and the width of the logits. `linear`, `bits` and `block` are those of the manifest's weights;
+    the head's bits may be the embedding's.
     """
     try:
         (graph,) = _message(path.read_bytes())[_GRAPH]
@@ -46,12 +49,15 @@ def check_graph(path: Path, config: ModelConfig, *, bits: int, block: int) -> No
     except (ValueError, LookupError, TypeError, struct.error) as error:
         raise BundleError(f"{path} is no graph; export the model again") from error
     found = {name: (operator, attributes) for name, operator, attributes in nodes}
-    wanted = _wanted(config, bits, block)
+    own = linear == "kvq"
+    wanted = _attention_nodes(config) | (
+        _own_nodes(config, bits, block) if own else _matmul_nodes(config, bits, block)
+    )
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
-    others = {operator for _, operator, _ in nodes} & set(_ACTIVATIONS.values())
     if wrong:
         raise _refused(path, wrong[0])
-    if others - {_ACTIVATIONS[config.activation]}:
+    others = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
+    if others - (set() if own else {_ORT_ACTIVATIONS[config.activation]}):
         raise _refused(path, "the activation")
     if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
         raise _refused(path, "the number of layers")
@@ -66,8 +72,41 @@ def _refused(path: Path, what: str) -> BundleError:
     )
 
 
-def _wanted(config: ModelConfig, bits: int, block: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Operator and attributes of the nodes that decide what is computed, by name."""
+def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
+    """Operator and attributes of what decides which tokens a layer looks at, by name."""
+    return {
+        f"{_LAYER}{layer}/attn/Attention": ("Attention", asdict(config.attention(layer)))
+        for layer in range(config.num_layers)
+    }
+
+
+def _own_nodes(config: ModelConfig, bits: int, block: int) -> dict[str, Node]:
+    """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
+    size = {"rows": config.vocab_size, "columns": config.hidden_size, "block": block}
+    nodes: dict[str, Node] = {"/model/Embed": ("Embed", size), "/model/head/Linear": (
+        "Linear", size | {"activation": 0})}  # fmt: skip
+    activation = ACTIVATIONS.index(config.activation)
+    for layer, (name, (columns, rows)) in _matrices(config):
+        facts = {"rows": rows, "columns": columns, "bits": bits, "block": block, "layer": layer}
+        facts |= {"activation": activation if name == "mlp/down" else 0}
+        facts |= {"norm_eps": float(config.norm_eps)}
+        facts |= {"first_kept": config.num_heads * config.head_dim if name == "attn/qkv" else rows}
+        nodes[f"{_LAYER}{layer}/{name}/Linear"] = ("Linear", facts)
+    return nodes
+
+
+def _matmul_nodes(config: ModelConfig, bits: int, block: int) -> dict[str, Node]:
+    """Those of a graph of ONNX Runtime's MatMulNBits."""
+    head = ("MatMulNBits", {"K": config.hidden_size, "N": config.vocab_size})
+    nodes: dict[str, Node] = {"/model/head/MatMulNBits": head}
+    for layer, (name, (columns, rows)) in _matrices(config):
+        facts = {"K": columns, "N": rows, "bits": bits, "block_size": block}
+        nodes[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
+    return nodes
+
+
+def _matrices(config: ModelConfig) -> Iterator[tuple[int, tuple[str, tuple[int, int]]]]:
+    """(layer, (name, (columns, rows))) of every linear layer but the head."""
     hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
     shapes = {
         "attn/qkv": (hidden, config.qkv_width),
@@ -75,22 +114,10 @@ def _wanted(config: ModelConfig, bits: int, block: int) -> dict[str, tuple[str, 
         "mlp/gate_up": (hidden, 2 * config.intermediate_size),
         "mlp/down": (config.intermediate_size, hidden),
     }
-    stored = {"bits": bits, "block_size": block}
-    wanted: dict[str, tuple[str, dict[str, Any]]] = {
-        "/model/head/MatMulNBits": ("MatMulNBits", {"K": hidden, "N": config.vocab_size}),
-    }
-    for layer in range(config.num_layers):
-        for name, (columns, rows) in shapes.items():
-            facts = {"K": columns, "N": rows} | stored
-            wanted[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
-        attention = asdict(config.attention(layer))
-        wanted[f"{_LAYER}{layer}/attn/Attention"] = ("Attention", attention)
-    return wanted
+    return product(range(config.num_layers), shapes.items())
 
 
-def _agrees(
-    wanted: tuple[str, Mapping[str, Any]], found: tuple[str, Mapping[str, Any]] | None
-) -> bool:
+def _agrees(wanted: Node, found: Node | None) -> bool:
     if found is None or found[0] != wanted[0]:
         return False
     return all(

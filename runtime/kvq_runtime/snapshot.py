@@ -63,7 +63,7 @@ class Restorable(Protocol):
         """Everything held."""
         ...
 
-    def load_state(self, state: bytes) -> None:
+    def load_state(self, state: bytes, /) -> None:
         """Becomes what `state` gave. Raises `SnapshotError`."""
         ...
 

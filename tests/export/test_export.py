@@ -4,6 +4,7 @@ import dataclasses
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,22 +12,27 @@ import onnxruntime
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
+from kvq import native
 from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
+from kvq.native_linear import weight_bytes_read
+from kvq.reference_linear import SCALE_UNIT, View, dequantize, linear, pack, restore
 from kvq_export import quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.hub import locate
+from kvq_export.layout import plan_layout
 from kvq_export.random_bundle import random_bundle
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
-from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle, dequantize
+from kvq_models.registry import family_for, read_checkpoint
+from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from tiny import checkpoint_weights, make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False)
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -42,7 +48,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 def test_scale_search_beats_min_max_rounding(bits: int, block: int, columns: int) -> None:
     rows = np.random.default_rng(0).standard_normal((40, columns), np.float32)
     codes, scales = quantize(rows, bits, block)
-    found = dequantize(codes, scales, bits=bits, columns=columns)
+    found = dequantize(codes, scales, bits)[:, :columns]
     padded = np.pad(rows, ((0, 0), (0, -columns % block))).reshape(-1, block)
     step = np.abs(padded).max(1, keepdims=True) / (2 ** (bits - 1) - 1)
     plain = (np.rint(padded / step) * step).reshape(40, -1)[:, :columns]
@@ -58,23 +64,14 @@ def test_representable_weights_come_back_exactly(bits: int) -> None:
     levels[:, ::32] = -half
     rows = levels * np.float32(2.0**-6) * np.where(np.arange(20) % 2, 1, -1)[:, None]
     codes, scales = quantize(rows.astype(np.float32), bits, 32)
-    np.testing.assert_array_equal(dequantize(codes, scales, bits=bits, columns=64), rows)
-
-
-def test_low_nibble_is_the_even_element() -> None:
-    row = np.zeros((1, 32), np.float32)
-    row[0, :2] = -8, 3
-    codes, scales = quantize(row, 4, 32)
-    assert scales[0, 0] == 1
-    assert codes[0, 0, 0] == (3 + 8) << 4
-    assert set(codes[0, 0, 1:]) == {0x88}
+    np.testing.assert_array_equal(dequantize(codes, scales, bits), rows)
 
 
 def test_zero_and_tiny_blocks_are_stored_as_zeros() -> None:
     rows = np.zeros((2, 64), np.float32)
     rows[1, 40] = 1e-40
     codes, scales = quantize(rows, 4, 32)
-    assert not dequantize(codes, scales, bits=4, columns=64).any()
+    assert not dequantize(codes, scales, 4).any()
 
 
 def test_chunks_on_threads_equal_one_call() -> None:
@@ -86,9 +83,9 @@ def test_chunks_on_threads_equal_one_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bits": 3}, {"bits": -4}, {"block": 48}, {"embedding_bits": 16}]
+    "wrong", [{"bits": 3}, {"bits": -4}, {"block": 48}, {"embedding_bits": 16}, {"linear": "mlas"}]
 )
-def test_impossible_weight_formats_are_refused(wrong: dict[str, int]) -> None:
+def test_impossible_weight_formats_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong.values()))} is not possible"):
         WeightFormat(**wrong)
 
@@ -154,16 +151,16 @@ class CutGraph:
     """A bundle's graph on the CPU kernels, with numpy attention between its pieces.
 
     Each attention node is taken out: its input becomes an output of the graph and its output an
-    input, fed on the next run. With `exact` the matrix products do not quantise activations.
+    input, fed on the next run. MatMulNBits is made not to quantise activations.
     """
 
-    def __init__(self, bundle: Bundle, *, exact: bool) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
         model = ir.load(bundle.model_path)
         for node in list(model.graph):
-            if node.op_type == "MatMulNBits" and exact:
+            if node.op_type == "MatMulNBits":
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
-            if node.domain == "kvq":
+            if node.op_type == "Attention":
                 self._cut(model.graph, node)
         # The graph finds its data file beside it.
         path = bundle.path / "cut.onnx"
@@ -171,6 +168,8 @@ class CutGraph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
+        if bundle.manifest.weights.linear == "kvq":
+            options.register_custom_ops_library(str(native.library_path()))
         self.session = onnxruntime.InferenceSession(
             path, options, providers=["CPUExecutionProvider"]
         )
@@ -190,7 +189,9 @@ class CutGraph:
         graph.inputs.append(fed)
         graph.outputs.append(before)
 
-    def logits(self, ids: np.ndarray, mix: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def logits(
+        self, ids: np.ndarray, mix: np.ndarray, rows: np.ndarray, **options: list[int]
+    ) -> np.ndarray:
         config, positions = self.bundle.config, np.arange(len(ids))
         feeds = {
             "input_ids": ids,
@@ -199,7 +200,7 @@ class CutGraph:
             "cache": np.zeros(1, np.int64),
             "sequence_rows": np.array([len(ids)]),
             "logit_rows": rows,
-        }
+        } | {name: np.array(value) for name, value in options.items()}
         if config.has_long_rope:
             feeds["rope_long"] = np.ones(1, np.int64)
         for layer in range(config.num_layers):
@@ -218,31 +219,139 @@ class CutGraph:
         return self.session.run(["logits"], feeds)[0]
 
 
+class Rounded:
+    """Stands in for a weight in `forward`: `x @ weight.T` rounds x as `kvq::Linear` does."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, bundle: Bundle, name: str, view: View) -> None:
+        self.bundle, self.name, self.view = bundle, name, view
+        codes, scales = bundle.read_codes(name)
+        matrix = plan_layout(bundle.config, sources_of(bundle.config), format_of(bundle)).matrices[
+            "embed" if name == "head" and bundle.config.tied_head else name
+        ]
+        self.form = matrix
+        self.panels = pack(matrix, codes, (scales / SCALE_UNIT).astype(np.float16))
+
+    @property
+    def T(self) -> "Rounded":  # noqa: N802 - numpy's name
+        return self
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        return restore(self.form, self.panels)[ids]
+
+    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
+        return linear(self.form, self.panels, x, self.view)
+
+
+def sources_of(config: ModelConfig) -> Any:
+    return family_for({"model_type": config.model_type}).weights(config)
+
+
+def format_of(bundle: Bundle) -> WeightFormat:
+    weights = bundle.manifest.weights
+    return WeightFormat(
+        bits=weights.bits, block=weights.block, embedding_bits=weights.embedding_bits
+    )
+
+
+class WithoutLayers:
+    """A config whose forward pass is embedding, final norm and head."""
+
+    num_layers = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class Case:
+    """A random bundle, a mixed input, and what the numpy forward makes of both."""
+
+    def __init__(self, name: str, weights: WeightFormat, folder: Path) -> None:
+        self.config = CONFIGS[name]
+        self.bundle = random_bundle(
+            self.config, folder / "bundle", options=ExportOptions(weights=weights)
+        )
+        random = np.random.default_rng(3)
+        self.ids = random.integers(0, self.config.vocab_size, (9, 2))
+        self.mix = random.uniform(0, 1, (9, 2)).astype(np.float32)
+        self.rows = np.array([0, 3, 8])
+
+    def expected(self, weight: Any = None, config: Any = None) -> np.ndarray:
+        return forward(
+            config or self.config,
+            weight or self.bundle.read_weight,
+            self.ids[:, 0],
+            np.arange(9),
+            plain_attention(),
+            self.rows,
+            (self.ids, self.mix),
+            long_rope=True,
+        )
+
+    def rounded(self, view: View = "full", config: Any = None) -> np.ndarray:
+        def weight(name: str) -> Any:
+            vector = (
+                len(sources_of(self.config).get(name, sources_of(self.config)["embed"]).shape) == 1
+            )
+            return self.bundle.read_weight(name) if vector else Rounded(self.bundle, name, view)
+
+        return self.expected(weight, config)
+
+    def found(self, **options: list[int]) -> np.ndarray:
+        return CutGraph(self.bundle).logits(self.ids, self.mix, self.rows, **options)
+
+
 @pytest.mark.parametrize("weights", FORMATS, ids=["8 bit", "4 bit"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_graph_computes_the_reference(name: str, weights: WeightFormat, tmp_path: Path) -> None:
-    config = CONFIGS[name]
-    options = ExportOptions(weights=weights)
-    bundle = random_bundle(config, tmp_path / "bundle", options=options)
-    random = np.random.default_rng(3)
-    ids = random.integers(0, config.vocab_size, (9, 2))
-    mix = random.uniform(0, 1, (9, 2)).astype(np.float32)
-    rows = np.array([0, 3, 8])
-    expected = forward(
-        config,
-        bundle.read_weight,
-        ids[:, 0],
-        np.arange(9),
-        plain_attention(),
-        rows,
-        (ids, mix),
-        long_rope=True,
+def test_standard_graph_computes_the_reference(
+    name: str, weights: WeightFormat, tmp_path: Path
+) -> None:
+    case = Case(name, dataclasses.replace(weights, linear="ort"), tmp_path)
+    np.testing.assert_allclose(case.found(), case.expected(), atol=5e-5, rtol=1e-4)
+    case.rows = case.rows[:0]
+    assert case.found().shape == (0, case.config.vocab_size)
+
+
+@needs_native
+@pytest.mark.parametrize("weights", FORMATS, ids=["8 bit", "4 bit"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_own_graph_computes_the_reference(name: str, weights: WeightFormat, tmp_path: Path) -> None:
+    """But for single activations that float32's rounding carries to the next of 255 levels."""
+    case = Case(name, weights, tmp_path)
+    found, expected = case.found(), case.rounded()
+    assert np.sqrt(relative_error(found, expected)) < 4e-3
+    assert np.sqrt(relative_error(found, case.expected())) < 0.1
+    upper = case.found(weights_view=[1])
+    assert np.sqrt(relative_error(upper, case.rounded("hi"))) < 4e-3
+    assert (upper == found).all() == (weights.bits == weights.embedding_bits == 4)
+    case.rows = case.rows[:0]
+    assert case.found().shape == (0, case.config.vocab_size)
+
+
+@needs_native
+def test_exact_rows_and_layer_modes(tmp_path: Path) -> None:
+    case = Case("biases", WeightFormat(bits=4), tmp_path)
+    full = case.found()
+    few = case.found(exact_rows=[2])
+    best = few.argmax(axis=1)[:, None]
+    np.testing.assert_array_equal(
+        np.take_along_axis(few, best, 1), np.take_along_axis(full, best, 1)
     )
-    exact = CutGraph(bundle, exact=True)
-    np.testing.assert_allclose(exact.logits(ids, mix, rows), expected, atol=5e-5, rtol=1e-4)
-    assert exact.logits(ids, mix, rows[:0]).shape == (0, config.vocab_size)
-    fast = CutGraph(bundle, exact=False).logits(ids, mix, rows)
-    assert np.sqrt(relative_error(fast, expected)) < 0.1
+    assert (few != full).any()
+    before = weight_bytes_read()
+    skipped = case.found(layer_modes=[1, 1])
+    read = weight_bytes_read() - before
+    # Two runs for two layers' attention, one for the logits; no layer's weights are read.
+    head = plan_layout(case.config, sources_of(case.config), format_of(case.bundle)).matrices[
+        "embed"
+    ]
+    assert read == head.panels * head.panel_bytes * 3
+    nothing = WithoutLayers(case.config)
+    np.testing.assert_allclose(skipped, case.rounded(config=nothing), rtol=1e-4, atol=1e-4)
 
 
 def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
@@ -257,11 +366,13 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
         "cache": ("INT64", ["S"]),
         "sequence_rows": ("INT64", ["S"]),
         "logit_rows": ("INT64", ["R"]),
+        "weights_view": ("INT64", ["1"]),
+        "exact_rows": ("INT64", ["1"]),
+        "layer_modes": ("INT64", ["2"]),
     }
     assert [value.name for value in graph.outputs] == ["logits"]
     assert model.opset_imports == {"": 21, "com.microsoft": 1, "kvq": 1}
-    first = next(node for node in graph if node.domain == "kvq")
-    assert first.op_type == "Attention"
+    first = next(node for node in graph if node.op_type == "Attention")
     assert {name: attribute.value for name, attribute in first.attributes.items()} == {
         "layer": 0,
         "num_heads": 4,
@@ -281,25 +392,34 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
         "layers.0.q_norm",
         "layers.0.k_norm",
     ]
-    levels = {
-        node.attributes["accuracy_level"].as_int()
-        for node in graph
-        if node.op_type == "MatMulNBits"
-    }
-    assert levels == {4}
+    domains = {node.op_type: node.domain for node in graph}
+    assert (domains["Linear"], domains["Embed"]) == ("kvq", "kvq")
+    assert "MatMulNBits" not in domains
 
 
-def test_a_plain_layer_is_ten_nodes(tmp_path: Path) -> None:
+def test_the_standard_graph_asks_for_int8_products(tmp_path: Path) -> None:
+    options = ExportOptions(weights=WeightFormat(linear="ort"))
+    bundle = random_bundle(BASE, tmp_path / "bundle", options=options)
+    products = [n for n in ir.load(bundle.model_path).graph if n.op_type == "MatMulNBits"]
+    assert {node.attributes["accuracy_level"].as_int() for node in products} == {4}
+
+
+def test_a_plain_layer_is_five_nodes(tmp_path: Path) -> None:
     def count(layers: int) -> int:
         config = dataclasses.replace(BASE, num_layers=layers, layers=(LayerConfig(),) * layers)
         bundle = random_bundle(config, tmp_path / f"{layers}")
         return len(list(ir.load(bundle.model_path).graph))
 
-    assert count(3) - count(2) == 10
+    assert count(3) - count(2) == 5
 
 
 def test_tied_head_shares_the_bytes_of_the_embedding(tmp_path: Path) -> None:
-    bundle = random_bundle(BASE, tmp_path / "bundle")
+    own = random_bundle(BASE, tmp_path / "own")
+    names = set(ir.load(own.model_path).graph.initializers)
+    assert "embed.panels" in names
+    assert "head.panels" not in names
+    options = ExportOptions(weights=WeightFormat(linear="ort"))
+    bundle = random_bundle(BASE, tmp_path / "bundle", options=options)
     tensors = {
         name: value.const_value
         for name, value in ir.load(bundle.model_path).graph.initializers.items()
@@ -321,7 +441,6 @@ def test_onnxruntime_has_the_cpu_kernels_the_graph_uses() -> None:
     microsoft = {
         "MatMulNBits",
         "GatherBlockQuantized",
-        "SkipSimplifiedLayerNormalization",
         "QuickGelu",
     }
     assert {("com.microsoft", name) for name in microsoft} <= kernels

@@ -69,6 +69,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "block 0": lambda d: d["weights"].update(block=0),
     "block": lambda d: d["weights"].update(block=2 * d["weights"]["block"]),
     "bits 5": lambda d: d["weights"].update(bits=5),
+    "linear zz": lambda d: d["weights"].update(linear="zz"),
+    "linear": lambda d: d["weights"].update(linear="ort"),
 }
 
 
@@ -90,6 +92,10 @@ def attention(graph: ir.Graph) -> ir.Node:
     return next(node for node in graph if node.op_type == "Attention")
 
 
+def down(graph: ir.Graph) -> ir.Node:
+    return next(node for node in graph if node.name == "/model/layers.0/mlp/down/Linear")
+
+
 def set_attribute(name: str, value: Any) -> Callable[[ir.Graph], object]:
     return lambda graph: attention(graph).attributes.add(
         ir.AttrFloat32(name, value) if isinstance(value, float) else ir.AttrInt64(name, value)
@@ -108,6 +114,12 @@ GRAPHS: dict[str, Callable[[ir.Graph], object]] = {
     "a window of -1": set_attribute("window_tokens", -1),
     "no scale": lambda graph: attention(graph).attributes.pop("scale"),
     "logits": narrow_logits,
+    "a product without its activation": lambda graph: down(graph).attributes.add(
+        ir.AttrInt64("activation", 0)
+    ),
+    "a product of another layer": lambda graph: down(graph).attributes.add(
+        ir.AttrInt64("layer", 1)
+    ),
 }
 
 

@@ -20,6 +20,8 @@ import pytest
 
 from kvq.policies import POLICIES
 from kvq_apps.cli import main
+from kvq_apps.serve import shapes
+from kvq_apps.serve.shapes import SHAPES
 from serving import process
 from shelf import Shelf
 
@@ -32,6 +34,8 @@ ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
+# Of `x_kvq`, as `serve/shapes.py` says.
+MEASURES = re.findall(r"\w+", re.findall(r"\{([^}]*)\}", shapes.__doc__ or "")[0])
 LICENSE = (ROOT / "LICENSE").read_bytes()
 PIPED = {
     "": b"Hello\n",
@@ -97,6 +101,20 @@ def test_what_cannot_run_is_still_there() -> None:
 def test_the_table_of_policies_has_every_one() -> None:
     section = (ROOT / "kvq/README.md").read_text().partition("\n## Policies\n")[2]
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == sorted(POLICIES)
+
+
+def test_the_http_reference_has_every_route_field_and_error() -> None:
+    section = (ROOT / "apps/README.md").read_text().partition("\n## HTTP reference\n")[2]
+    source = "".join(file.read_text() for file in (ROOT / "apps/kvq_apps/serve").glob("*.py"))
+    routes = {path.partition("{")[0] for path in re.findall(r'Route\("(/[^"]*)"', source)} | {
+        *SHAPES
+    }
+    fields = r'(?:fields|extension|message|chunk)\.(?:text|whole|number|flag|object)s?\("(\w+)"'
+    known = {*re.findall(fields, source), *re.findall(r'code="(\w+)"', source), *MEASURES}
+    assert len(routes) > 11
+    assert len(known) > 60
+    assert [path for path in sorted(routes) if path not in section] == []
+    assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", section)] == []
 
 
 def test_links_lead_somewhere() -> None:

@@ -29,7 +29,7 @@ import caches
 import tiny
 from kvq.cache import Cache
 from kvq.config import KvPlan
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.config import ExportOptions, Linear, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
@@ -209,8 +209,8 @@ class Family:
     expected: Continuation
 
 
-def export(checkpoint: Path, bits: int) -> Bundle:
-    weights = WeightFormat(bits=bits, embedding_bits=8)
+def export(checkpoint: Path, bits: int, linear: Linear = "kvq") -> Bundle:
+    weights = WeightFormat(bits=bits, embedding_bits=8, linear=linear)
     options = ExportOptions(weights=weights, quality=False)
     return export_model(checkpoint, checkpoint.with_name(f"bundle-{bits}"), options)
 
@@ -248,7 +248,7 @@ def family(
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param) / "source"
     checkpoint = tiny.make_checkpoint(case.row, folder, **case.keys)
-    bundle = export(checkpoint, 8)
+    bundle = export(checkpoint, 8, "ort")
     peer = Peer(checkpoint, case.peer_arguments)
     peer.load(bundle)
     with Engine(with_float_activations(bundle), threads=THREADS, backend="onnx") as exact:

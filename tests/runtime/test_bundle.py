@@ -11,7 +11,7 @@ import pytest
 
 from kvq.errors import BundleError
 from kvq_runtime import bundle as bundle_module
-from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum, dequantize
+from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
 
 
 @pytest.fixture
@@ -189,16 +189,6 @@ def test_weights_are_read_by_canonical_name(bundle: str) -> None:
 
 def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
     opened = Bundle.open(bundle)
-    embedding_bytes = 384 * (128 + 128 // 64 * 4)
-    row_bytes = embedding_bytes // 384
+    panel_bytes = 16 * (128 + 128 // 64 * 2)
     stored = opened.manifest.weights.num_bytes
-    assert opened.weight_bytes_per_step == stored - embedding_bytes + row_bytes
-
-
-def test_dequantize_defines_the_layout() -> None:
-    codes = np.array([[[0x10, 0xF8]]], np.uint8)
-    scales = np.array([[0.5]], np.float32)
-    found = dequantize(codes, scales, bits=4, columns=3)
-    np.testing.assert_array_equal(found, [[-4.0, -3.5, 0.0]])
-    found = dequantize(codes, scales, bits=8, columns=2)
-    np.testing.assert_array_equal(found, [[-56.0, 60.0]])
+    assert opened.weight_bytes_per_step == stored - (384 // 16 - 1) * panel_bytes

@@ -270,6 +270,8 @@ def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
         steps = list(session.generate(10))
     options = {"seed": 4}
     assert list(engine.chat(messages, 10, stream=True, session=options)) == steps
+    with pytest.raises(UsageError, match="there are no messages to answer"):
+        engine.chat([])
     assert engine.chat("hello", 10, session=options) == "".join(step.text for step in steps)
 
 

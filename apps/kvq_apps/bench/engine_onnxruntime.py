@@ -4,6 +4,7 @@ The cache is a pair of tensors per layer, float32 or int8, bound as past and pre
 that a step copies nothing. Knows no other engine.
 """
 
+import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
+from kvq.settings import cache_folder
 from kvq_apps.bench.engines import Setting
 from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
+from kvq_apps.model_path import made_once
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 
 DTYPES: Mapping[str, type[np.generic]] = {"fp32": np.float32, "int8": np.int8}
 # Where external initializers of a model given as bytes are looked for.
@@ -36,7 +39,8 @@ class OnnxRuntimeEngine:
         self._config = bundle.config
         kinds = ("fp32", "int8") if _has_int8_cache() else ("fp32",)
         self.settings = tuple(Setting(kv=kv) for kv in kinds)
-        self._sessions = {kv: _session(bundle, kv, threads) for kv in kinds}
+        standard = _same_weights(bundle)
+        self._sessions = {kv: _session(standard, kv, threads) for kv in kinds}
 
     @staticmethod
     def missing() -> str | None:
@@ -119,6 +123,23 @@ class _Step:
             "total_sequence_length": np.zeros((), np.int32),
         }
         self.logits = np.zeros((1, vocab_size), np.float32)
+
+
+def _same_weights(bundle: Bundle) -> Bundle:
+    """The bundle's weights as the stock operators read them, in the cache folder."""
+    from kvq_export.standard_bundle import standard_bundle
+
+    weights, files = bundle.manifest.weights, bundle.manifest.files
+    if weights is None or weights.linear == "ort":
+        return bundle
+    hashes = "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
+    digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
+    path = made_once(
+        cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}-ort",
+        "writing the weights once for onnxruntime's operators:",
+        lambda destination, progress: standard_bundle(bundle, destination, progress).path,
+    )
+    return Bundle.open(path, verify="size")
 
 
 def _session(bundle: Bundle, kv: str, threads: int) -> Any:

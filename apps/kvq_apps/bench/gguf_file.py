@@ -5,11 +5,10 @@ same weights. What a file holds is `kvq_export`'s; this one has no tokenizer.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx_ir
 
 from kvq.errors import BackendError, KvqError
 from kvq_export import gguf_file
@@ -21,8 +20,6 @@ from kvq_runtime.bundle import Bundle, WeightInfo
 
 # Counts the changes of what this file writes for the same bundle.
 REVISION = 2
-
-Stored = Mapping[str, np.ndarray]
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -50,7 +47,7 @@ def write_gguf(bundle: Bundle, path: Path) -> None:
         raise BackendError(f"{bundle.path} has no GGUF form here: {reason}")
     weights = bundle.manifest.weights
     assert weights is not None
-    model, stored = gguf_model(bundle.config), _stored(bundle)
+    model = gguf_model(bundle.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -58,7 +55,7 @@ def write_gguf(bundle: Bundle, path: Path) -> None:
             partial,
             model,
             _kinds(model, weights),
-            lambda tensor: _encode(tensor, stored, weights),
+            lambda tensor: _encode(tensor, bundle, weights),
             gguf_file.GgufHeader(name=bundle.manifest.name, file_type="MOSTLY_Q4_0"),
             unseen,
         )
@@ -80,24 +77,14 @@ def _kinds(model: GgufModel, weights: WeightInfo) -> dict[str, StoredKind]:
     }
 
 
-def _encode(tensor: GgufTensor, stored: Stored, weights: WeightInfo) -> Iterator[np.ndarray]:
+def _encode(tensor: GgufTensor, bundle: Bundle, weights: WeightInfo) -> Iterator[np.ndarray]:
     rows = slice(tensor.start, tensor.stop)
     if len(tensor.shape) == 1:
-        yield tensor.arrange(stored[tensor.source][rows])
+        yield tensor.arrange(bundle.read_weight(tensor.source, rows))
         return
-    codes, scales = (stored[f"{tensor.source}.{part}"][rows] for part in ("codes", "scales"))
+    codes, scales = bundle.read_codes(tensor.source, rows)
     yield tensor.arrange(pack_blocks(codes, scales, _bits(tensor, weights)))
 
 
 def _bits(tensor: GgufTensor, weights: WeightInfo) -> int:
     return weights.embedding_bits if tensor.source in ("embed", "head") else weights.bits
-
-
-def _stored(bundle: Bundle) -> Stored:
-    """The graph's initializers by name, read from the data file when they are asked for."""
-    initializers = onnx_ir.load(bundle.model_path).graph.initializers
-    return {
-        name: value.const_value.numpy()
-        for name, value in initializers.items()
-        if value.const_value is not None
-    }

@@ -1,4 +1,4 @@
-"""A bundle's graph with ONNX Runtime's own attention in place of ours.
+"""The graph of a bundle of stock operators, with ONNX Runtime's attention in place of ours.
 
 Every `kvq::Attention` becomes a `com.microsoft::GroupQueryAttention` over past and present
 tensors; everything else, and the bytes of the weights, are the bundle's. Knows no session.

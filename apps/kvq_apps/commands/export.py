@@ -24,7 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(
         parser,
-        "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "kbits", "vbits", "kv",
+        "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "linear",
+        "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
@@ -46,7 +47,9 @@ def run(arguments: Namespace) -> int:
     from kvq_runtime.device import default_threads
 
     weights = WeightFormat(
-        **options.given(arguments, bits="wbits", block="group", embedding_bits="embedding-bits")
+        **options.given(
+            arguments, bits="wbits", block="group", embedding_bits="embedding-bits", linear="linear"
+        )
     )
     export_options = ExportOptions(
         **options.given(arguments, format="format", gguf_type="gguf-type", policy="kv-policy"),
@@ -77,7 +80,8 @@ def _refuse_unused(arguments: Namespace) -> None:
         unused["gguf-type"] = "is of the GGUF file; add --format gguf or both"
     if chosen == "gguf":
         unused |= dict.fromkeys(
-            ("wbits", "group"), "is of the ONNX graph; choose --gguf-type, or --format both"
+            ("wbits", "group", "linear"),
+            "is of the ONNX graph; choose --gguf-type, or --format both",
         )
         if kind != "q4_0":
             unused["embedding-bits"] = (

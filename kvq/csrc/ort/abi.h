@@ -54,7 +54,7 @@ struct OrtCustomOp {
 namespace kvq::ort {
 
 constexpr uint32_t kApiVersion = 18;
-enum ElementType { kFloat = 1, kInt64 = 7 };
+enum ElementType { kFloat = 1, kUint8 = 2, kInt64 = 7 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
 constexpr int kFail = 1;
 

@@ -1,4 +1,5 @@
-// The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with one op, Attention.
+// The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the op
+// Attention and those of linear_ops.cpp.
 // Inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
 // sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
@@ -12,6 +13,7 @@
 
 #include "../cache.h"
 #include "abi.h"
+#include "linear_ops.h"
 
 namespace kvq::ort {
 namespace {
@@ -218,5 +220,6 @@ extern "C" KVQ_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
     OrtCustomOpDomain* domain = nullptr;  // lives as long as the process, like the library
     if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
     if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, attention_op())) return status;
+    if (OrtStatus* status = add_linear_ops(*g_api, domain)) return status;
     return g_api->AddCustomOpDomain(options, domain);
 }

@@ -1,0 +1,286 @@
+// Products and embeddings over a pool of threads: rounds the input once, divides panels among
+// threads.
+#include "linear.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "../kernels/kernels.h"
+
+namespace kvq {
+namespace {
+
+// A unit of work reads about this much of the weights: enough to hide what handing it out costs.
+constexpr size_t kUnitBytesLow = 32 << 10, kUnitBytesHigh = 512 << 10;
+constexpr size_t kUnits = 64;
+// Rounded rows that stay in a core's cache while panels pass by.
+constexpr size_t kRowBlockBytes = 256 << 10;
+constexpr int kRowBlock = 48;
+// Input values from which on preparing rows is worth a dispatch of its own.
+constexpr size_t kPrepareValues = 64 << 10;
+constexpr int kPrepareRows = 16;
+
+std::atomic<int64_t> g_bytes_read{0};
+
+const LinearKernels& chosen() {
+    for (const LinearKernels* table : {avx512vnni_linear(), avx2_linear()})
+        if (table && !std::strcmp(table->name, kernels().name)) return *table;
+    return *generic_linear();
+}
+
+template <class T>
+T* grown(std::vector<T>& buffer, size_t count) {
+    if (buffer.size() < count) buffer.resize(count);
+    return buffer.data();
+}
+
+// What a thread that starts products keeps between them.
+struct Scratch {
+    std::vector<int8_t> levels;
+    std::vector<float> scales, rows, tops, sorted;
+    std::vector<int32_t> sums;
+    std::vector<uint8_t> exact;
+};
+
+template <class Work>
+void dispatch(const Dispatch& pool, size_t count, Work work) {
+    if (count == 0) return;
+    if (count == 1) return work(0);
+    pool.run(
+        pool.context, [](void* user, size_t i) { (*static_cast<Work*>(user))(i); }, count, &work);
+}
+
+class Product {
+public:
+    Product(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
+        : call_(call),
+          pool_(pool),
+          layout_(call.matrix),
+          table_(chosen()),
+          scratch_(scratch),
+          first_panel_(call.first_row == call.matrix.rows ? layout_.panels
+                                                          : call.first_row / kPanelRows) {
+        const size_t tokens = call.tokens;
+        rounded_ = {grown(scratch.levels, tokens * layout_.padded_columns()),
+                    grown(scratch.scales, tokens * layout_.blocks),
+                    grown(scratch.sums, tokens * layout_.blocks)};
+    }
+
+    void run() {
+        skip_rows();
+        if (first_panel_ == layout_.panels) return;
+        prepare();
+        const bool two_passes = call_.exact_panels && call_.exact_panels < layout_.panels &&
+                                layout_.bits == 8 && call_.view == KVQ_FULL;
+        if (!two_passes) return multiply_all(call_.view, nullptr);
+        float* tops = grown(scratch_.tops, size_t(call_.tokens) * layout_.panels);
+        multiply_all(KVQ_HI, tops);
+        multiply_best(tops);
+    }
+
+private:
+    // The results of rows whose weights are not read.
+    void skip_rows() {
+        for (int t = 0; t < call_.tokens && call_.first_row; t++)
+            for (int row = 0; row < call_.first_row; row++) {
+                const size_t at = size_t(t) * call_.matrix.rows + row;
+                call_.out[at] = call_.residual ? call_.residual[at] : 0.0f;
+            }
+    }
+
+    // Norm or activation, then rounding, of every row.
+    void prepare() {
+        const int columns = call_.matrix.columns;
+        const bool alone = size_t(call_.tokens) * columns < kPrepareValues;
+        const int step = alone ? call_.tokens : kPrepareRows;
+        const size_t units = (call_.tokens + step - 1) / step;
+        float* rows = grown(scratch_.rows, units * columns);
+        dispatch(pool_, units, [=](size_t unit) {
+            const int end = std::min(int(unit + 1) * step, call_.tokens);
+            for (int t = int(unit) * step; t < end; t++) prepare_row(t, rows + unit * columns);
+        });
+    }
+
+    void prepare_row(int t, float* room) {
+        const int columns = call_.matrix.columns;
+        const float* x = call_.x + size_t(t) * columns * (call_.activation ? 2 : 1);
+        if (call_.activation) {
+            table_.gate_row(x, x + columns, columns, call_.activation, room);
+        } else if (call_.norm) {
+            table_.norm_row(x, call_.norm, columns, call_.norm_eps, room);
+        }
+        table_.round_row(call_.activation || call_.norm ? room : x, columns, layout_.block,
+                         rounded_.levels + t * layout_.padded_columns(),
+                         rounded_.scales + size_t(t) * layout_.blocks,
+                         rounded_.sums + size_t(t) * layout_.blocks);
+    }
+
+    size_t view_bytes(int view) const {
+        return view == KVQ_HI ? layout_.plane_bytes + layout_.scale_bytes : layout_.panel_bytes;
+    }
+
+    void multiply_all(int view, float* tops) {
+        const int begin = first_panel_, left = layout_.panels - begin;
+        const size_t bytes = view_bytes(view), all = bytes * left;
+        const size_t unit_bytes = std::clamp(all / kUnits, kUnitBytesLow, kUnitBytesHigh);
+        const int panels = std::max<int>(1, int(unit_bytes / bytes));
+        const int fit = int(kRowBlockBytes / layout_.padded_columns());
+        const int rows = std::max(fit / kRowBlock * kRowBlock, kRowBlock);
+        const size_t columns = (left + panels - 1) / panels;
+        const size_t blocks = (call_.tokens + rows - 1) / rows;
+        dispatch(pool_, blocks * columns, [=](size_t unit) {
+            const int first = int(unit / columns) * rows,
+                      from = begin + int(unit % columns) * panels;
+            const int to = std::min(from + panels, layout_.panels);
+            const int count = std::min(rows, call_.tokens - first);
+            for (int p = from; p < to; p++) multiply(view, p, first, count, tops);
+            g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
+        });
+    }
+
+    void multiply(int view, int panel, int first, int count, float* tops) {
+        constexpr int kRows = kRowBlock;
+        alignas(64) float out[kRows * kPanelRows];
+        const uint8_t* bytes = call_.panels + panel * layout_.panel_bytes;
+        for (int done = 0; done < count; done += kRows) {
+            const int rows = std::min(kRows, count - done);
+            table_.multiply(layout_, view, bytes, rounded_, first + done, rows, out);
+            for (int m = 0; m < rows; m++) {
+                const int t = first + done + m;
+                const float top = finish(out + m * kPanelRows, t, panel);
+                if (tops) tops[size_t(t) * layout_.panels + panel] = top;
+            }
+        }
+    }
+
+    // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside.
+    float finish(const float* sums, int t, int panel) {
+        const int row = panel * kPanelRows;
+        const int begin = std::max(0, call_.first_row - row);
+        const int end = std::min(kPanelRows, call_.matrix.rows - row);
+        float top = -std::numeric_limits<float>::infinity();
+        for (int i = begin; i < end; i++) {
+            const size_t at = size_t(t) * call_.matrix.rows + row + i;
+            float y = sums[i];
+            if (call_.bias) y += call_.bias[row + i];
+            if (call_.residual) y += call_.residual[at];
+            call_.out[at] = y;
+            top = y > top ? y : top;
+        }
+        return top;
+    }
+
+    // Reads both planes of every token's best panels.
+    void multiply_best(const float* tops) {
+        const size_t panels = layout_.panels;
+        uint8_t* exact = grown(scratch_.exact, call_.tokens * panels);
+        std::memset(exact, 0, call_.tokens * panels);
+        std::vector<int32_t> wanted;
+        for (int t = 0; t < call_.tokens; t++) mark_best(tops + t * panels, exact + t * panels);
+        for (size_t p = 0; p < panels; p++)
+            for (int t = 0; t < call_.tokens; t++)
+                if (exact[t * panels + p]) {
+                    wanted.push_back(int32_t(p));
+                    break;
+                }
+        const int32_t* list = wanted.data();
+        const size_t step = std::max<size_t>(1, kUnitBytesLow / layout_.panel_bytes);
+        const size_t units = (wanted.size() + step - 1) / step, count = wanted.size();
+        dispatch(pool_, units, [=](size_t unit) {
+            const size_t end = std::min(count, (unit + 1) * step);
+            for (size_t i = unit * step; i < end; i++)
+                for (int t = 0; t < call_.tokens; t++)
+                    if (exact[t * panels + list[i]]) multiply(KVQ_FULL, list[i], t, 1, nullptr);
+            g_bytes_read.fetch_add(int64_t(layout_.panel_bytes * (end - unit * step)),
+                                   std::memory_order_relaxed);
+        });
+    }
+
+    // Sets marks of the exact_panels largest tops; of equal ones the first.
+    void mark_best(const float* tops, uint8_t* marks) {
+        const int panels = layout_.panels, count = call_.exact_panels;
+        float* sorted = grown(scratch_.sorted, panels);
+        std::copy(tops, tops + panels, sorted);
+        std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
+        const float least = sorted[count - 1];
+        int room =
+            count - int(std::count_if(tops, tops + panels, [=](float x) { return x > least; }));
+        for (int p = 0; p < panels; p++)
+            marks[p] = tops[p] > least || (tops[p] == least && room-- > 0);
+    }
+
+    const kvq_linear& call_;
+    const Dispatch& pool_;
+    const PanelLayout layout_;
+    const LinearKernels& table_;
+    Scratch& scratch_;
+    const int first_panel_;
+    RoundedRows rounded_{};
+};
+
+bool sensible(const kvq_matrix& m) {
+    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) &&
+           (m.block == 32 || m.block == 64 || m.block == 128);
+}
+
+}  // namespace
+
+int run_linear(const kvq_linear& call, const Dispatch& pool) {
+    const bool added = call.bias || call.residual || call.first_row;
+    if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
+        call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
+        (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
+        call.exact_panels < 0 || (call.exact_panels && added))
+        return KVQ_BAD_ARGUMENT;
+    if (call.tokens == 0) return KVQ_OK;
+    static thread_local Scratch scratch;
+    try {
+        Product(call, pool, scratch).run();
+    } catch (const std::bad_alloc&) {
+        return KVQ_NO_MEMORY;
+    }
+    return KVQ_OK;
+}
+
+int run_embed(const kvq_embed& call) {
+    if (!sensible(call.matrix) || call.tokens < 0 || call.mixed < 0) return KVQ_BAD_ARGUMENT;
+    const PanelLayout layout(call.matrix);
+    const int64_t columns = call.matrix.columns, entries = int64_t(call.tokens) * call.mixed;
+    for (int64_t i = 0; i < entries; i++)
+        if (call.ids[i] < 0 || call.ids[i] >= call.matrix.rows) return KVQ_BAD_ARGUMENT;
+    std::memset(call.out, 0, sizeof(float) * call.tokens * columns);
+    for (int64_t i = 0; i < entries; i++) {
+        const int64_t id = call.ids[i];
+        chosen().add_row(layout, call.panels + id / kPanelRows * layout.panel_bytes,
+                         int(id % kPanelRows), call.weights[i], call.matrix.columns,
+                         call.out + i / call.mixed * columns);
+    }
+    return KVQ_OK;
+}
+
+}  // namespace kvq
+
+extern "C" {
+
+int kvq_linear_run(const kvq_linear* call) {
+    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
+                                   for (size_t i = 0; i < count; i++) work(user, i);
+                               },
+                               nullptr};
+    return kvq::run_linear(*call, serial);
+}
+
+int kvq_embed_run(const kvq_embed* call) {
+    return kvq::run_embed(*call);
+}
+
+int64_t kvq_weight_bytes_read() {
+    return kvq::g_bytes_read.load();
+}
+
+}  // extern "C"

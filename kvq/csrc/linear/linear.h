@@ -1,0 +1,69 @@
+// Weights times activations: the bytes of a matrix and what a set of kernels offers. The definition
+// of both is kvq/reference_linear.py. Includes no cache and no framework.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "../kvq.h"
+
+namespace kvq {
+
+constexpr int kPanelRows = 16;
+constexpr int kPanelGroup = 8;  // columns whose codes lie together: 64 bytes of a plane
+constexpr float kScaleUnit = 1.0f / 256.0f;
+constexpr float kSmallestActivation = 1e-30f;
+
+// Where things lie in a panel. Invariant: every part starts at a multiple of 64 bytes.
+struct PanelLayout {
+    int panels, blocks, block, bits;
+    size_t plane_bytes, scale_bytes, panel_bytes;
+
+    explicit PanelLayout(const kvq_matrix& m)
+        : panels((m.rows + kPanelRows - 1) / kPanelRows),
+          blocks((m.columns + m.block - 1) / m.block),
+          block(m.block),
+          bits(m.bits),
+          plane_bytes(size_t(blocks) * block * kPanelRows / 2),
+          scale_bytes((size_t(blocks) * kPanelRows * 2 + 63) / 64 * 64),
+          panel_bytes(plane_bytes * bits / 4 + scale_bytes) {}
+    size_t padded_columns() const { return size_t(blocks) * block; }
+};
+
+// Activations rounded to int8, row after row.
+struct RoundedRows {
+    int8_t* levels;  // [M, padded columns]
+    float* scales;   // [M, blocks], kScaleUnit included
+    int32_t* sums;   // [M, blocks], of the levels
+};
+
+struct LinearKernels {
+    const char* name;
+    void (*round_row)(const float* x, int columns, int block, int8_t* levels, float* scales,
+                      int32_t* sums);
+    // RMS norm (1910.07467) of a row, weight included.
+    void (*norm_row)(const float* x, const float* weight, int columns, float epsilon, float* out);
+    // activation(gate) * up, for one of kvq_activation.
+    void (*gate_row)(const float* gate, const float* up, int columns, int activation, float* out);
+    // Rows [first, first + count) times one panel: out float32 [count, 16].
+    void (*multiply)(const PanelLayout& layout, int view, const uint8_t* panel,
+                     const RoundedRows& x, int first, int count, float* out);
+    // out [columns] += weight * row `lane` of a panel.
+    void (*add_row)(const PanelLayout& layout, const uint8_t* panel, int lane, float weight,
+                    int columns, float* out);
+};
+
+const LinearKernels* generic_linear();
+const LinearKernels* avx2_linear();        // null where not compiled or not supported
+const LinearKernels* avx512vnni_linear();  // likewise
+
+// Runs work(user, i) for i in [0, count), on as many threads as it has.
+struct Dispatch {
+    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
+    void* context;
+};
+
+// kvq_linear_run and kvq_embed_run over a pool of threads.
+int run_linear(const kvq_linear& call, const Dispatch& dispatch);
+int run_embed(const kvq_embed& call);
+
+}  // namespace kvq

@@ -1,0 +1,124 @@
+// Sixteen lanes on AVX-512 with VNNI. Meanings: vectors_generic.h.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kMaxRows = 12;
+constexpr bool kWholeCodes = true;
+
+struct Floats {
+    __m512 v;
+};
+struct Ints {
+    __m512i v;
+};
+struct Codes {
+    __m512i v;
+};
+
+inline Floats set1(float x) {
+    return {_mm512_set1_ps(x)};
+}
+inline Floats load(const float* p) {
+    return {_mm512_loadu_ps(p)};
+}
+inline void store(float* p, Floats a) {
+    _mm512_storeu_ps(p, a.v);
+}
+inline Floats operator+(Floats a, Floats b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+inline Floats operator-(Floats a, Floats b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+inline Floats operator*(Floats a, Floats b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+inline Floats operator/(Floats a, Floats b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
+inline Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+inline Floats clamp(Floats a, float low, float high) {
+    return {_mm512_min_ps(_mm512_max_ps(a.v, _mm512_set1_ps(low)), _mm512_set1_ps(high))};
+}
+inline Floats round(Floats a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline float reduce_add(Floats a) {
+    return _mm512_reduce_add_ps(a.v);
+}
+inline Floats to_float(Ints a) {
+    return {_mm512_cvtepi32_ps(a.v)};
+}
+inline Ints to_int(Floats a) {
+    return {_mm512_cvtps_epi32(a.v)};
+}
+inline Ints set1(int32_t x) {
+    return {_mm512_set1_epi32(x)};
+}
+inline Ints operator+(Ints a, Ints b) {
+    return {_mm512_add_epi32(a.v, b.v)};
+}
+template <int Bits>
+inline Ints shifted(Ints a) {
+    return {_mm512_slli_epi32(a.v, Bits)};
+}
+inline Ints magnitude_bits(Floats a) {
+    return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
+}
+inline Ints max(Ints a, Ints b) {
+    return {_mm512_max_epi32(a.v, b.v)};
+}
+inline int32_t reduce_max(Ints a) {
+    return _mm512_reduce_max_epi32(a.v);
+}
+inline int32_t reduce_add(Ints a) {
+    return _mm512_reduce_add_epi32(a.v);
+}
+inline Floats power_of_two(Floats n) {
+    const __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23))};
+}
+inline void store_bytes(int8_t* p, Ints a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+inline Floats load_half(const uint8_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+struct CodePair {
+    __m512i first, second;
+};
+inline CodePair load_codes(const uint8_t* p) {
+    const __m512i bytes = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+    return {_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask)};
+}
+inline CodePair merged(const CodePair& upper, const CodePair& lower) {
+    return {_mm512_or_si512(_mm512_slli_epi16(upper.first, 4), lower.first),
+            _mm512_or_si512(_mm512_slli_epi16(upper.second, 4), lower.second)};
+}
+inline void prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
+inline __m512i broadcast_quad(const int8_t* quad) {
+    int32_t bits;
+    std::memcpy(&bits, quad, 4);
+    return _mm512_set1_epi32(bits);
+}
+struct Dots {
+    Ints total = set1(0);
+    inline void add(const CodePair& codes, const int8_t* x) {
+        total.v = _mm512_dpbusd_epi32(total.v, codes.first, broadcast_quad(x));
+        total.v = _mm512_dpbusd_epi32(total.v, codes.second, broadcast_quad(x + 4));
+    }
+    inline void flush() {}
+};
+
+}  // namespace

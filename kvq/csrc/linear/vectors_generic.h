@@ -1,0 +1,162 @@
+// Sixteen lanes in plain C++: what every vectors header means, and the fallback where none fits.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kMaxRows = 4;  // activation rows multiplied in one go
+// Whether Dots takes codes of 8 bits; else planes are summed apart.
+constexpr bool kWholeCodes = false;
+
+struct Floats {
+    float v[16];
+};
+struct Ints {
+    int32_t v[16];
+};
+struct Codes {
+    uint8_t v[64];
+};  // four codes of each lane, one per byte
+
+template <class Op>
+inline Floats lanes(Op op) {
+    Floats r;
+    for (int i = 0; i < 16; i++) r.v[i] = op(i);
+    return r;
+}
+template <class Op>
+inline Ints int_lanes(Op op) {
+    Ints r;
+    for (int i = 0; i < 16; i++) r.v[i] = op(i);
+    return r;
+}
+inline Floats set1(float x) {
+    return lanes([&](int) { return x; });
+}
+inline Floats load(const float* p) {
+    return lanes([&](int i) { return p[i]; });
+}
+inline void store(float* p, Floats a) {
+    std::memcpy(p, a.v, sizeof a.v);
+}
+inline Floats operator+(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats operator-(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats operator*(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats operator/(Floats a, Floats b) {
+    return lanes([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Floats fma(Floats a, Floats b, Floats c) {
+    return lanes([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline Floats clamp(Floats a, float low, float high) {
+    return lanes([&](int i) { return a.v[i] > low ? (a.v[i] < high ? a.v[i] : high) : low; });
+}
+inline Floats round(Floats a) {
+    return lanes([&](int i) { return std::nearbyintf(a.v[i]); });
+}
+inline float reduce_add(Floats a) {
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+inline Floats to_float(Ints a) {
+    return lanes([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline Ints to_int(Floats a) {  // of whole numbers within int32
+    return int_lanes([&](int i) { return static_cast<int32_t>(a.v[i]); });
+}
+inline Ints set1(int32_t x) {
+    return int_lanes([&](int) { return x; });
+}
+inline Ints operator+(Ints a, Ints b) {
+    return int_lanes([&](int i) { return a.v[i] + b.v[i]; });
+}
+template <int Bits>
+inline Ints shifted(Ints a) {
+    return int_lanes([&](int i) { return a.v[i] * (1 << Bits); });
+}
+// Bits of |a|; as integers they order like |a|, infinities and then NaN last.
+inline Ints magnitude_bits(Floats a) {
+    Ints r;
+    std::memcpy(r.v, a.v, sizeof r.v);
+    return int_lanes([&](int i) { return r.v[i] & 0x7fffffff; });
+}
+inline Ints max(Ints a, Ints b) {
+    return int_lanes([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline int32_t reduce_max(Ints a) {
+    int32_t m = a.v[0];
+    for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+inline int32_t reduce_add(Ints a) {
+    int32_t total = 0;
+    for (int i = 0; i < 16; i++) total += a.v[i];
+    return total;
+}
+// 2^n for whole n in [-126, 127].
+inline Floats power_of_two(Floats n) {
+    return lanes([&](int i) {
+        const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
+        float r;
+        std::memcpy(&r, &bits, 4);
+        return r;
+    });
+}
+inline void store_bytes(int8_t* p, Ints a) {  // of -128..127
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
+}
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31;
+    const uint32_t mantissa = h & 1023;
+    if (!exponent) {
+        const float r = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+        return sign ? -r : r;
+    }
+    const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
+    float r;
+    std::memcpy(&r, &bits, 4);
+    return r;
+}
+inline Floats load_half(const uint8_t* p) {
+    return lanes([&](int i) {
+        uint16_t h;
+        std::memcpy(&h, p + 2 * i, 2);
+        return half_to_float(h);
+    });
+}
+
+struct CodePair {
+    Codes first, second;
+};  // columns 0-3 and 4-7 of a group
+inline CodePair load_codes(const uint8_t* p) {
+    CodePair r;
+    for (int i = 0; i < 64; i++) r.first.v[i] = p[i] & 15, r.second.v[i] = p[i] >> 4;
+    return r;
+}
+inline CodePair merged(const CodePair& upper, const CodePair&) {
+    return upper;
+}  // never called
+inline void prefetch(const uint8_t*) {}
+
+// Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
+struct Dots {
+    Ints total = set1(0);
+    inline void add(const CodePair& codes, const int8_t* x) {
+        for (int i = 0; i < 16; i++)
+            for (int c = 0; c < 4; c++)
+                total.v[i] +=
+                    codes.first.v[4 * i + c] * x[c] + codes.second.v[4 * i + c] * x[4 + c];
+    }
+    inline void flush() {}  // to be called after every four calls of add
+};
+
+}  // namespace

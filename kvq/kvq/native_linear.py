@@ -1,0 +1,123 @@
+"""Products with stored weights through the C ABI: what tests and measurements call.
+
+A running model reaches the same code through the ONNX Runtime ops. Meaning: `reference_linear`.
+"""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_uint8
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq import native
+from kvq.errors import BackendError
+from kvq.reference_linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
+
+_STATUS = {2: "shapes, ids or options do not fit the matrix", 5: "no memory for its scratch"}
+VIEWS: tuple[View, ...] = ("full", "hi")
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block"))
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("matrix", _Matrix),
+        ("panels", POINTER(c_uint8)),
+        *((name, POINTER(c_float)) for name in ("x", "norm", "bias", "residual", "out")),
+        *(
+            (name, c_int32)
+            for name in ("tokens", "activation", "view", "exact_panels", "first_row")
+        ),
+        ("norm_eps", c_float),
+    )
+
+
+class _Embed(ctypes.Structure):
+    _fields_ = (
+        ("matrix", _Matrix),
+        ("panels", POINTER(c_uint8)),
+        ("ids", POINTER(c_int64)),
+        ("weights", POINTER(c_float)),
+        ("out", POINTER(c_float)),
+        ("tokens", c_int32),
+        ("mixed", c_int32),
+    )
+
+
+def linear(
+    form: PanelFormat,
+    panels: Bytes,
+    x: Float,
+    *,
+    norm: Float | None = None,
+    norm_eps: float = 0.0,
+    activation: str = "",
+    bias: Float | None = None,
+    residual: Float | None = None,
+    view: View = "full",
+    exact_panels: int = 0,
+    first_row: int = 0,
+) -> Float:
+    """`residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
+
+    The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
+    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_panels` as in
+    `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
+    not read, their results are the residual or 0. Raises `BackendError`.
+    """
+    out = np.empty((len(x), form.rows), np.float32)
+    x = np.ascontiguousarray(x, np.float32)
+    call = _Linear(
+        _matrix(form), _bytes(panels), _floats(x), _floats(norm), _floats(bias),
+        _floats(residual), _floats(out), len(x), ACTIVATIONS.index(activation),
+        VIEWS.index(view), exact_panels, first_row, norm_eps,
+    )  # fmt: skip
+    _check(native.library().kvq_linear_run(ctypes.byref(call)))
+    return out
+
+
+def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Float) -> Float:
+    """Row t is the sum of `weights[t, k]` times row `ids[t, k]`: float32 [T, columns].
+
+    Raises `BackendError`, for an id that is no row too.
+    """
+    out = np.empty((len(ids), form.columns), np.float32)
+    ids = np.ascontiguousarray(ids, np.int64)
+    pointer = ids.ctypes.data_as(POINTER(c_int64))
+    call = _Embed(
+        _matrix(form), _bytes(panels), pointer, _floats(weights), _floats(out), *ids.shape
+    )
+    _check(native.library().kvq_embed_run(ctypes.byref(call)))
+    return out
+
+
+def weight_bytes_read() -> int:
+    """Bytes of weights all products of this process have read."""
+    call = native.library().kvq_weight_bytes_read
+    call.restype = c_int64
+    return int(call())
+
+
+def _matrix(form: PanelFormat) -> _Matrix:
+    return _Matrix(form.rows, form.columns, form.bits, form.block)
+
+
+def _floats(x: Float | None) -> "ctypes._Pointer[c_float] | None":
+    if x is None:
+        return None
+    assert x.dtype == np.float32
+    assert x.flags.c_contiguous
+    return x.ctypes.data_as(POINTER(c_float))
+
+
+def _bytes(panels: Bytes) -> "ctypes._Pointer[c_uint8]":
+    assert panels.dtype == np.uint8
+    assert panels.flags.c_contiguous
+    return panels.ctypes.data_as(POINTER(c_uint8))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise BackendError(f"the product was refused: {_STATUS.get(status, f'status {status}')}")

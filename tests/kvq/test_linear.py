@@ -1,0 +1,267 @@
+"""`kvq::Linear` and `kvq::Embed`: the stored bytes, and native products against the definition."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq import reference_linear as reference
+from kvq.errors import BackendError
+from kvq.native_linear import embed, linear, weight_bytes_read
+from kvq.reference import normalize
+from kvq.reference_linear import PANEL_ROWS, Bytes, Float, PanelFormat
+
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+KERNELS = native.isas() if native.available() else []
+# (rows, columns): less than a panel, odd everything, whole panels, more than one row block.
+SHAPES = [(5, 7), (16, 64), (50, 200), (33, 449), (96, 896), (40, 5000)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_restored() -> Iterator[None]:
+    before = native.isa() if native.available() else ""
+    yield
+    if before:
+        native.select_isa(before)
+
+
+def matrix(form: PanelFormat, seed: int = 0) -> tuple[Bytes, np.ndarray, Bytes]:
+    """Codes, scales and their panels; scales of both signs, some zero, some subnormal."""
+    random = np.random.default_rng(seed)
+    half = 1 << (form.bits - 1)
+    codes = np.full((form.rows, form.blocks * form.block), half, np.uint8)
+    codes[:, : form.columns] = random.integers(0, 2 * half, (form.rows, form.columns))
+    scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
+    scales[::7, 0], scales[::5, -1] = 0, np.float16(3e-6)
+    return codes, scales, reference.pack(form, codes, scales)
+
+
+def activations(rows: int, columns: int, seed: int = 1) -> Float:
+    """Rows of all sizes, with an outlier, a tiny block and zeros among them."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, columns)).astype(np.float32)
+    x *= np.float32(10.0) ** random.integers(-3, 4, (rows, 1)).astype(np.float32)
+    x[:, columns // 2] *= 30
+    x[rows // 2, : columns // 3] = np.float32(1e-38)
+    x[-1, : columns // 2] = 0
+    return x
+
+
+def close(found: Float, expected: Float) -> None:
+    """Equal but for float32's rounding of sums of terms as large as the row's results."""
+    assert found.shape == expected.shape
+    size = np.abs(expected).max(axis=1, keepdims=True)
+    assert (np.abs(found - expected) <= 2e-6 * size).all()
+
+
+# The bytes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_packed_comes_back(bits: int, block: int, shape: tuple[int, int]) -> None:
+    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block)
+    codes, scales, panels = matrix(form)
+    assert panels.shape == (form.panels, form.panel_bytes)
+    assert form.panel_bytes % 64 == 0
+    found, found_scales = reference.unpack(form, panels)
+    np.testing.assert_array_equal(found[: form.rows], codes)
+    np.testing.assert_array_equal(found_scales[: form.rows], scales)
+    assert not found_scales[form.rows :].any()
+
+
+def test_the_layout_byte_by_byte() -> None:
+    form = PanelFormat(rows=18, columns=40, bits=8, block=32)
+    codes = np.full((18, 64), 128, np.uint8)
+    codes[1, 13], codes[17, 33] = 0xA7, 0x5C
+    scales = np.arange(36, dtype=np.float16).reshape(18, 2)
+    panels = reference.pack(form, codes, scales)
+    # Plane: 2 blocks x 4 groups x 64 bytes; scales: 2 blocks x 32 bytes.
+    assert (form.plane_bytes, form.scale_bytes, form.panel_bytes) == (512, 64, 1088)
+    # Column 13 is in group 1, the second four, byte 13 - 8 - 4 of row 1.
+    assert panels[0, 64 + 4 + 1] == 0xA8
+    assert panels[0, 512 + 64 + 64 + 4 + 1] == 0x70
+    # Column 33 is column 1 of block 1, row 17 row 1 of panel 1.
+    assert panels[1, 256 + 4 + 1] == 0x85
+    assert panels[1, 576 + 256 + 4 + 1] == 0x0C
+    assert panels[1, 512 + 32 + 2 : 512 + 32 + 4].view(np.float16)[0] == 35
+    weights = reference.restore(form, panels)
+    assert weights[1, 13] == (0xA7 - 128) * 2 / 256
+    assert weights[17, 33] == (0x5C - 128) * 35 / 256
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_are_those_of_the_restored_weights(bits: int) -> None:
+    form = PanelFormat(rows=50, columns=200, bits=bits, block=64)
+    *_, panels = matrix(form)
+    x = activations(6, 200)
+    levels, steps = reference.round_rows(x, 64)
+    rounded = (levels * steps[..., None]).reshape(6, -1)[:, :200]
+    assert np.abs(rounded - x).max() <= steps.max() * 0.5001
+    exact = rounded.astype(np.float64) @ reference.restore(form, panels)[:50].T.astype(np.float64)
+    close(reference.linear(form, panels, x), exact.astype(np.float32))
+
+
+def test_the_upper_nibbles_are_the_middle_of_what_they_may_be() -> None:
+    form = PanelFormat(rows=16, columns=64, bits=8, block=32)
+    codes, scales, panels = matrix(form)
+    levels, steps = reference.round_rows(activations(3, 64), 32)
+    middle = ((codes >> 4) * 16.0 + 7.5 - 128).reshape(16, 2, 32) * scales[..., None] / 256
+    exact = np.einsum("mbk,mb,nbk->mn", levels, steps, middle)
+    close(reference.linear(form, panels, activations(3, 64), "hi"), exact.astype(np.float32))
+
+
+# Native products
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_equal_the_definition_for_every_row_count(
+    kernels: str, bits: int, block: int, shape: tuple[int, int]
+) -> None:
+    """And M rows are, bit for bit, what each row is alone."""
+    native.select_isa(kernels)
+    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block)
+    *_, panels = matrix(form)
+    x = activations(130, shape[1])
+    for view in ("full", "hi"):
+        alone = np.concatenate([linear(form, panels, row[None], view=view) for row in x])
+        close(alone, reference.linear(form, panels, x, view))
+        for rows in (*range(2, 18), 31, 49, 130):
+            together = linear(form, panels, x[:rows], view=view)
+            np.testing.assert_array_equal(together, alone[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> None:
+    from kvq_models.reference import ACTIVATIONS
+
+    native.select_isa(kernels)
+    form = PanelFormat(rows=50, columns=200, bits=8, block=32)
+    *_, panels = matrix(form)
+    random = np.random.default_rng(4)
+    # 400 rows: preparing them is a dispatch of its own.
+    for rows in (1, 9, 400):
+        x = random.standard_normal((rows, 400)).astype(np.float32) * 3
+        x[0, 3], x[0, 7] = 90, -90
+        weight, bias = random.uniform(0.5, 2, 200), random.standard_normal(50)
+        weight, bias = weight.astype(np.float32), bias.astype(np.float32)
+        residual = random.standard_normal((rows, 50)).astype(np.float32)
+        first = np.ascontiguousarray(x[:, :200])
+        normed = linear(
+            form, panels, first, norm=weight, norm_eps=1e-5, bias=bias, residual=residual
+        )
+        plain = linear(form, panels, normalize(first, weight, 1e-5))
+        gated = linear(form, panels, x, activation=activation)
+        expected = ACTIVATIONS[activation](first) * x[:, 200:]
+        # An activation on the edge between two levels may round to either.
+        for found, wanted in (
+            (normed, plain + bias + residual),
+            (gated, linear(form, panels, expected)),
+        ):
+            assert np.abs(found - wanted).max() <= 2e-3 * np.abs(wanted).max()
+            assert np.median(np.abs(found - wanted)) <= 2e-6 * np.abs(wanted).max()
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_two_passes_are_exact_where_it_matters(kernels: str) -> None:
+    native.select_isa(kernels)
+    form = PanelFormat(rows=2000, columns=128, bits=8, block=64)
+    *_, panels = matrix(form)
+    x = activations(5, 128)
+    full = linear(form, panels, x)
+    for count in (1, 20, 124, 125, 4000):
+        found = linear(form, panels, x, exact_panels=count)
+        close(found, reference.linear_in_two_passes(form, panels, x, count))
+        order = np.argsort(-linear(form, panels, x, view="hi"), axis=1)[:, :count]
+        best = np.take_along_axis(found, order, axis=1)
+        np.testing.assert_array_equal(best, np.take_along_axis(full, order, axis=1))
+        alone = np.concatenate([linear(form, panels, row[None], exact_panels=count) for row in x])
+        np.testing.assert_array_equal(found, alone)
+    assert (linear(form, panels, x, exact_panels=20) != full).any()
+
+
+@needs_native
+def test_bytes_read_are_those_a_view_needs() -> None:
+    form = PanelFormat(rows=2000, columns=128, bits=8, block=64)
+    *_, panels = matrix(form)
+    x = activations(16, 128)
+
+    def read(rows: int, **options: object) -> int:
+        before = weight_bytes_read()
+        linear(form, panels, x[:rows], **options)
+        return weight_bytes_read() - before
+
+    half = form.panels * form.view_bytes("hi")
+    assert form.view_bytes("full") == 2 * form.plane_bytes + form.scale_bytes
+    assert read(1) == read(16) == form.panels * form.panel_bytes
+    assert read(1, view="hi") == half
+    assert read(1, exact_panels=20) == half + 20 * form.panel_bytes
+    assert read(3, first_row=2000) == 0
+    assert read(3, first_row=1990) == form.panel_bytes
+
+
+@needs_native
+def test_rows_left_out_are_zeros() -> None:
+    form = PanelFormat(rows=50, columns=200, bits=8, block=64)
+    *_, panels = matrix(form)
+    x, residual = activations(9, 200), activations(9, 50)
+    full = linear(form, panels, x, residual=residual)
+    for first in (1, 16, 21, 48, 50):
+        found = linear(form, panels, x, residual=residual, first_row=first)
+        np.testing.assert_array_equal(found[:, :first], residual[:, :first])
+        np.testing.assert_array_equal(found[:, first:], full[:, first:])
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int) -> None:
+    native.select_isa(kernels)
+    form = PanelFormat(rows=50, columns=200, bits=bits, block=64)
+    *_, panels = matrix(form)
+    random = np.random.default_rng(2)
+    ids = random.integers(0, 50, (7, 3))
+    weights = random.uniform(0, 1, (7, 3)).astype(np.float32)
+    table = reference.restore(form, panels)
+    expected = np.einsum("tk,tkh->th", weights, table[ids])
+    close(embed(form, panels, ids, weights), expected)
+    for wrong in (-1, 50, 1 << 40):
+        with pytest.raises(BackendError, match="do not fit"):
+            embed(form, panels, np.array([[wrong]]), np.ones((1, 1), np.float32))
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_in_its_row_only(kernels: str, value: float) -> None:
+    native.select_isa(kernels)
+    form = PanelFormat(rows=20, columns=100, bits=4, block=32)
+    *_, panels = matrix(form)
+    x = activations(3, 100)
+    x[1, 99] = value
+    found = linear(form, panels, x)
+    assert np.isnan(found[1]).all()
+    np.testing.assert_array_equal(found[[0, 2]], linear(form, panels, x[[0, 2]]))
+    assert np.isnan(reference.linear(form, panels, x)[1]).all()
+
+
+@needs_native
+def test_impossible_products_are_refused() -> None:
+    form = PanelFormat(rows=PANEL_ROWS, columns=64, bits=4, block=32)
+    *_, panels = matrix(form)
+    x = np.ones((1, 64), np.float32)
+    wrong = PanelFormat(rows=PANEL_ROWS, columns=64, bits=5, block=32)
+    with pytest.raises(BackendError, match="do not fit"):
+        linear(wrong, panels, x)
+    with pytest.raises(BackendError, match="do not fit"):
+        linear(form, panels, x, exact_panels=1, bias=np.zeros(16, np.float32))
+    assert linear(form, panels, x[:0]).shape == (0, PANEL_ROWS)

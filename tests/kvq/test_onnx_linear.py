@@ -1,0 +1,169 @@
+"""`kvq::Linear` and `kvq::Embed` in ONNX Runtime: the numbers of the C ABI, errors as sentences."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from kvq import native
+from kvq import reference_linear as reference
+from kvq.native_linear import embed, linear, weight_bytes_read
+from kvq.reference_linear import Bytes, PanelFormat
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+# Enough panels for many units of work, rows for more than one block of them.
+FORM = PanelFormat(rows=2005, columns=200, bits=8, block=64)
+TYPES = {
+    "x": TensorProto.FLOAT,
+    "norm": TensorProto.FLOAT,
+    "bias": TensorProto.FLOAT,
+    "residual": TensorProto.FLOAT,
+    "weights_view": TensorProto.INT64,
+    "exact_rows": TensorProto.INT64,
+    "layer_modes": TensorProto.INT64,
+}
+PLAIN = {"activation": 0, "norm_eps": 1e-5, "layer": 1, "first_kept": 500}
+
+
+def panels(form: PanelFormat = FORM) -> Bytes:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (form.rows, form.blocks * form.block), dtype=np.uint8)
+    scales = random.uniform(-1, 1, (form.rows, form.blocks)).astype(np.float16)
+    return reference.pack(form, codes >> (8 - form.bits), scales)
+
+
+def session(
+    names: list[str], threads: int = 2, folder: Path | None = None, **attributes: Any
+) -> ort.InferenceSession:
+    """One Linear node with these inputs beside the weights, which lie in a file in `folder`."""
+    order = ["x", "panels", *list(TYPES)[1:]]
+    given = [name if name in names or name == "panels" else "" for name in order]
+    while not given[-1]:
+        given.pop()
+    stored = onnx.numpy_helper.from_array(panels(), "panels")
+    node = helper.make_node(
+        "Linear", given, ["out"], domain="kvq", **(asdict(FORM) | PLAIN | attributes)
+    )
+    inputs = [helper.make_tensor_value_info(name, TYPES[name], None) for name in names]
+    return run_graph(node, inputs, stored, threads, folder)
+
+
+def run_graph(
+    node: Any, inputs: list[Any], stored: Any, threads: int, folder: Path | None
+) -> ort.InferenceSession:
+    output = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "linear", inputs, [output], [stored])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvq", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(native.library_path()))
+    source: Any = model.SerializeToString()
+    if folder is not None:
+        source = str(folder / "model.onnx")
+        onnx.save(model, source, save_as_external_data=True, location="data", size_threshold=0)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def activations(rows: int, columns: int = 200) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_session_computes_what_the_abi_computes(threads: int, tmp_path: Path) -> None:
+    names = ["x", "norm", "bias", "residual", "weights_view"]
+    run = session(names, threads, tmp_path)
+    weight, bias = activations(1)[0], activations(1, FORM.rows)[0]
+    # 400 rows are prepared in a dispatch of their own, in one after the other blocks.
+    for rows in (0, 1, 5, 17, 400):
+        x, residual = activations(rows), activations(rows, FORM.rows)
+        for view, name in enumerate(("full", "hi")):
+            feeds = {"x": x, "norm": weight, "bias": bias, "residual": residual}
+            (found,) = run.run(None, feeds | {"weights_view": np.array([view])})
+            expected = linear(
+                FORM, panels(), x, norm=weight, norm_eps=1e-5, bias=bias, residual=residual,
+                view=name,
+            )  # fmt: skip
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_activation_and_exact_rows() -> None:
+    x = activations(3, 400)
+    (found,) = session(["x"], activation=1).run(None, {"x": x})
+    np.testing.assert_array_equal(found, linear(FORM, panels(), x, activation="silu"))
+    run, x = session(["x", "exact_rows"]), activations(3)
+    for rows in (0, 7, 10_000):
+        (found,) = run.run(None, {"x": x, "exact_rows": np.array([rows])})
+        np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_panels=rows))
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "unread"), [(0, 0, 0), (1, FORM.rows, FORM.panels), (2, 500, 31)]
+)
+def test_a_layer_reads_what_its_mode_needs(mode: int, first: int, unread: int) -> None:
+    run = session(["x", "residual", "layer_modes"])
+    x, residual = activations(4), activations(4, FORM.rows)
+    before = weight_bytes_read()
+    modes = np.array([1, mode, 1])
+    (found,) = run.run(None, {"x": x, "residual": residual, "layer_modes": modes})
+    assert weight_bytes_read() - before == (FORM.panels - unread) * FORM.panel_bytes
+    expected = linear(FORM, panels(), x, residual=residual)
+    np.testing.assert_array_equal(found[:, first:], expected[:, first:])
+    np.testing.assert_array_equal(found[:, :first], residual[:, :first])
+
+
+def test_embeddings() -> None:
+    node = helper.make_node("Embed", ["ids", "w", "panels"], ["out"], domain="kvq", **asdict(FORM))
+    inputs = [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, None),
+        helper.make_tensor_value_info("w", TensorProto.FLOAT, None),
+    ]
+    stored = onnx.numpy_helper.from_array(panels(), "panels")
+    run = run_graph(node, inputs, stored, 1, None)
+    ids = np.array([[3, 2004], [0, 17], [1, 1]])
+    weights = np.array([[0.5, 0.5], [1, 0], [2, -1]], np.float32)
+    (found,) = run.run(None, {"ids": ids, "w": weights})
+    np.testing.assert_array_equal(found, embed(FORM, panels(), ids, weights))
+    expect("kvq::Embed: an id is no row", run, {"ids": ids + 1, "w": weights})
+    expect("kvq::Embed: input shapes", run, {"ids": ids, "w": weights[:2]})
+
+
+def expect(message: str, run: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> None:
+    with pytest.raises(Exception, match=message) as caught:
+        run.run(None, feeds)
+    assert type(caught.value).__module__.startswith("onnxruntime")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", activations(2, 199)),
+        ("norm", activations(1, 199)),
+        ("bias", activations(1, 2000)),
+        ("residual", activations(3, FORM.rows)),
+        ("layer_modes", np.array([0])),
+    ],
+)
+def test_wrong_shapes_are_exceptions(name: str, value: np.ndarray) -> None:
+    run = session(["x", name] if name != "x" else ["x"])
+    expect("kvq::Linear: input shapes do not match", run, {"x": activations(2)} | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weights_view", [2]), ("exact_rows", [-1]), ("layer_modes", [0, 3])]
+)
+def test_options_out_of_range_are_exceptions(name: str, value: list[int]) -> None:
+    run = session(["x", name])
+    expect(f"{name}.* out of range", run, {"x": activations(2), name: np.array(value)})
+
+
+def test_impossible_attributes_are_refused_at_load() -> None:
+    with pytest.raises(Exception, match="no matrix has these attributes"):
+        session(["x"], block=48)
