@@ -307,7 +307,7 @@ class Session(Generic[C]):
 
         Where nothing is due the next token needs no pass, and a draft would cost one.
         """
-        room = min(generation.room - 1, self.config.draft_tokens - due)
+        room = min(generation.room - 1, self.sequence.cache.draft_room - due)
         if self._drafter is None or not generation.drafts or due == 0 or room < 1:
             return NO_DRAFT
         self._tell(self._drafter)
