@@ -11,7 +11,7 @@ from kvq_specdraft.suffix import Suffix
 # A draft must promise this much more than plain decoding: estimates are noisy.
 MARGIN = 1.05
 # Chance that a token of a draft is right, until some have been seen.
-_PRIOR = 0.7
+_PRIOR = 0.4
 # Classes of confidence that are told apart, and the least weight of the newest draft of a class.
 _CLASSES = 4
 _NEWEST = 0.03

@@ -106,8 +106,8 @@ class SequenceCache(Protocol):
     begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
     the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
-    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back exactly;
-    the loop computes what is missing again.
+    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    exactly; the loop computes what is missing again.
     """
 
     @property

@@ -31,7 +31,7 @@ def test_each_workload_is_a_prompt_and_an_answer_and_some_repeat() -> None:
         return sum(run in known for run in runs) / len(runs)
 
     assert repeated(works["code edit"]) > 0.5
-    assert repeated(works["chat turns"]) > 0.5
+    assert repeated(works["chat turns"]) > 0.4
     assert repeated(works["summary with quotes"]) > 0.4
     assert repeated(works["free prose"]) == 0
     assert "positions" in works["code edit"].answer
