@@ -188,7 +188,7 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the kernels in use: `generic`, `avx2` or `avx512vnni`."""
+    """Name of the kernels in use: `generic`, `avx2`, `avx512vnni` or `neon`."""
     return library().kvq_isa().decode()
 
 

@@ -80,12 +80,14 @@ class NoText:
 class Vocabulary:
     """What a generation knows of the model's tokens.
 
-    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes.
+    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
+    `encode` turns a text into tokens, `start` says that nothing stands before it.
     """
 
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Callable[[], Detokenizer] = NoText
     pieces: Callable[[], PieceIndex] = PieceIndex
+    encode: Callable[..., list[int]] | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> "Vocabulary":
@@ -96,6 +98,7 @@ class Vocabulary:
             stop_ids=stop_ids,
             detokenizer=lambda: IncrementalDetokenizer(tokenizer),
             pieces=lambda: tokenizer.pieces,
+            encode=tokenizer.encode,
         )
 
 
@@ -180,6 +183,13 @@ class Generation:
     def drafts(self) -> bool:
         """Whether a drafter may guess."""
         return self._options.draft
+
+    @property
+    def exact_rows(self) -> int:
+        """How many of the largest logits decide what comes next; 0: all of them may."""
+        options = self._options
+        every = options.logprobs or options.top_logprobs or self._beginning.allowed is not None
+        return 0 if every else options.sampling.exact_rows
 
     @property
     def begun(self) -> bool:

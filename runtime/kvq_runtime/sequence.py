@@ -263,6 +263,7 @@ class Branch(Generic[C]):
         self._ids: list[int] = []
         self._depths: list[int] = []
         self._mixed = False
+        self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
 
     def extend(
@@ -272,23 +273,25 @@ class Branch(Generic[C]):
         *,
         rows: Ids | None = None,
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+        exact_rows: int = 0,
     ) -> Work[C, Passed]:
         """Adds `ids` as rows of one pass; `logits` are then those of `rows`, all by default.
 
         `parents[i]` is the row that row i of `ids` follows, -1 the last cached token; None: a
         chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
-        of those of `ids`; such rows cannot be committed.
+        of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
+        not all exact serve this pass only.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
             new = [row - first for row in wanted if row >= first]
             try:
-                passed = yield self._begin(ids, parents, new, mixed)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
             except SharedPassError:
                 self.rewind(first)
-                passed = yield self._begin(ids, parents, new, mixed)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
             self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
         self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
         if passed is None:
@@ -303,7 +306,8 @@ class Branch(Generic[C]):
         if self._ids:
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
-            self._adopt([self._ids[row] for row in rows], self._of_row.get(last))
+            logits = self._of_row.get(last) if self._whole else None
+            self._adopt([self._ids[row] for row in rows], logits)
         self._ids = []
 
     def rewind(self, num_rows: int) -> None:
@@ -324,6 +328,7 @@ class Branch(Generic[C]):
         parents: Ids | None,
         wanted: list[int],
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
+        exact_rows: int,
     ) -> Rows[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
@@ -332,6 +337,7 @@ class Branch(Generic[C]):
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._mixed |= mixed is not None
+        self._whole &= exact_rows == 0
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
         return Rows(
             cache=self._cache,
@@ -339,6 +345,7 @@ class Branch(Generic[C]):
             weights=(mixed or table)[1],
             positions=self._first + np.array(self._depths[first:], np.int64),
             wanted=np.array(wanted, np.int64),
+            exact_rows=exact_rows,
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError, UsageError
+from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.backends import Backend, C
@@ -94,9 +95,9 @@ class Session(Generic[C]):
         return self.sequence.cache.peak_bytes
 
     def prefill(
-        self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
+        self, ids: Sequence[int] | str = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
-        """Appends `ids` and runs them through the model, chunk by chunk under the budget.
+        """Appends `ids`, or a text's, and runs them through the model chunk by chunk.
 
         `cancel` is asked before each chunk: once it says yes, False is returned and the rest
         stays pending; calling again (without ids) goes on. `progress` gets (done, total) tokens.
@@ -104,6 +105,8 @@ class Session(Generic[C]):
         an unknown token, `BudgetError` for a prompt the context or the budget cannot hold.
         """
         before = len(self.sequence)
+        if isinstance(ids, str):
+            ids = self._encoded(ids)
         self._append_prompt(ids)
         try:
             return self._catch_up(progress, cancel)
@@ -189,6 +192,7 @@ class Session(Generic[C]):
                 [*due, *draft.ids],
                 _joined(first, draft.parents),
                 rows=range(first - 1, first + len(draft.ids)),
+                exact_rows=generation.exact_rows,
             )
             watch = Stopwatch()
             taken = generation.take(passed.logits, draft, cancel=cancel)
@@ -285,6 +289,14 @@ class Session(Generic[C]):
         """Frees the cache's memory."""
         self.sequence.close()
 
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"<kvq.Session: {len(self.sequence)} of {config.context_tokens} tokens, "
+            f"kv={config.plan.k_bits}:{config.plan.v_bits}, "
+            f"budget={format_bytes(config.budget_bytes)}>"
+        )
+
     def __enter__(self) -> "Session[C]":
         return self
 
@@ -301,6 +313,11 @@ class Session(Generic[C]):
             left = len(self.sequence.due())
             progress(total - left, total)
         return True
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._vocabulary.encode is None:
+            raise UsageError("this model has no tokenizer: give token ids instead of a text")
+        return self._vocabulary.encode(text, start=len(self.sequence) == 0)
 
     def _draft(self, generation: Generation, due: int) -> Draft:
         """What the drafter guesses, as far as the answer and the branch have room for it.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +103,7 @@ def measure(
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
         replay = Replay(engine.backend)
         if job.replay:
-            engine.backend = replay
+            engine.backend = cast(Any, replay)
         for number, work in enumerate(works):
             progress(number, len(works), work.name)
             prompt = tokenizer.encode(work.prompt, start=True)

@@ -157,7 +157,8 @@ class Rows(Generic[C]):
 
     `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
     sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
-    `wanted` int64 [R]: the rows whose logits are wanted.
+    `wanted` int64 [R]: the rows whose logits are wanted. `exact_rows` n: of these only the n
+    largest need be exact and in place, others may be about right but not larger; 0: all are.
     """
 
     cache: C
@@ -165,6 +166,7 @@ class Rows(Generic[C]):
     weights: NDArray[np.float32]
     positions: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    exact_rows: int = 0
 
     @classmethod
     def plain(cls, cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> "Rows[C]":
@@ -188,6 +190,12 @@ class Pass(Generic[C]):
 
     rows: tuple[Rows[C], ...]
     rope_long: bool = False
+
+    @property
+    def exact_rows(self) -> int:
+        """What serves every sequence of the pass; see `Rows`."""
+        counts = [own.exact_rows for own in self.rows if len(own.wanted)]
+        return max(counts) if counts and min(counts) else 0
 
 
 class Backend(Protocol[C]):
