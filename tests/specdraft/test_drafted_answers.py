@@ -107,7 +107,7 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
         session(embedded, None, draft_tokens=room, policy="oldest") as plain,
         session(embedded, drafter_named(name), draft_tokens=room, policy="oldest") as drafted,
     ):
-        for prompt in prompts(embedded, 16):
+        for prompt in prompts(embedded, 8):
             wanted = answered(plain, prompt, 40, stop_ids=())
             assert answered(drafted, prompt, 40, stop_ids=()) == wanted
             assert drafted.tokens == plain.tokens
@@ -123,7 +123,7 @@ def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str
         session(embedded, None, seed=5) as plain,
         session(embedded, drafter_named(name), seed=5) as drafted,
     ):
-        for prompt in prompts(embedded, 12):
+        for prompt in prompts(embedded, 6):
             wanted = answered(plain, prompt, 30, **settings)
             assert answered(drafted, prompt, 30, **settings) == wanted
 
