@@ -36,7 +36,7 @@ class GenerationRequest:
     `rank` is a value of `scheduler.PRIORITIES`. `reuse`: begin from what another request of this
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `heal`: the prompts are texts, whose last tokens may be generated again. `owner`: whose
-    sessions may be found again, empty where everyone's may.
+    sessions may be found again, empty where everyone's may. `draft` False: without drafts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,6 +56,7 @@ class GenerationRequest:
     transient: bool = False
     heal: bool = False
     owner: str = ""
+    draft: bool = True
 
     @property
     def num_answers(self) -> int:
@@ -72,4 +73,5 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
+            draft=self.draft,
         )
