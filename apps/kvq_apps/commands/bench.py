@@ -45,7 +45,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
+    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
+    measuring.add_argument(
+        "--linear",
+        metavar="NAME,..",
+        type=flag_values.names,
+        default=(),
+        help="operators to multiply the same weights with: kvq, ort (default: the model's own)",
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -54,6 +61,8 @@ def run(arguments: Namespace) -> int:
         return _run_serve(arguments)
     if arguments.suite == "chat":
         return _run_chat(arguments)
+    if arguments.chats is not None:
+        raise UsageError("--chats needs --suite serve, the pool that answers them")
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
@@ -181,6 +190,7 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
         kv_policy=policies,
         kv_budget=budget,
         peers=peers,
+        linear=arguments.linear,
         **options.given(
             arguments,
             rows="rows",
