@@ -112,26 +112,35 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    for flag in ("peer", "plot", "shape", "kv-policy"):
+    for flag in ("peer", "plot", "kv-policy"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite serve knows no --{flag}; leave it out")
-    from kvq_apps.bench import machine, serving
+    if arguments.linear:
+        raise UsageError("--suite serve knows no --linear; leave it out")
+    if arguments.shape is not None and arguments.chats is None:
+        raise UsageError(
+            "a --shape has no tokenizer, which the server needs; add --chats 1,4, which does "
+            "without the server"
+        )
+    from kvq_apps.bench import chats, machine, serving
 
     files = _files(arguments)
-    job = serving.ServeJob(
-        **options.given(arguments, repeat="repeat"),
+    over_http = arguments.chats is None
+    suite: Any = serving if over_http else chats
+    job = (serving.ServeJob if over_http else chats.ChatsJob)(
+        **options.given(arguments, repeat="repeat", chats="chats"),
         **({"context": arguments.context[0]} if arguments.context else {}),
     )
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = serving.measure(files, job, options.session_options(arguments), threads, progress)
+        data = suite.measure(files, job, options.session_options(arguments), threads, progress)
     data = {"suite": "serve", "machine": found, "threads": threads, **data}
     if arguments.json:
         output.print_json(data)
     else:
-        serving.print_report(data)
+        suite.print_report(data)
     return 0
 
 
