@@ -46,9 +46,11 @@ class ChatsJob:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
+        # The pool takes no slot that would lose more than it shares: prompts would be read again.
+        least = {"context": self.new_tokens, "repeat": 1}
         for flag, value in (("context", self.context), ("repeat", self.repeat)):
-            if value < 1:
-                raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
+            if value < least[flag]:
+                raise UsageError(f"--{flag} {value} is not possible: give {least[flag]} or more")
         for count in self.chats:
             if not 1 <= count <= MOST_CHATS:
                 raise UsageError(f"--chats {count} is not possible: give 1 to {MOST_CHATS}")
