@@ -10,10 +10,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import Rows
 from kvq_runtime.generation import Step
-from kvq_runtime.healing import heal
 from kvq_runtime.sequence import Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
@@ -27,9 +25,8 @@ BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """What every job needs of the model: its text, its ends, tokens of a prompt per pass."""
+    """What every job needs of the model: its ends, and tokens of a prompt per pass."""
 
-    tokenizer: Tokenizer
     stop_ids: frozenset[int]
     chunk_tokens: int
 
@@ -82,8 +79,7 @@ class Job:
         self._drafts_before = session.drafts
         self._queued_s = monotonic() - self._arrived
         index = 0
-        for whole in request.prompts:
-            ids, begin_with = heal(decoding.tokenizer, whole) if request.heal else (whole, b"")
+        for ids, begin_with in request.read:
             yield from self._read(slot, ids, decoding.chunk_tokens)
             if request.max_tokens == 0:
                 self._finish(index, "length")

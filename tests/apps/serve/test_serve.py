@@ -25,7 +25,7 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.cli import main
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import parse_object
-from kvq_apps.serve.loading import serve_engine
+from kvq_apps.serve.loading import ServedModel, serve_engine
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
@@ -33,7 +33,7 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
-from kvq_runtime.serving.pool import Served, measured_chunk
+from kvq_runtime.serving.pool import measured_chunk
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.snapshot import SnapshotError
@@ -67,7 +67,7 @@ def bundle(shelf: Shelf) -> str:
 def tiny(bundle: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server on a real engine that keeps nothing on disk."""
 
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         return serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -802,7 +802,7 @@ def test_web_pages_are_kept_out(rule: Rule) -> None:
 def test_health_waits_for_the_model(rule: Rule) -> None:
     loading = threading.Event()
 
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         assert loading.wait(PATIENCE_S)
         return rule.load(config)
 
@@ -823,7 +823,7 @@ def test_health_waits_for_the_model(rule: Rule) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    def load() -> Served:
+    def load() -> ServedModel:
         raise UsageError("no such model")
 
     server = Server(load, ServeConfig(port=0), lambda *_: None)
@@ -1280,7 +1280,7 @@ def test_an_editors_keystrokes_leave_the_chats_alone(tmp_path: Path) -> None:
 
 
 def tiny_load(bundle: str, **options: Any) -> Any:
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         return serve_engine(Engine.open(bundle, threads=1), options, config)
 
     return load
