@@ -9,7 +9,7 @@ sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of t
 model with two sets of rotary frequencies `rope_long` int64 [1].
 Three inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
 [1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
-whole weights; else the upper nibbles rank all and the best so many, at least, are exact) and
+whole weights; else the upper nibbles rank all and what can be the best so many is exact) and
 `layer_modes` int64 [layers] (0 full, 1 skip, 2 keys and values only).
 Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
 computed: no later token needs the others.

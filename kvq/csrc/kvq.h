@@ -157,7 +157,7 @@ typedef struct {
     const float *residual;  /* [tokens, rows] */
     float *out;             /* [tokens, rows] */
     int32_t tokens, activation, view;
-    int32_t exact_panels;   /* 0: all; else the view KVQ_HI, exact in each token's best panels */
+    int32_t exact_rows;     /* 0: all; else the view KVQ_HI, exact in what may be the best so many */
     int32_t first_row;      /* rows before it are left out: residual or 0, nothing read */
     float norm_eps;
 } kvq_linear;

@@ -26,10 +26,7 @@ class _Linear(ctypes.Structure):
         ("matrix", _Matrix),
         ("panels", POINTER(c_uint8)),
         *((name, POINTER(c_float)) for name in ("x", "norm", "bias", "residual", "out")),
-        *(
-            (name, c_int32)
-            for name in ("tokens", "activation", "view", "exact_panels", "first_row")
-        ),
+        *((name, c_int32) for name in ("tokens", "activation", "view", "exact_rows", "first_row")),
         ("norm_eps", c_float),
     )
 
@@ -57,13 +54,13 @@ def linear(
     bias: Float | None = None,
     residual: Float | None = None,
     view: View = "full",
-    exact_panels: int = 0,
+    exact_rows: int = 0,
     first_row: int = 0,
 ) -> Float:
     """`residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
 
     The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
-    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_panels` as in
+    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_rows` as in
     `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
     not read, their results are the residual or 0. Raises `BackendError`.
     """
@@ -72,7 +69,7 @@ def linear(
     call = _Linear(
         _matrix(form), _bytes(panels), _floats(x), _floats(norm), _floats(bias),
         _floats(residual), _floats(out), len(x), ACTIVATIONS.index(activation),
-        VIEWS.index(view), exact_panels, first_row, norm_eps,
+        VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
     _check(native.library().kvq_linear_run(ctypes.byref(call)))
     return out

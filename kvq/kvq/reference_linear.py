@@ -37,6 +37,9 @@ View = Literal["full", "hi"]
 # The attribute `activation` is a place in this list: none, or what the gate goes through.
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 PANEL_ROWS = 16
+# Of a product in two passes: panels that are read whole at first, and the margin of what it left.
+FIRST_PANELS = 128
+MARGIN = np.float32(1.5)
 BLOCKS = (32, 64, 128)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.
 SCALE_UNIT = np.float32(2.0**-8)
@@ -164,9 +167,7 @@ def best_panels(form: PanelFormat, scores: Float, count: int) -> NDArray[np.bool
     Those whose largest score in `scores`, float32 [M, rows] (view `hi`), is among the `count`
     largest: they hold the best `count` rows. Of equal ones the first count.
     """
-    spare = form.panels * PANEL_ROWS - form.rows
-    padded = np.pad(scores, ((0, 0), (0, spare)), constant_values=-np.inf)
-    tops = padded.reshape(len(scores), form.panels, PANEL_ROWS).max(axis=2)
+    tops = panel_tops(form, scores)
     order = np.argsort(-tops, axis=1, kind="stable")[:, :count]
     chosen = np.zeros((len(scores), form.panels), bool)
     np.put_along_axis(chosen, order, True, axis=1)
@@ -174,10 +175,27 @@ def best_panels(form: PanelFormat, scores: Float, count: int) -> NDArray[np.bool
 
 
 def linear_in_two_passes(form: PanelFormat, panels: Bytes, x: Float, count: int) -> Float:
-    """`linear` in view `hi`, but exact in each row's `count` best panels."""
-    scores = linear(form, panels, x, "hi")
-    chosen = np.repeat(best_panels(form, scores, count), PANEL_ROWS, axis=1)[:, : form.rows]
-    return np.where(chosen, linear(form, panels, x), scores)
+    """`linear` in view `hi`, but exact in what can be each row's `count` largest results.
+
+    Exact are the best `FIRST_PANELS` panels, which tell how far the upper nibbles alone err, and
+    then every panel that would reach the `count`-th largest if it erred `MARGIN` times as far.
+    """
+    scores, whole = linear(form, panels, x, "hi"), linear(form, panels, x)
+    chosen = best_panels(form, scores, max(count, FIRST_PANELS))
+    rows = np.repeat(chosen, PANEL_ROWS, axis=1)[:, : form.rows]
+    deviation = np.where(rows, np.abs(whole - scores), np.float32(0)).max(axis=1, keepdims=True)
+    ranked = -np.sort(-np.where(rows, whole, -np.inf), axis=1)
+    least = ranked[:, min(count, form.rows) - 1, None]
+    chosen |= panel_tops(form, scores) + MARGIN * deviation >= least
+    rows = np.repeat(chosen, PANEL_ROWS, axis=1)[:, : form.rows]
+    return np.where(rows, whole, scores)
+
+
+def panel_tops(form: PanelFormat, scores: Float) -> Float:
+    """The largest score of every panel, float32 [M, panels], of scores [M, rows]."""
+    spare = form.panels * PANEL_ROWS - form.rows
+    padded = np.pad(scores, ((0, 0), (0, spare)), constant_values=-np.inf)
+    return padded.reshape(len(scores), form.panels, PANEL_ROWS).max(axis=2)
 
 
 def _signed(form: PanelFormat, codes: Bytes, view: View) -> tuple[NDArray[np.int32], int]:

@@ -62,6 +62,22 @@ class Sampling:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def exact_rows(self) -> int:
+        """How many of the largest logits a choice depends on at most; 0: on all of them.
+
+        What only lowers some tokens lets as many others move up; what raises any may raise all.
+        """
+        kept = 1 if self.greedy else self.top_k
+        raises = (
+            self.repeat_penalty < 1
+            or min(self.presence_penalty, self.frequency_penalty) < 0
+            or any(added > 0 for added in self.logit_bias.values())
+        )
+        if kept == 0 or raises:
+            return 0
+        return kept + len(self.logit_bias) + self.repeat_window_tokens * self.penalizes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRequest:

@@ -80,12 +80,14 @@ class NoText:
 class Vocabulary:
     """What a generation knows of the model's tokens.
 
-    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes.
+    `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
+    `encode` turns a text into tokens, `start` says that nothing stands before it.
     """
 
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Callable[[], Detokenizer] = NoText
     pieces: Callable[[], PieceIndex] = PieceIndex
+    encode: Callable[..., list[int]] | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> "Vocabulary":
@@ -96,6 +98,7 @@ class Vocabulary:
             stop_ids=stop_ids,
             detokenizer=lambda: IncrementalDetokenizer(tokenizer),
             pieces=lambda: tokenizer.pieces,
+            encode=tokenizer.encode,
         )
 
 
@@ -110,7 +113,8 @@ class GenerationOptions:
     `stop_ids` (None: the model's end tokens), or before any of `stop_strings`. `begin_with` is
     the end of a prompt that was not prefilled, see `healing.heal`: the first tokens are chosen
     among those that spell it. Those that lie within it count as the prompt's and make no step;
-    of the first that reaches beyond it only the rest is text.
+    of the first that reaches beyond it only the rest is text. `draft` False: the session's drafter
+    is not asked; the answer is the same.
     """
 
     max_tokens: int | None = None
@@ -120,6 +124,7 @@ class GenerationOptions:
     logprobs: bool = False
     top_logprobs: int = 0
     begin_with: bytes = b""
+    draft: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -173,6 +178,18 @@ class Generation:
         """How many tokens it can still choose."""
         limit = self._options.max_tokens
         return self._room if limit is None else min(self._room, limit - self._new)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter may guess."""
+        return self._options.draft
+
+    @property
+    def exact_rows(self) -> int:
+        """How many of the largest logits decide what comes next; 0: all of them may."""
+        options = self._options
+        every = options.logprobs or options.top_logprobs or self._beginning.allowed is not None
+        return 0 if every else options.sampling.exact_rows
 
     @property
     def begun(self) -> bool:

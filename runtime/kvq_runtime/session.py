@@ -13,22 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import KvqError, UsageError
+from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_runtime.generation import (
     IDS_ONLY,
     Cancel,
     Generation,
     GenerationOptions,
     Step,
+    Taken,
     Vocabulary,
     never,
 )
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
-from kvq_runtime.sequence import Work
+from kvq_runtime.sequence import Passed, Work
 
 Progress = Callable[[int, int], None]
 
@@ -50,7 +52,8 @@ class Session(Generic[C]):
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
-        self.drafter: Drafter | None = None
+        self._drafter: Drafter | None = None
+        self._drafter_is_new = True
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -63,6 +66,15 @@ class Session(Generic[C]):
         return self.sequence.config
 
     @property
+    def drafter(self) -> Drafter | None:
+        """Who guesses how the text goes on; one of its own, as it follows this text."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self._drafter, self._drafter_is_new = drafter, True
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, prompt and generated."""
         return self.sequence.tokens
@@ -73,14 +85,19 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens drafted and tokens of these kept, as `stats` has them."""
+        return self._meter.drafted_tokens, self._meter.accepted_tokens
+
+    @property
     def kv_bytes_peak(self) -> int:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
 
     def prefill(
-        self, ids: Sequence[int] = (), *, progress: Progress = unseen, cancel: Cancel = never
+        self, ids: Sequence[int] | str = (), *, progress: Progress = unseen, cancel: Cancel = never
     ) -> bool:
-        """Appends `ids` and runs them through the model, chunk by chunk under the budget.
+        """Appends `ids`, or a text's, and runs them through the model chunk by chunk.
 
         `cancel` is asked before each chunk: once it says yes, False is returned and the rest
         stays pending; calling again (without ids) goes on. `progress` gets (done, total) tokens.
@@ -88,6 +105,8 @@ class Session(Generic[C]):
         an unknown token, `BudgetError` for a prompt the context or the budget cannot hold.
         """
         before = len(self.sequence)
+        if isinstance(ids, str):
+            ids = self._encoded(ids)
         self._append_prompt(ids)
         try:
             return self._catch_up(progress, cancel)
@@ -173,6 +192,7 @@ class Session(Generic[C]):
                 [*due, *draft.ids],
                 _joined(first, draft.parents),
                 rows=range(first - 1, first + len(draft.ids)),
+                exact_rows=generation.exact_rows,
             )
             watch = Stopwatch()
             taken = generation.take(passed.logits, draft, cancel=cancel)
@@ -184,8 +204,7 @@ class Session(Generic[C]):
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
         if taken.prompt_tokens:
             self._prompt_end = held + taken.prompt_tokens
-        if self.drafter is not None:
-            self.drafter.observe(self.tokens[held:])
+        self._observe(draft, taken, passed)
         return taken.steps, passed.seconds + chosen_s
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
@@ -270,6 +289,14 @@ class Session(Generic[C]):
         """Frees the cache's memory."""
         self.sequence.close()
 
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"<kvq.Session: {len(self.sequence)} of {config.context_tokens} tokens, "
+            f"kv={config.plan.k_bits}:{config.plan.v_bits}, "
+            f"budget={format_bytes(config.budget_bytes)}>"
+        )
+
     def __enter__(self) -> "Session[C]":
         return self
 
@@ -287,15 +314,52 @@ class Session(Generic[C]):
             progress(total - left, total)
         return True
 
+    def _encoded(self, text: str) -> list[int]:
+        if self._vocabulary.encode is None:
+            raise UsageError("this model has no tokenizer: give token ids instead of a text")
+        return self._vocabulary.encode(text, start=len(self.sequence) == 0)
+
     def _draft(self, generation: Generation, due: int) -> Draft:
         """What the drafter guesses, as far as the answer and the branch have room for it.
 
         Where nothing is due the next token needs no pass, and a draft would cost one.
         """
-        room = min(generation.room - 1, self.config.draft_tokens - due)
-        if self.drafter is None or due == 0 or room < 1:
+        room = min(generation.room - 1, self.sequence.cache.draft_room - due)
+        if self._drafter is None or not generation.drafts or due == 0 or room < 1:
             return NO_DRAFT
-        return self.drafter.propose(self.tokens, room)
+        self._tell(self._drafter)
+        draft = self._drafter.propose(room)
+        size = self._backend.model.vocab_size
+        if len(draft.ids) > room or not all(0 <= token < size for token in draft.ids):
+            raise UsageError(
+                f"{type(self._drafter).__name__} proposed {len(draft.ids)} tokens; possible are "
+                f"up to {room} of 0 to {size - 1}"
+            )
+        return draft
+
+    def _tell(self, drafter: Drafter) -> None:
+        """Tells `drafter` how the text has changed since it was last told."""
+        kept, new = self.sequence.changes()
+        if self._drafter_is_new:
+            kept, new, self._drafter_is_new = 0, self.tokens, False
+        drafter.follow(kept, new)
+
+    def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
+        """Counts what the pass made of `draft`, and tells the drafter."""
+        if passed.rows == 0:
+            return
+        accepted = len(taken.path)
+        self._meter.drafted(len(draft.ids), accepted)
+        if self._drafter is not None:
+            self._drafter.observe(
+                Round(
+                    tokens=(*(draft.ids[place] for place in taken.path), taken.token),
+                    drafted=len(draft.ids),
+                    accepted=accepted,
+                    rows=passed.rows,
+                    seconds=passed.seconds,
+                )
+            )
 
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """A pass brought `count` tokens into the cache, the text's first `reached` among them."""

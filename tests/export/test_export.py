@@ -341,7 +341,6 @@ def test_exact_rows_and_layer_modes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         np.take_along_axis(few, best, 1), np.take_along_axis(full, best, 1)
     )
-    assert (few != full).any()
     before = weight_bytes_read()
     skipped = case.found(layer_modes=[1, 1])
     read = weight_bytes_read() - before

@@ -101,7 +101,7 @@ def test_activation_and_exact_rows() -> None:
     run, x = session(["x", "exact_rows"]), activations(3)
     for rows in (0, 7, 10_000):
         (found,) = run.run(None, {"x": x, "exact_rows": np.array([rows])})
-        np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_panels=rows))
+        np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_rows=rows))
 
 
 @pytest.mark.parametrize(

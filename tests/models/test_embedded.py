@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from math import log
 from pathlib import Path
 
@@ -13,14 +14,22 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvq_models
+from kvq import native
+from kvq.native_linear import weight_bytes_read
 from kvq_export.checkpoint import Checkpoint
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends.onnx import OnnxBackend
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
 
 MODELS = Path(kvq_models.__path__[0])
 SOURCE = (Path(__file__).parents[1] / "support" / "pairs.py").read_text(encoding="utf-8")
 embedded = pytest.mark.parametrize("name", ["default", "nano"])
+needs_native = pytest.mark.skipif(not native.available(), reason="no native library")
 
 
 @embedded
@@ -89,3 +98,33 @@ def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path:
     assert b"exporting" in runs[0].stderr
     assert b"exporting" not in runs[1].stderr
     assert json.loads(runs[0].stdout)["new_tokens"] == 8
+
+
+@needs_native
+@pytest.mark.slow
+def test_a_head_that_reads_half_writes_the_same_text(tmp_path: Path) -> None:
+    bundle = export_model(MODELS / "default", tmp_path / "bundle", ExportOptions(quality=False))
+    modes = [
+        Sampling(temperature=0),
+        Sampling(temperature=0.9, top_k=40),
+        Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02),
+        Sampling(temperature=0.9, top_k=40, repeat_penalty=1.3, frequency_penalty=0.2),
+        Sampling(temperature=0.9, top_k=40, logit_bias={300: -4.0}),
+        Sampling(temperature=0.9, top_k=0),
+    ]
+    prompts = ["def fibonacci(n):\n", "import numpy as np\n\n", "class Tree:\n    def "]
+    answers: dict[bool, list[list[int]]] = {}
+    read: dict[bool, int] = {}
+    with Engine.open(bundle.path, threads=1) as engine:
+        assert isinstance(engine.backend, OnnxBackend)
+        for halves in (True, False):
+            engine.backend.ranks_by_halves = halves
+            before, answers[halves] = weight_bytes_read(), []
+            for seed, (prompt, sampling) in enumerate(product(prompts, modes)):
+                with engine.session(context_tokens=200, seed=seed) as session:
+                    session.prefill(prompt)
+                    steps = session.generate(30, sampling=sampling, stop_ids=[])
+                    answers[halves].append([step.token for step in steps])
+            read[halves] = weight_bytes_read() - before
+    assert answers[True] == answers[False]
+    assert read[True] < read[False]

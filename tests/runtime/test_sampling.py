@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.config import Sampling
@@ -199,3 +201,42 @@ def test_stop_strings(
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(UsageError, match="empty stop string"):
         StopStrings(["x", ""])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_choice_depends_on_no_more_than_the_exact_rows(data: st.DataObject) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    size = 300
+    history = generator.integers(0, size, 40).tolist()
+    sampling = Sampling(
+        temperature=data.draw(st.sampled_from([0.0, 0.7])),
+        top_k=data.draw(st.sampled_from([1, 5, 40])),
+        top_p=data.draw(st.sampled_from([0.9, 1.0])),
+        min_p=data.draw(st.sampled_from([0.0, 0.05])),
+        repeat_penalty=data.draw(st.sampled_from([1.0, 1.5])),
+        frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+        repeat_window_tokens=16,
+        logit_bias={int(token): -5.0 for token in generator.integers(0, size, 3)},
+    )
+    logits = (3 * generator.standard_normal(size)).astype(np.float32)
+    rough = logits.copy()
+    order = np.argsort(-logits)
+    others = order[sampling.exact_rows :]
+    # all others change, but none becomes larger than the least of the exact ones
+    rough[others] = logits[order[sampling.exact_rows - 1]] - generator.random(len(others)) - 0.01
+    np.testing.assert_array_equal(
+        distribution(rough, sampling, history), distribution(logits, sampling, history)
+    )
+
+
+def test_what_may_raise_any_token_needs_every_logit_exact() -> None:
+    assert Sampling(temperature=0).exact_rows == 1
+    assert Sampling(top_k=40).exact_rows == 40
+    for all_of_them in (
+        Sampling(top_k=0),
+        Sampling(repeat_penalty=0.9),
+        Sampling(presence_penalty=-0.1),
+        Sampling(logit_bias={3: 1.0}),
+    ):
+        assert all_of_them.exact_rows == 0

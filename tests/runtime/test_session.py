@@ -289,6 +289,19 @@ def test_seeds_repeat_and_reseed() -> None:
     assert draw(again) == draw(open_session(seed=1))
 
 
+def test_a_text_needs_a_tokenizer_and_a_session_says_what_it_is() -> None:
+    session = open_session()
+    with pytest.raises(UsageError, match="no tokenizer: give token ids"):
+        session.prefill("text")
+    object.__setattr__(
+        session._vocabulary, "encode", lambda text, start: [int(start), *map(int, text)]
+    )
+    session.prefill("23")
+    session.prefill("45")
+    assert session.tokens == (1, 2, 3, 0, 4, 5)
+    assert repr(session) == "<kvq.Session: 6 of 1000 tokens, kv=4:2, budget=1000 bytes>"
+
+
 def test_logits_of_every_token() -> None:
     session = open_session()
     chunks = list(session.logits([1, 2, 3, 4, 5, 6]))

@@ -63,6 +63,8 @@ def run(arguments: Namespace) -> int:
         return _run_chat(arguments)
     if arguments.chats is not None:
         raise UsageError("--chats needs --suite serve, the pool that answers them")
+    if arguments.suite == "drafts":
+        return _run_drafts(arguments)
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
@@ -141,6 +143,30 @@ def _run_serve(arguments: Namespace) -> int:
         output.print_json(data)
     else:
         suite.print_report(data)
+    return 0
+
+
+def _run_drafts(arguments: Namespace) -> int:
+    """The suite `drafts`."""
+    for flag in ("peer", "plot", "context", "kv-policy"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
+    from kvq_apps.bench import drafting, machine
+
+    job = drafting.DraftJob(
+        replay=arguments.shape is not None, **options.given(arguments, repeat="repeat")
+    )
+    files = _files(arguments)
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+        data = drafting.measure(files, job, options.session_options(arguments), threads, progress)
+    data = {"suite": "drafts", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        drafting.print_report(data)
     return 0
 
 

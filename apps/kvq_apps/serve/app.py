@@ -393,6 +393,8 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
         "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
         "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
+        "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
+        "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
         "jobs_running": ("Jobs that hold a session.", running),
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }

@@ -199,6 +199,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
+        draft=fields.object("x_kvq").flag("draft", True),
     )
 
 
@@ -216,6 +217,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
         reuse=fields.flag("cache_prompt", True),
+        draft=fields.object("x_kvq").flag("draft", True),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
     )

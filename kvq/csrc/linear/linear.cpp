@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -24,11 +25,14 @@ constexpr int kRowBlock = 48;
 // Input values from which on preparing rows is worth a dispatch of its own.
 constexpr size_t kPrepareValues = 64 << 10;
 constexpr int kPrepareRows = 16;
+// As reference_linear.py names them.
+constexpr int kFirstPanels = 128;
+constexpr float kMargin = 1.5f;
 
 std::atomic<int64_t> g_bytes_read{0};
 
 const LinearKernels& chosen() {
-    for (const LinearKernels* table : {avx512vnni_linear(), avx2_linear()})
+    for (const LinearKernels* table : {avx512vnni_linear(), avx2_linear(), neon_linear()})
         if (table && !std::strcmp(table->name, kernels().name)) return *table;
     return *generic_linear();
 }
@@ -42,9 +46,9 @@ T* grown(std::vector<T>& buffer, size_t count) {
 // What a thread that starts products keeps between them.
 struct Scratch {
     std::vector<int8_t> levels;
-    std::vector<float> scales, rows, tops, sorted;
+    std::vector<float> scales, rows, tops, sorted, deviations;
     std::vector<int32_t> sums;
-    std::vector<uint8_t> exact;
+    std::vector<uint8_t> exact, more;
 };
 
 template <class Work>
@@ -75,7 +79,7 @@ public:
         skip_rows();
         if (first_panel_ == layout_.panels) return;
         prepare();
-        const bool two_passes = call_.exact_panels && call_.exact_panels < layout_.panels &&
+        const bool two_passes = call_.exact_rows && first_exact() < layout_.panels &&
                                 layout_.bits == 8 && call_.view == KVQ_FULL;
         if (!two_passes) return multiply_all(call_.view, nullptr);
         float* tops = grown(scratch_.tops, size_t(call_.tokens) * layout_.panels);
@@ -84,6 +88,8 @@ public:
     }
 
 private:
+    int first_exact() const { return std::max(call_.exact_rows, kFirstPanels); }
+
     // The results of rows whose weights are not read.
     void skip_rows() {
         for (int t = 0; t < call_.tokens && call_.first_row; t++)
@@ -138,12 +144,12 @@ private:
                       from = begin + int(unit % columns) * panels;
             const int to = std::min(from + panels, layout_.panels);
             const int count = std::min(rows, call_.tokens - first);
-            for (int p = from; p < to; p++) multiply(view, p, first, count, tops);
+            for (int p = from; p < to; p++) multiply(view, p, first, count, tops, nullptr);
             g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
         });
     }
 
-    void multiply(int view, int panel, int first, int count, float* tops) {
+    void multiply(int view, int panel, int first, int count, float* tops, float* deviations) {
         constexpr int kRows = kRowBlock;
         alignas(64) float out[kRows * kPanelRows];
         const uint8_t* bytes = call_.panels + panel * layout_.panel_bytes;
@@ -152,39 +158,56 @@ private:
             table_.multiply(layout_, view, bytes, rounded_, first + done, rows, out);
             for (int m = 0; m < rows; m++) {
                 const int t = first + done + m;
-                const float top = finish(out + m * kPanelRows, t, panel);
-                if (tops) tops[size_t(t) * layout_.panels + panel] = top;
+                const size_t at = size_t(t) * layout_.panels + panel;
+                const float top = finish(out + m * kPanelRows, t, panel,
+                                         deviations ? deviations + at : nullptr);
+                if (tops) tops[at] = top;
             }
         }
     }
 
-    // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside.
-    float finish(const float* sums, int t, int panel) {
+    // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside. Given a
+    // `deviation`, sets it to the largest change of what the results were.
+    float finish(const float* sums, int t, int panel, float* deviation) {
         const int row = panel * kPanelRows;
         const int begin = std::max(0, call_.first_row - row);
         const int end = std::min(kPanelRows, call_.matrix.rows - row);
-        float top = -std::numeric_limits<float>::infinity();
+        float top = -std::numeric_limits<float>::infinity(), changed = 0;
         for (int i = begin; i < end; i++) {
             const size_t at = size_t(t) * call_.matrix.rows + row + i;
             float y = sums[i];
             if (call_.bias) y += call_.bias[row + i];
             if (call_.residual) y += call_.residual[at];
+            if (deviation) changed = std::max(changed, std::fabs(y - call_.out[at]));
             call_.out[at] = y;
             top = y > top ? y : top;
         }
+        if (deviation) *deviation = changed;
         return top;
     }
 
-    // Reads both planes of every token's best panels.
+    // Reads both planes of every token's best panels, then of those that could still hold one of its
+    // exact_rows largest results if the upper plane errs there as it did in the ones read.
     void multiply_best(const float* tops) {
-        const size_t panels = layout_.panels;
-        uint8_t* exact = grown(scratch_.exact, call_.tokens * panels);
-        std::memset(exact, 0, call_.tokens * panels);
-        std::vector<int32_t> wanted;
+        const size_t panels = layout_.panels, all = call_.tokens * panels;
+        uint8_t* exact = grown(scratch_.exact, all);
+        uint8_t* more = grown(scratch_.more, all);
+        float* deviations = grown(scratch_.deviations, all);
+        std::memset(exact, 0, all);
         for (int t = 0; t < call_.tokens; t++) mark_best(tops + t * panels, exact + t * panels);
+        multiply_marked(exact, deviations);
+        for (int t = 0; t < call_.tokens; t++)
+            mark_more(tops + t * panels, deviations + t * panels, exact + t * panels, t,
+                      more + t * panels);
+        multiply_marked(more, nullptr);
+    }
+
+    void multiply_marked(const uint8_t* marks, float* deviations) {
+        const size_t panels = layout_.panels;
+        std::vector<int32_t> wanted;
         for (size_t p = 0; p < panels; p++)
             for (int t = 0; t < call_.tokens; t++)
-                if (exact[t * panels + p]) {
+                if (marks[t * panels + p]) {
                     wanted.push_back(int32_t(p));
                     break;
                 }
@@ -195,15 +218,35 @@ private:
             const size_t end = std::min(count, (unit + 1) * step);
             for (size_t i = unit * step; i < end; i++)
                 for (int t = 0; t < call_.tokens; t++)
-                    if (exact[t * panels + list[i]]) multiply(KVQ_FULL, list[i], t, 1, nullptr);
+                    if (marks[t * panels + list[i]])
+                        multiply(KVQ_FULL, list[i], t, 1, nullptr, deviations);
             g_bytes_read.fetch_add(int64_t(layout_.panel_bytes * (end - unit * step)),
                                    std::memory_order_relaxed);
         });
     }
 
-    // Sets marks of the exact_panels largest tops; of equal ones the first.
+    void mark_more(const float* tops, const float* deviations, const uint8_t* exact, int t,
+                   uint8_t* marks) {
+        const int panels = layout_.panels, rows = call_.matrix.rows;
+        float* sorted = grown(scratch_.sorted, size_t(panels) * kPanelRows);
+        float deviation = 0;
+        size_t count = 0;
+        for (int p = 0; p < panels; p++) {
+            if (!exact[p]) continue;
+            deviation = std::max(deviation, deviations[p]);
+            const int end = std::min(kPanelRows, rows - p * kPanelRows);
+            const float* from = call_.out + size_t(t) * rows + p * kPanelRows;
+            count = size_t(std::copy(from, from + end, sorted + count) - sorted);
+        }
+        const size_t place = std::min<size_t>(count, call_.exact_rows) - 1;
+        std::nth_element(sorted, sorted + place, sorted + count, std::greater<float>());
+        const float least = sorted[place], margin = kMargin * deviation;
+        for (int p = 0; p < panels; p++) marks[p] = !exact[p] && tops[p] + margin >= least;
+    }
+
+    // Sets marks of the first_exact() largest tops; of equal ones the first.
     void mark_best(const float* tops, uint8_t* marks) {
-        const int panels = layout_.panels, count = call_.exact_panels;
+        const int panels = layout_.panels, count = first_exact();
         float* sorted = grown(scratch_.sorted, panels);
         std::copy(tops, tops + panels, sorted);
         std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
@@ -235,7 +278,7 @@ int run_linear(const kvq_linear& call, const Dispatch& pool) {
     if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
         (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
-        call.exact_panels < 0 || (call.exact_panels && added))
+        call.exact_rows < 0 || (call.exact_rows && added))
         return KVQ_BAD_ARGUMENT;
     if (call.tokens == 0) return KVQ_OK;
     static thread_local Scratch scratch;

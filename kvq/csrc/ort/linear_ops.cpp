@@ -3,7 +3,7 @@
 // Linear: out [T, rows] = residual + bias + weights . input. Inputs: x float [T, columns], panels
 // uint8 [panels, panel_bytes], then optionally norm float [columns] (the input is x's RMS norm),
 // bias float [rows], residual float [T, rows], and data of the pass: weights_view int64 [1] (0
-// full, 1 hi), exact_rows int64 [1] (0: all; else the view hi, but exact at least in each row's
+// full, 1 hi), exact_rows int64 [1] (0: all; else the view hi, but exact in what can be each row's
 // best so many) and layer_modes int64 [layers] (0 full, 1 skip, 2 kv). With an activation x is [T,
 // 2 * columns] and the input activation(first half) * second half. A layer that is skipped gives
 // residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so.
@@ -154,13 +154,13 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.tokens = static_cast<int32_t>(tokens);
     call.activation = kernel.activation;
     call.norm_eps = kernel.norm_eps;
-    const int64_t mode = modes.data ? modes.as<int64_t>()[kernel.layer] : kFullLayer;
+    const int64_t mode = modes.data ? modes.as<int64_t>()[kernel.layer] : int64_t{kFullLayer};
     const int64_t asked_view = view.integer(KVQ_FULL), asked_rows = exact.integer(0);
     if (mode < kFullLayer || mode > kKeysAndValues || asked_view < KVQ_FULL ||
         asked_view > KVQ_HI || asked_rows < 0)
         return failed("Linear", "weights_view, exact_rows or layer_modes is out of range");
     call.view = static_cast<int32_t>(asked_view);
-    call.exact_panels = static_cast<int32_t>(std::min<int64_t>(asked_rows, m.rows));
+    call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, m.rows));
     call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? m.rows : kernel.first_kept;
     if (OrtStatus* status = output(context, tokens, m.rows, &call.out)) return status;
     const int status = run_linear(call, pool_of(context));

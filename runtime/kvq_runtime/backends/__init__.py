@@ -105,8 +105,9 @@ class SequenceCache(Protocol):
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
     begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
     the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
-    `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back exactly;
-    the loop computes what is missing again.
+    `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
+    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    exactly; the loop computes what is missing again.
     """
 
     @property
@@ -126,6 +127,9 @@ class SequenceCache(Protocol):
 
     @property
     def bytes_per_token(self) -> float: ...
+
+    @property
+    def draft_room(self) -> int: ...
 
     def holdings(self) -> Holdings: ...
 
@@ -153,7 +157,8 @@ class Rows(Generic[C]):
 
     `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
     sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
-    `wanted` int64 [R]: the rows whose logits are wanted.
+    `wanted` int64 [R]: the rows whose logits are wanted. `exact_rows` n: of these only the n
+    largest need be exact and in place, others may be about right but not larger; 0: all are.
     """
 
     cache: C
@@ -161,6 +166,7 @@ class Rows(Generic[C]):
     weights: NDArray[np.float32]
     positions: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    exact_rows: int = 0
 
     @classmethod
     def plain(cls, cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> "Rows[C]":
@@ -184,6 +190,12 @@ class Pass(Generic[C]):
 
     rows: tuple[Rows[C], ...]
     rope_long: bool = False
+
+    @property
+    def exact_rows(self) -> int:
+        """What serves every sequence of the pass; see `Rows`."""
+        counts = [own.exact_rows for own in self.rows if len(own.wanted)]
+        return max(counts) if counts and min(counts) else 0
 
 
 class Backend(Protocol[C]):

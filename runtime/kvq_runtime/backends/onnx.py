@@ -50,6 +50,9 @@ class OnnxBackend(PagedBackend):
         self._session = _open(bundle, threads)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
+        # Whether the head may rank by half its bytes where only the largest logits matter.
+        optional = self._session.get_overridable_initializers()
+        self.ranks_by_halves = "exact_rows" in {node.name for node in optional}
 
     @staticmethod
     def missing() -> str | None:
@@ -76,6 +79,8 @@ class OnnxBackend(PagedBackend):
         }
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
+        if self.ranks_by_halves and one_pass.exact_rows:
+            feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
         try:
             logits = cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
         except _run_errors() as error:

@@ -37,7 +37,7 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may.
+    may. `draft` False: without drafts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,6 +57,7 @@ class GenerationRequest:
     transient: bool = False
     endings: tuple[bytes, ...] = ()
     owner: str = ""
+    draft: bool = True
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
@@ -82,4 +83,5 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
+            draft=self.draft,
         )

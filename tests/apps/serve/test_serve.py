@@ -37,6 +37,7 @@ from kvq_runtime.serving.pool import measured_chunk
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.snapshot import SnapshotError
+from kvq_specdraft.lookup import Lookup
 from serving import (
     PATIENCE_S,
     Reply,
@@ -853,6 +854,48 @@ def test_metrics_parse_and_only_grow(served: Server) -> None:
     assert after['kvq_requests_total{path="other",status="404"}'] == 1
     assert after["kvq_kv_peak_bytes"] <= after["kvq_kv_budget_bytes"] == 1 << 20
     assert prometheus_text([]) == "\n"
+
+
+def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
+    """Every session of a server has a drafter of its own; a request may do without."""
+    made: list[Lookup] = []
+
+    def drafter() -> Lookup:
+        made.append(Lookup(min_ngram=1))
+        return made[-1]
+
+    bodies = [
+        {"prompt": text * 3, "max_tokens": 40, "seed": 3, "cache_prompt": False, **settings}
+        for text in ("The quick brown ", "for index in range(10):")
+        for settings in (
+            {"temperature": 0},
+            {"temperature": 0.9, "repeat_penalty": 1.2, "logit_bias": {"7": -5}},
+            {"temperature": 0.5, "n": 2, "stop": "e"},
+        )
+    ]
+    with (
+        running(tiny_load(bundle, context_tokens=512), saved_bytes=0, sessions=1) as plain,
+        running(tiny_load(bundle, context_tokens=512, draft=drafter), saved_bytes=0) as drafts,
+    ):
+        wanted = [ask(plain, COMPLETIONS, body).json for body in bodies]
+        assert len({id(one) for one in made}) == len(made) > 1
+        for off in ({}, {"x_kvq": {"draft": False}}):
+            with ThreadPoolExecutor(len(bodies)) as threads:
+                asked = [threads.submit(ask, drafts, COMPLETIONS, body | off) for body in bodies]
+                found = [one.result().json for one in asked]
+            for answer, plain_answer in zip(found, wanted, strict=True):
+                assert answer["choices"] == plain_answer["choices"]
+                assert answer["usage"]["completion_tokens"] > 0
+            guessed = [answer["timings"]["draft_n"] for answer in found]
+            right = [answer["x_kvq"]["accepted_tokens"] for answer in found]
+            assert (sum(guessed) > 0) is (not off)
+            assert all(0 <= one <= other for one, other in zip(right, guessed, strict=True))
+            if not off:
+                metrics = ask(drafts, "/metrics").body.decode()
+                assert f"kvq_drafted_tokens_total {sum(guessed)}\n" in metrics
+                assert f"kvq_accepted_tokens_total {sum(right)}\n" in metrics
+        refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "lookup"}})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
 
 
 # Text: stop strings, seeds, what stands between (SRV-11, SRV-12, SRV-18)
