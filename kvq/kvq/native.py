@@ -195,7 +195,7 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the kernels in use: `generic`, `avx2` or `avx512vnni`."""
+    """Name of the kernels in use: `generic`, `avx2`, `avx512vnni` or `neon`."""
     return library().kvq_isa().decode()
 
 
@@ -240,6 +240,21 @@ def _config(arena: Geometry) -> _Config:
         arena.splits,
         arena.probes,
         arena.draft_tokens,
+    )
+
+
+def _attention(params: AttentionParams, rotary_pairs: int) -> _Attention:
+    return _Attention(
+        params.layer,
+        params.num_heads,
+        params.num_kv_heads,
+        params.head_dim,
+        params.scale,
+        params.softcap,
+        params.rope_factor,
+        params.norm_eps,
+        params.window_tokens,
+        rotary_pairs,
     )
 
 
@@ -334,18 +349,7 @@ class NativeCache:
         qkv = np.ascontiguousarray(qkv, np.float32)
         positions = np.ascontiguousarray(positions, np.int64)
         inv_freq = np.ascontiguousarray(inv_freq, np.float32)
-        attention = _Attention(
-            params.layer,
-            params.num_heads,
-            params.num_kv_heads,
-            params.head_dim,
-            params.scale,
-            params.softcap,
-            params.rope_factor,
-            params.norm_eps,
-            params.window_tokens,
-            len(inv_freq),
-        )
+        attention = _attention(params, len(inv_freq))
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
         norms = [
             None if w is None else pointer(np.ascontiguousarray(w, np.float32))

@@ -62,5 +62,17 @@ BETWEEN_SPLITS = Tolerance(rms=2e-5, top=1e-4)
 # Keys rotated or normalised by both sides: their float16 may differ in the last bit.
 ROTATED = Tolerance(rms=2e-4, top=1e-3)
 
+# Evidence, by the narrower side's bits: the largest error over the largest fact.
+EVIDENCE = {8: 0.002, 4: 0.04, 2: 0.05}
+
+# Masses of a page's history, coded in steps of a sixteenth of an octave.
+HISTORY = 0.046
+
+# Products, row by row: float32's rounding of sums of terms as large as the row's results.
+PRODUCT = Tolerance(rms=1, top=2e-6)
+
+# Products behind a norm or an activation: a value on the edge of two levels may round to either.
+PREPARED = Tolerance(rms=1, top=2e-3)
+
 # Traces of calls on tiny random heads: largest error over the largest value of the layer.
 TRACE_ERROR = 0.05

@@ -9,7 +9,8 @@ namespace kvq {
 namespace {
 
 using Getter = const Kernels* (*)();
-constexpr Getter kBestFirst[] = {avx512vnni_kernels, avx2_kernels, generic_kernels};
+constexpr Getter kBestFirst[] = {avx512vnni_kernels, avx2_kernels, neon_kernels,
+                                  generic_kernels};
 
 const Kernels* find(const char* name) {
     for (Getter getter : kBestFirst) {

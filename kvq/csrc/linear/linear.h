@@ -55,6 +55,7 @@ struct LinearKernels {
 const LinearKernels* generic_linear();
 const LinearKernels* avx2_linear();        // null where not compiled or not supported
 const LinearKernels* avx512vnni_linear();  // likewise
+const LinearKernels* neon_linear();        // likewise
 
 // Runs work(user, i) for i in [0, count), on as many threads as it has.
 struct Dispatch {

@@ -144,7 +144,7 @@ template <Reading Read>
 inline Ints whole(const Dots& upper, const Dots& lower, int32_t sum) {
     if constexpr (Read == kFourBits) return upper.total + set1(-8 * sum);
     if constexpr (Read == kUpperNibbles) return shifted<5>(upper.total) + set1(-241 * sum);
-    if constexpr (kWholeCodes) return upper.total + set1(-128 * sum);
+    if constexpr (kWholeCodes) return upper.total + set1(-kWholeMiddle * sum);
     return shifted<4>(upper.total) + lower.total + set1(-128 * sum);
 }
 
@@ -211,7 +211,7 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
              float* out) {
     const uint8_t* scales = panel + layout.plane_bytes + 2 * lane;
     const uint8_t* low = panel + layout.plane_bytes + layout.scale_bytes;
-    float scale[kLanes];  // load_half turns sixteen: lane 0 is wanted
+    float scale[kLanes] = {};  // load_half turns sixteen: lane 0 is wanted
     for (int i = 0; i < columns; i++) {
         if (i % layout.block == 0) {
             uint8_t halves[2 * kLanes] = {};

@@ -154,7 +154,7 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.tokens = static_cast<int32_t>(tokens);
     call.activation = kernel.activation;
     call.norm_eps = kernel.norm_eps;
-    const int64_t mode = modes.data ? modes.as<int64_t>()[kernel.layer] : kFullLayer;
+    const int64_t mode = modes.data ? modes.as<int64_t>()[kernel.layer] : int64_t{kFullLayer};
     const int64_t asked_view = view.integer(KVQ_FULL), asked_rows = exact.integer(0);
     if (mode < kFullLayer || mode > kKeysAndValues || asked_view < KVQ_FULL ||
         asked_view > KVQ_HI || asked_rows < 0)

@@ -1,0 +1,24 @@
+// Kernels for ARM processors with the dot products of ARMv8.2 (dotprod).
+#include <type_traits>
+
+#include "kernels.h"
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+#include "simd_neon.h"
+
+#include "kernels.inl"
+
+namespace kvq {
+const Kernels* neon_kernels() {
+    static const Kernels table{"neon",      pack_k,        pack_v,  narrow,   attend_page,
+                               attend_tile, page_evidence, to_half, from_half};
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
+}
+}  // namespace kvq
+#else
+const kvq::Kernels* kvq::neon_kernels() {
+    return nullptr;
+}
+#endif

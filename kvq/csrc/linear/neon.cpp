@@ -1,0 +1,25 @@
+// Products for ARM processors with the dot products of ARMv8.2 (dotprod).
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "linear.h"
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+#include "vectors_neon.h"
+
+#include "linear.inl"
+
+namespace kvq {
+const LinearKernels* neon_linear() {
+    static const LinearKernels table{"neon", round_row, norm_row, gate_row, multiply, add_row};
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
+}
+}  // namespace kvq
+#else
+const kvq::LinearKernels* kvq::neon_linear() {
+    return nullptr;
+}
+#endif

@@ -1,0 +1,29 @@
+"""Stored matrices and rows of activations, for the tests of products."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq import reference_linear as reference
+from kvq.reference_linear import Bytes, Float, PanelFormat
+
+
+def matrix(form: PanelFormat, seed: int = 0) -> tuple[Bytes, NDArray[np.float16], Bytes]:
+    """Codes, scales and their panels; scales of both signs, some zero, some subnormal."""
+    random = np.random.default_rng(seed)
+    half = 1 << (form.bits - 1)
+    codes = np.full((form.rows, form.blocks * form.block), half, np.uint8)
+    codes[:, : form.columns] = random.integers(0, 2 * half, (form.rows, form.columns))
+    scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
+    scales[::7, 0], scales[::5, -1] = 0, np.float16(3e-6)
+    return codes, scales, reference.pack(form, codes, scales)
+
+
+def activations(rows: int, columns: int, seed: int = 1) -> Float:
+    """Rows of all sizes, with an outlier, a tiny block and zeros among them."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, columns)).astype(np.float32)
+    x *= np.float32(10.0) ** random.integers(-3, 4, (rows, 1)).astype(np.float32)
+    x[:, columns // 2] *= 30
+    x[rows // 2, : columns // 3] = np.float32(1e-38)
+    x[-1, : columns // 2] = 0
+    return x
