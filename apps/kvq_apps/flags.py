@@ -77,6 +77,8 @@ FLAGS: dict[str, Flag] = {
         switch=True),
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
+    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, none; the "
+        "answer stays the same", "none", setting="model.draft", metavar="NAME[:OPTION=VALUE,..]"),
     # sampling
     "temp": Flag("temperature, 0: greedy", "{kvq_runtime.config:Sampling.temperature}",
         setting="model.temp", metavar="T"),
@@ -143,13 +145,16 @@ FLAGS: dict[str, Flag] = {
     # benchmarking
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
-        "without a model, --context tokens long", choices=("speed", "serve", "chat")),
+        "without a model, --context tokens long; drafts: all drafters against plain decoding",
+        choices=("speed", "serve", "chat", "drafts")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
         metavar="NAME,.."),
-    "rows": Flag("draft rows attention is verified with, 1 to 8",
-        "{kvq_apps.bench.measure:SpeedJob.rows}", metavar="N"),
+    "rows": Flag("rows of one sequence in a pass, timed whole and attention alone, 1 to 256",
+        "{kvq_apps.bench.measure:SpeedJob.rows}", metavar="N,.."),
+    "chats": Flag("suite serve: instead, tokens per second of so many chats at once, without HTTP",
+        metavar="N,.."),
     "repeat": Flag("rounds of three timed decode steps", "{kvq_apps.bench.measure:SpeedJob.repeat}",
         metavar="N"),
     "prefill": Flag("tokens added to each depth at once",

@@ -12,6 +12,9 @@ SAMPLING_FIELDS = {
     "repeat-penalty": "repeat_penalty", "repeat-last-n": "repeat_window_tokens",
 }  # fmt: skip
 
+# What `--draft` says for no drafter.
+NO_DRAFTER = "none"
+
 
 def written(arguments: Namespace, name: str) -> bool:
     """Whether flag `name` stands on the command line, not only in the environment."""
@@ -61,10 +64,23 @@ def engine_options(arguments: Namespace) -> dict[str, Any]:
 
 
 def session_options(arguments: Namespace) -> dict[str, Any]:
-    """Keyword arguments of `Engine.session` as the KV flags ask for them."""
-    return kv_bits(arguments) | given(
-        arguments, kv_budget="kv-budget", context_tokens="ctx-size", policy="kv-policy"
+    """Keyword arguments of `Engine.session` as the KV flags and `--draft` ask for them."""
+    return (
+        kv_bits(arguments)
+        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size", policy="kv-policy")
+        | drafter(arguments)
     )
+
+
+def drafter(arguments: Namespace) -> dict[str, Any]:
+    """`draft`, which makes the drafter of each session; empty where there is to be none."""
+    asked = given(arguments, draft="draft").get("draft", NO_DRAFTER)
+    if asked == NO_DRAFTER:
+        return {}
+    from kvq_specdraft import drafter_named
+
+    drafter_named(asked)  # refused before a model is loaded
+    return {"draft": lambda: drafter_named(asked)}
 
 
 def serve_options(arguments: Namespace) -> dict[str, Any]:
@@ -95,6 +111,8 @@ def check(name: str, value: Any) -> None:
             from kvq.policies import policy_named
 
             policy_named(value)
+        case "draft":
+            drafter(alone)
         case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):
             from kvq.config import parse_budget
 

@@ -96,6 +96,18 @@ class Cache:
         """Rows after the committed tokens that are neither kept nor forgotten yet."""
         return self._engine.branch_rows
 
+    @property
+    def draft_room(self) -> int:
+        """Rows a pass may bring now so that each sees what it would see alone; 1 or more.
+
+        A row that closes a page is a pass of its own: rows before it must not see what gives way
+        for the page, and those after it see the page and no longer what it was made from.
+        """
+        if not self.plan.quantized:
+            return self.arena.draft_tokens
+        floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
+        return max(1, min(self.arena.draft_tokens, floats - 1 - self._engine.tail_rows))
+
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
     ) -> None:

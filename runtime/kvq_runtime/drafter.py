@@ -15,10 +15,13 @@ class Draft:
     """Guessed tokens: a chain, or a tree when `parents` says which token each one follows.
 
     `parents[i]` is the place of an earlier token of the draft, or -1 for the end of the text.
+    `confidence`, 0 to 1, is what its drafter thinks of the first token; it is to be compared with
+    the same drafter's only.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
+    confidence: float = 0.0
 
     def after(self, place: int, token: int) -> int | None:
         """The place of `token` drafted right after `place` (-1: the text), or None."""
@@ -30,13 +33,33 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-class Drafter(Protocol):
-    """Guesses how a text goes on."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What became of a draft, or of none.
 
-    def propose(self, tokens: Sequence[int], room: int) -> Draft:
-        """At most `room` tokens that may follow `tokens`."""
+    `tokens` followed the text: the draft's first `accepted` ones and one more. `rows` are those of
+    the whole pass, which took `seconds`: `drafted` guesses among them, and in a shared pass the
+    rows of other sequences.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    rows: int
+    seconds: float
+
+
+class Drafter(Protocol):
+    """Guesses how one text goes on. It is told how the text changes, and never reads it again."""
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """The text is now its first `kept` tokens as they were, and then `new`."""
         ...
 
-    def observe(self, accepted: Sequence[int]) -> None:
-        """Notes what really followed, accepted guesses included."""
+    def propose(self, room: int) -> Draft:
+        """At most `room` tokens that may follow the text."""
+        ...
+
+    def observe(self, outcome: Round) -> None:
+        """Notes what a pass made of the last draft; `follow` tells the tokens once more."""
         ...

@@ -1,7 +1,7 @@
 """Loads a model once and opens sessions on it. Knows backends by name only."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, overload
@@ -13,6 +13,7 @@ from kvq_runtime import backends, device
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
+from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import is_gguf
@@ -168,13 +169,15 @@ class Engine:
         policy: str | None = None,
         chunk_tokens: int = 256,
         seed: int | None = None,
+        draft: Callable[[], Drafter] | None = None,
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
         `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what 8192 tokens (or a
-        shorter context) need. Raises `UsageError`, `BackendError` for what the backend cannot
-        do, and `BudgetError` for a budget too small, naming the smallest that works.
+        shorter context) need. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`;
+        None: every token takes a pass of its own. Raises `UsageError`, `BackendError` for what the
+        backend cannot do, and `BudgetError` for a budget too small, naming the smallest that works.
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
@@ -190,11 +193,13 @@ class Engine:
         )
         config = self.backend.session_config(request)
         self._warn_beyond_training(config.context_tokens)
-        return Session(
+        session: Session[Any] = Session(
             backend=self.backend,
             config=config,
             vocabulary=Vocabulary.of(self._tokenizer, self.model.stop_ids),
         )
+        session.drafter = None if draft is None else draft()
+        return session
 
     def close(self) -> None:
         """Gives the weights' memory back; sessions of this engine end with it."""

@@ -113,7 +113,8 @@ class GenerationOptions:
     `stop_ids` (None: the model's end tokens), or before any of `stop_strings`. `begin_with` is
     the end of a prompt that was not prefilled, see `healing.heal`: the first tokens are chosen
     among those that spell it. Those that lie within it count as the prompt's and make no step;
-    of the first that reaches beyond it only the rest is text.
+    of the first that reaches beyond it only the rest is text. `draft` False: the session's drafter
+    is not asked; the answer is the same.
     """
 
     max_tokens: int | None = None
@@ -123,6 +124,7 @@ class GenerationOptions:
     logprobs: bool = False
     top_logprobs: int = 0
     begin_with: bytes = b""
+    draft: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -176,6 +178,11 @@ class Generation:
         """How many tokens it can still choose."""
         limit = self._options.max_tokens
         return self._room if limit is None else min(self._room, limit - self._new)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter may guess."""
+        return self._options.draft
 
     @property
     def exact_rows(self) -> int:

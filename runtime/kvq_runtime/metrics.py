@@ -11,9 +11,11 @@ class SessionStats:
     """What a session did so far. Rates are 0 where nothing was measured yet.
 
     `ttft_ms` is the time of the last prompt's prefill and the first token's sampling.
-    `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step over its time. `kv_bytes` is
-    what the cache uses now, `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and
-    `evicted_share` see `kvq.cache.Holdings`.
+    Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
+    them, `tokens_per_round` tokens each on average, 1 without drafts. `bandwidth_gb_s` is (weight
+    bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
+    `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
+    `kvq.cache.Holdings`.
     """
 
     prompt_tokens: int
@@ -21,6 +23,9 @@ class SessionStats:
     ttft_ms: float
     prefill_tok_s: float
     decode_tok_s: float
+    drafted_tokens: int
+    accepted_tokens: int
+    tokens_per_round: float
     kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
@@ -43,6 +48,9 @@ class Meter:
         self._decoded_tokens = 0
         self._decode_s = 0.0
         self._decode_bytes = 0
+        self._rounds = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self._prompt_s = 0.0
         self._ttft_s = 0.0
         self._waiting = True
@@ -60,9 +68,15 @@ class Meter:
 
     def decoded(self, num_tokens: int, seconds: float, kv_bytes: int) -> None:
         """A pass over generated tokens, of which it kept so many, read `kv_bytes` of the cache."""
+        self._rounds += 1
         self._decoded_tokens += num_tokens
         self._decode_s += seconds
         self._decode_bytes += self._weight_bytes + kv_bytes
+
+    def drafted(self, num_tokens: int, num_accepted: int) -> None:
+        """A pass checked so many guesses and kept so many of them."""
+        self.drafted_tokens += num_tokens
+        self.accepted_tokens += num_accepted
 
     def chose(self, prompt_tokens: int, all_tokens: int, seconds: float) -> None:
         """Tokens were chosen, the first `prompt_tokens` of which spell the end of the prompt."""
@@ -91,6 +105,9 @@ class Meter:
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
             decode_tok_s=_rate(self._decoded_tokens, self._decode_s),
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            tokens_per_round=_rate(self._decoded_tokens, self._rounds),
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,

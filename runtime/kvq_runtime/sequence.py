@@ -11,7 +11,7 @@ one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are serv
 import collections.abc
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -29,10 +29,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """What a pass gave one sequence: its logits float32 [R, V], and the pass's time in seconds."""
+    """What a pass gave one sequence: its logits float32 [R, V].
+
+    The pass took `seconds` for `rows` rows, those of all its sequences.
+    """
 
     logits: Logits
     seconds: float
+    rows: int
 
 
 Work = Generator[Rows[C], Passed, T]
@@ -63,6 +67,7 @@ class Sequence(Generic[C]):
         self._cache: C = backend.open_cache(config)
         self._closed = False
         self._tokens: list[int] = []
+        self._unchanged = 0
         # Of the last cached token; None: it goes through the model again before one is chosen.
         self._logits: Logits | None = None
         # A tight budget leaves room for shorter pieces only.
@@ -82,6 +87,11 @@ class Sequence(Generic[C]):
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    def changes(self) -> tuple[int, list[int]]:
+        """How many of the first tokens have stayed since the last call, and those after them."""
+        kept, self._unchanged = self._unchanged, len(self._tokens)
+        return kept, self._tokens[kept:]
 
     @property
     def pending_tokens(self) -> int:
@@ -113,7 +123,7 @@ class Sequence(Generic[C]):
         if self.cache.tokens > num_tokens:
             self.cache.trim(num_tokens)
             self._logits = None
-        del self._tokens[num_tokens:]
+        self._rewrite(num_tokens, ())
 
     def rollback(self, num_tokens: int) -> None:
         """Forgets the last `num_tokens` tokens. Raises `UsageError` for more than there are."""
@@ -215,7 +225,7 @@ class Sequence(Generic[C]):
 
     def adopt(self, tokens: list[int], logits: Logits | None) -> None:
         """Takes `tokens`, of which its cache holds the first, and the last held one's logits."""
-        self._tokens = tokens
+        self._rewrite(0, tokens)
         self._logits = None if logits is None else logits.copy()
 
     def close(self) -> None:
@@ -228,8 +238,13 @@ class Sequence(Generic[C]):
         """A branch's path is cached now."""
         first = self.cache.tokens - len(ids)
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
-        self._tokens[first : first + len(ids)] = ids
+        self._tokens += ids[len(self._tokens) - first :]
         self._logits = logits
+
+    def _rewrite(self, kept: int, new: Ids) -> None:
+        """The text is now its first `kept` tokens, and then `new`."""
+        self._tokens[kept:] = new
+        self._unchanged = min(self._unchanged, kept)
 
 
 class Branch(Generic[C]):
@@ -268,7 +283,7 @@ class Branch(Generic[C]):
         of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
         not all exact serve this pass only.
         """
-        first, seconds = len(self._ids), 0.0
+        first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
             new = [row - first for row in wanted if row >= first]
@@ -278,9 +293,10 @@ class Branch(Generic[C]):
                 self.rewind(first)
                 passed = yield self._begin(ids, parents, new, mixed, exact_rows)
             self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
-            seconds = passed.seconds
         self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
-        return Passed(logits=self.logits, seconds=seconds)
+        if passed is None:
+            return Passed(logits=self.logits, seconds=0.0, rows=0)
+        return replace(passed, logits=self.logits)
 
     def commit(self, path: Iterable[int]) -> None:
         """Keeps the rows of `path`, each the parent of the next; the others are forgotten."""
@@ -343,7 +359,8 @@ def forward_all(
     for part, own in zip(logits, rows, strict=True):
         if len(part) != len(own.wanted):
             raise BackendError(f"the model gave {len(part)} rows of logits for {len(own.wanted)}")
-    return [Passed(logits=part, seconds=seconds) for part in logits]
+    count = sum(len(own.ids) for own in rows)
+    return [Passed(logits=part, seconds=seconds, rows=count) for part in logits]
 
 
 def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:

@@ -18,18 +18,19 @@ from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_runtime.generation import (
     IDS_ONLY,
     Cancel,
     Generation,
     GenerationOptions,
     Step,
+    Taken,
     Vocabulary,
     never,
 )
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
-from kvq_runtime.sequence import Work
+from kvq_runtime.sequence import Passed, Work
 
 Progress = Callable[[int, int], None]
 
@@ -51,7 +52,8 @@ class Session(Generic[C]):
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
-        self.drafter: Drafter | None = None
+        self._drafter: Drafter | None = None
+        self._drafter_is_new = True
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -64,6 +66,15 @@ class Session(Generic[C]):
         return self.sequence.config
 
     @property
+    def drafter(self) -> Drafter | None:
+        """Who guesses how the text goes on; one of its own, as it follows this text."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self._drafter, self._drafter_is_new = drafter, True
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """Every token of the sequence, prompt and generated."""
         return self.sequence.tokens
@@ -72,6 +83,11 @@ class Session(Generic[C]):
     def pending_tokens(self) -> int:
         """Tokens at the end that have not been through the model yet."""
         return self.sequence.pending_tokens
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens drafted and tokens of these kept, as `stats` has them."""
+        return self._meter.drafted_tokens, self._meter.accepted_tokens
 
     @property
     def kv_bytes_peak(self) -> int:
@@ -188,8 +204,7 @@ class Session(Generic[C]):
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
         if taken.prompt_tokens:
             self._prompt_end = held + taken.prompt_tokens
-        if self.drafter is not None:
-            self.drafter.observe(self.tokens[held:])
+        self._observe(draft, taken, passed)
         return taken.steps, passed.seconds + chosen_s
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
@@ -309,10 +324,42 @@ class Session(Generic[C]):
 
         Where nothing is due the next token needs no pass, and a draft would cost one.
         """
-        room = min(generation.room - 1, self.config.draft_tokens - due)
-        if self.drafter is None or due == 0 or room < 1:
+        room = min(generation.room - 1, self.sequence.cache.draft_room - due)
+        if self._drafter is None or not generation.drafts or due == 0 or room < 1:
             return NO_DRAFT
-        return self.drafter.propose(self.tokens, room)
+        self._tell(self._drafter)
+        draft = self._drafter.propose(room)
+        size = self._backend.model.vocab_size
+        if len(draft.ids) > room or not all(0 <= token < size for token in draft.ids):
+            raise UsageError(
+                f"{type(self._drafter).__name__} proposed {len(draft.ids)} tokens; possible are "
+                f"up to {room} of 0 to {size - 1}"
+            )
+        return draft
+
+    def _tell(self, drafter: Drafter) -> None:
+        """Tells `drafter` how the text has changed since it was last told."""
+        kept, new = self.sequence.changes()
+        if self._drafter_is_new:
+            kept, new, self._drafter_is_new = 0, self.tokens, False
+        drafter.follow(kept, new)
+
+    def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
+        """Counts what the pass made of `draft`, and tells the drafter."""
+        if passed.rows == 0:
+            return
+        accepted = len(taken.path)
+        self._meter.drafted(len(draft.ids), accepted)
+        if self._drafter is not None:
+            self._drafter.observe(
+                Round(
+                    tokens=(*(draft.ids[place] for place in taken.path), taken.token),
+                    drafted=len(draft.ids),
+                    accepted=accepted,
+                    rows=passed.rows,
+                    seconds=passed.seconds,
+                )
+            )
 
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """A pass brought `count` tokens into the cache, the text's first `reached` among them."""

@@ -1,1 +1,19 @@
-"""Drafters propose tokens for the runtime to verify. The package holds none yet."""
+"""Drafters guess how a text goes on, for the runtime to check in one pass; one file, one row each.
+
+A drafter is told how its text changes and proposes tokens; it never sees a model. What it gets
+wrong costs time and changes nothing.
+"""
+
+from kvq.named import named
+from kvq_runtime.drafter import Drafter
+
+DRAFTERS = {
+    "auto": "kvq_specdraft.auto:Auto",
+    "lookup": "kvq_specdraft.lookup:Lookup",
+    "suffix": "kvq_specdraft.suffix:Suffix",
+}
+
+
+def drafter_named(text: str) -> Drafter:
+    """The drafter `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    return named("--draft", text, DRAFTERS)

@@ -40,9 +40,11 @@ from kvq_runtime.backends.llama_cpp import LlamaCppBackend
 from kvq_runtime.backends.llama_layout import CACHE_TYPES, reported_caches
 from kvq_runtime.backends.llama_vocabulary import LlamaVocabulary
 from kvq_runtime.config import Sampling, SessionRequest
+from kvq_runtime.drafter import Draft, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
+from kvq_specdraft import drafter_named
 from logits import generated, prompt
 from pairs import relative_rms
 from tiny import COMMON, CONTROL_TOKENS, byte_level_tokenizer, make_llama_checkpoint
@@ -239,6 +241,40 @@ def test_rejected_tokens_leave_no_trace(engine: Engine) -> None:
         push(engine, cache, ids[30 : 30 + count], commit=2)
     assert kept.tokens == other.tokens == 32
     np.testing.assert_array_equal(push(engine, kept, ids[35:]), push(engine, other, ids[35:]))
+
+
+@pytest.mark.parametrize("name", ["lookup", "suffix", "auto"])
+def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
+    """Its products do not round alike for one row and for many: where nothing is nearly equal."""
+    prompt = [5, 9, 21, 33, 9, 21, 40] * 5
+    bias = {token: 30.0 * (token in prompt) for token in range(60)}
+    sampling = Sampling(temperature=0, logit_bias=bias)
+    answers = []
+    for draft in (None, lambda: drafter_named(name)):
+        with engine.session(context_tokens=256, draft=draft) as session:
+            session.prefill(prompt)
+            steps = list(session.generate(60, sampling=sampling, stop_ids=()))
+            answers.append([step.token for step in steps])
+            stats = session.stats()
+    assert answers[0] == answers[1]
+    assert stats.accepted_tokens > 0
+
+
+def test_a_tree_of_drafts_is_refused(engine: Engine) -> None:
+    class Tree:
+        def follow(self, kept: int, new: Any) -> None:
+            pass
+
+        def propose(self, room: int) -> Draft:
+            return Draft(ids=(1, 2), parents=(-1, -1))
+
+        def observe(self, outcome: Round) -> None:
+            pass
+
+    with engine.session(context_tokens=64, draft=Tree) as session:
+        session.prefill([1, 2, 3])
+        with pytest.raises(BackendError, match="drafts that branch are not possible"):
+            list(session.generate(5, stop_ids=()))
 
 
 def push(engine: Engine, cache: Any, ids: np.ndarray, commit: int | None = None) -> np.ndarray:

@@ -11,7 +11,7 @@ from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.sequence import Sequence
 from kvq_runtime.session import Session
@@ -60,7 +60,7 @@ text = st.lists(token, max_size=9)
     )
 )
 def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> None:
-    sequence, tokens = open_sequence(), []
+    sequence, tokens, followed = open_sequence(), [], []
     for action, value in history:
         if action == "append" and len(tokens) + len(value) < 50:
             sequence.append(value)
@@ -88,6 +88,11 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
         elif action == "fork":
             other, sequence = sequence, sequence.fork()
             other.close()
+            followed = []
+        if len(history) % 2 or action == "append":
+            kept, new = sequence.changes()
+            followed[kept:] = new
+            assert followed == tokens
         assert sequence.tokens == tuple(tokens)
         assert list(sequence.cache.ids) == tokens[: sequence.cache.tokens]
     if tokens:
@@ -150,14 +155,18 @@ class Guesser:
         self.trees = trees
         self.answer = greedy
         self.rooms: list[int] = []
-        self.seen: list[int] = []
+        self.text: list[int] = []
+        self.rounds: list[Round] = []
 
-    def propose(self, tokens: Tokens[int], room: int) -> Draft:
+    def follow(self, kept: int, new: Tokens[int]) -> None:
+        self.text[kept:] = new
+
+    def propose(self, room: int) -> Draft:
         self.rooms.append(room)
         ids, parents = [], []
         for _ in range(int(self.random.integers(0, room + 1))):
             parent = int(self.random.integers(-1, len(ids))) if self.trees else len(ids) - 1
-            place = len(tokens) + self._depth(parents, parent)
+            place = len(self.text) + self._depth(parents, parent)
             right = self.random.random() < self.luck and place < len(self.answer)
             guess = self.answer[place] if right else int(self.random.integers(0, VOCABULARY))
             if (guess, parent) not in zip(ids, parents, strict=True):
@@ -168,8 +177,8 @@ class Guesser:
     def _depth(self, parents: list[int], place: int) -> int:
         return 0 if place < 0 else 1 + self._depth(parents, parents[place])
 
-    def observe(self, accepted: Tokens[int]) -> None:
-        self.seen += accepted
+    def observe(self, outcome: Round) -> None:
+        self.rounds.append(outcome)
 
 
 class Letters:
@@ -183,7 +192,7 @@ class Letters:
         return ""
 
 
-def answer(drafter: Guesser | None, options: GenerationOptions, seed: int) -> tuple:
+def open_session(drafter: Drafter | None, seed: int) -> Session[RuleCache]:
     session = Session(
         backend=backend(),
         config=config(seed=seed, draft_tokens=6, chunk_tokens=8),
@@ -191,6 +200,11 @@ def answer(drafter: Guesser | None, options: GenerationOptions, seed: int) -> tu
     )
     session.drafter = drafter
     session.prefill([1, 2, 3])
+    return session
+
+
+def answer(drafter: Drafter | None, options: GenerationOptions, seed: int) -> tuple:
+    session = open_session(drafter, seed)
     generation = session.begin(options)
     steps = []
     while generation.finish_reason is None:
@@ -231,7 +245,12 @@ def test_any_draft_leads_to_the_answer_of_plain_decoding(
     assert found == plain
     assert (drafted_tokens, drafted_pending) == (tokens, pending)
     assert drafted_passes <= passes
-    assert drafter.seen == list(tokens[3:])
+    told = [token for outcome in drafter.rounds for token in outcome.tokens]
+    # the first token is chosen from the prompt's logits, without a pass
+    assert told == list(tokens[4:])
+    assert drafter.text == list(tokens[: len(drafter.text)])
+    assert all(len(one.tokens) == one.accepted + 1 for one in drafter.rounds)
+    assert all(one.rows == 1 + one.drafted for one in drafter.rounds)
     assert all(1 <= room <= 6 for room in drafter.rooms)
 
 
@@ -242,13 +261,18 @@ def test_a_right_draft_saves_its_passes() -> None:
     _, tokens, _, passes = answer(None, options, 5)
 
     class Oracle(Guesser):
-        def propose(self, tokens: Tokens[int], room: int) -> Draft:
-            return Draft(ids=tuple(self.answer[len(tokens) : len(tokens) + room]))
+        def propose(self, room: int) -> Draft:
+            return Draft(ids=tuple(self.answer[len(self.text) : len(self.text) + room]))
 
     found, drafted, _, drafted_passes = answer(
         Oracle(0, 1, trees=False, greedy=list(tokens)), options, 5
     )
     assert drafted == tokens
+    session = open_session(Oracle(0, 1, trees=False, greedy=list(tokens)), 5)
+    list(session.generate(22, sampling=options.sampling, stop_ids=()))
+    stats = session.stats()
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (17, 17)
+    assert stats.tokens_per_round == 21 / 4
     # one token is due in every pass but the first, five or six are drafted, one more is chosen
     assert (passes, drafted_passes) == (22, 5)
     assert len(found) == 22
@@ -267,3 +291,43 @@ def test_a_generation_is_driven_by_logits_made_by_hand() -> None:
     assert (taken.path, taken.token, [step.text for step in taken.steps]) == ((0,), 2, ["b", "c"])
     taken = generation.take(rows[[3]], NO_DRAFT)
     assert (taken.path, taken.token, taken.steps[0].finish_reason) == ((), 3, "stop")
+
+
+def test_a_drafter_follows_rollback_align_and_restore() -> None:
+    drafter = Guesser(0, 0.5, trees=True, greedy=[])
+    session = open_session(drafter, 7)
+    for step in range(4):
+        list(session.generate(5, stop_ids=()))
+        assert drafter.text == list(session.tokens[: len(drafter.text)])
+        assert len(session.tokens) - len(drafter.text) <= 6
+        if step == 0:
+            session.rollback(3)
+        if step == 1:
+            session.align([1, 2, 9, 9])
+        if step == 2:
+            held = session.capture()
+            session.align([5])
+            session.restore(held)
+    late = Guesser(0, 0.5, trees=True, greedy=[])
+    session.drafter = late
+    list(session.generate(5, stop_ids=()))
+    assert late.text == list(session.tokens[: len(late.text)]) != []
+
+
+@pytest.mark.parametrize("ids", [(1,) * 6, (VOCABULARY,), (-1,)])
+def test_a_drafter_that_proposes_what_cannot_be_is_refused(ids: tuple[int, ...]) -> None:
+    class Wrong(Guesser):
+        def propose(self, room: int) -> Draft:
+            return Draft(ids=ids)
+
+    session = open_session(Wrong(0, 0, trees=False, greedy=[]), 1)
+    with pytest.raises(UsageError, match="Wrong proposed"):
+        list(session.generate(5, stop_ids=()))
+    session.drafter = None
+    assert len(list(session.generate(5, stop_ids=()))) == 5
+
+
+def test_an_answer_that_wants_no_drafts_asks_no_drafter() -> None:
+    drafter = Guesser(0, 1, trees=False, greedy=[])
+    answer(drafter, GenerationOptions(draft=False, max_tokens=9), 1)
+    assert drafter.rooms == []

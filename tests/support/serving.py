@@ -22,6 +22,7 @@ from typing import Any
 from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
@@ -30,7 +31,6 @@ from kvq_runtime.backends import Pass
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.generation import Vocabulary
-from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
 from kvq_runtime.session import Session
@@ -135,9 +135,9 @@ class Rule:
         self.sessions.append(session)
         return session
 
-    def load(self, config: ServeConfig) -> Served:
+    def load(self, config: ServeConfig) -> ServedModel:
         limit = config.saved_bytes if self.folder is not None else 0
-        return Served(
+        return ServedModel(
             name="rule",
             tokenizer=self.tokenizer,
             backend=self.backend,
@@ -169,7 +169,7 @@ def fault() -> BackendError:
 
 
 @contextmanager
-def running(load: Callable[[ServeConfig], Served], **settings: Any) -> Iterator[Server]:
+def running(load: Callable[[ServeConfig], ServedModel], **settings: Any) -> Iterator[Server]:
     """A server in a thread of this process, on a port of its own, ready to answer."""
     config = ServeConfig(**{"port": 0, "chunk_tokens": 16, "grace_s": 0.0} | settings)
     ready = threading.Event()

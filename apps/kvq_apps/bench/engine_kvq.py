@@ -10,12 +10,16 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq import native
 from kvq.cache import Cache
 from kvq.config import DEFAULT_POLICY, Budget, parse_budget, parse_kv
 from kvq.errors import UsageError
-from kvq.formats import format_bytes
+from kvq.formats import format_bytes, page_bytes
+from kvq.native_linear import weight_bytes_read
 from kvq.sizing import Arena, CacheSpec
-from kvq_apps.bench.engines import Setting
+from kvq_apps.bench.attention_graph import AttentionGraph
+from kvq_apps.bench.engines import OURS, OURS_ON_ORT, Setting, draft_ids, wanted_rows
+from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends import Backend, Pass, Rows, missing, open_backend
 from kvq_runtime.bundle import Bundle
@@ -24,7 +28,7 @@ from kvq_runtime.bundle import Bundle
 class KvqEngine:
     """Our engine; its settings are those the user asks for, widths as `--kv` writes them."""
 
-    name = "kvq"
+    name = OURS
 
     def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
@@ -32,6 +36,9 @@ class KvqEngine:
         self._threads = threads
         name = "onnx" if missing("onnx") is None else "reference"
         self._backend = open_backend(name, bundle, threads=threads)
+        self._attention: AttentionGraph | None = None
+        if name == "onnx":
+            self._attention = AttentionGraph(bundle, threads=threads)
 
     @staticmethod
     def missing() -> str | None:
@@ -45,7 +52,13 @@ class KvqEngine:
         sensitivity = self._bundle.manifest.sensitivity
         cache = Cache(arena, sensitivity=sensitivity, engine=self._backend.cache_kind)
         fill(cache, self._bundle.config, depth)
-        return KvqSequence(self._backend, cache, self._bundle.config)
+        return KvqSequence(
+            self._backend,
+            cache,
+            self._bundle.config,
+            self._attention,
+            pressed=setting.policy is not None,
+        )
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
@@ -61,11 +74,21 @@ class KvqEngine:
             shape=model.cache_shape,
             plan=replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits),
             context_tokens=tokens,
+            draft_tokens=setting.draft_tokens,
             budget=whole if setting.budget is None else parse_budget(setting.budget),
             threads=self._threads,
             policy=setting.policy or DEFAULT_POLICY,
             windows=tuple(layer.window_tokens for layer in model.layers),
         )
+
+
+class KvqOnOrtEngine(KvqEngine):
+    """The same over the same weights, multiplied by ONNX Runtime's MatMulNBits."""
+
+    name = OURS_ON_ORT
+
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
+        super().__init__(ort_twin(bundle), threads=threads, settings=settings)
 
 
 def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
@@ -82,12 +105,23 @@ def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
 class KvqSequence:
     """A cache, and a snapshot of what it began with."""
 
-    def __init__(self, backend: Backend[Cache], cache: Cache, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        backend: Backend[Cache],
+        cache: Cache,
+        config: ModelConfig,
+        attention: AttentionGraph | None,
+        *,
+        pressed: bool,
+    ) -> None:
+        self._pressed = pressed
         self._backend = backend
+        self._attention = attention
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
         self._layers = _Layers(config, long_rope=self._rope_long)
         self._beginning = cache.state()
+        self._changed = False
         self.kv_bytes = cache.used_bytes
         self.relief_s = 0.0
 
@@ -96,32 +130,76 @@ class KvqSequence:
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
-            last = np.array([len(chunk) - 1])
-            since = perf_counter()
-            # Where nothing must give way this takes microseconds.
-            self._cache.begin(len(chunk))
-            self.relief_s += perf_counter() - since
-            rows = Rows.plain(self._cache, chunk, last)
-            logits = self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
+            self._begin(len(chunk))
+            logits = self._run(chunk, np.array([len(chunk) - 1]))
             self._cache.commit(range(len(chunk)))
+            self._changed = True
         return logits[0]
+
+    def verify(self, rows: int) -> bool:
+        if rows > self._cache.chunk_tokens:
+            return False
+        self._begin(rows)
+        self._run(draft_ids(rows), wanted_rows(rows))
+        self._forget(rows)
+        return True
 
     def rollback(self) -> None:
         """See `BenchSequence.rollback`; trimming would not reopen the pages closed since."""
-        self._cache.load_state(self._beginning)
+        if self._changed:
+            self._cache.load_state(self._beginning)
+        self._changed = False
 
     def attend(self, rows: int) -> bool:
+        if rows > self._cache.chunk_tokens:
+            return False
         qkv = self._layers.random_rows(rows)
-        positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
-        self._cache.begin(rows)
-        for params, frequencies, norm in self._layers.attention:
-            self._cache.attend(params, qkv, positions, frequencies, norm, norm)
-        self._cache.commit(())
+        self._begin(rows)
+        if self._attention is not None:
+            self._attention.run(self._cache, qkv, rope_long=self._rope_long)
+        else:
+            positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
+            for params, frequencies, norm in self._layers.attention:
+                self._cache.attend(params, qkv, positions, frequencies, norm, norm)
+        self._forget(rows)
         return True
+
+    def step_bytes(self) -> tuple[int, int]:
+        """See `BenchSequence.step_bytes`: what our products count, else what the graph stores."""
+        before = weight_bytes_read() if native.available() else 0
+        held = _held_bytes(self._cache)
+        self.verify(1)
+        self.rollback()
+        counted = weight_bytes_read() - before if native.available() else 0
+        return counted or self._backend.weight_bytes_per_step, held
+
+    def _begin(self, rows: int) -> None:
+        since = perf_counter()
+        # Where nothing must give way this takes microseconds.
+        self._cache.begin(rows)
+        self.relief_s += perf_counter() - since
+        self._changed |= self._pressed
+
+    def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        rows = Rows.plain(self._cache, ids, wanted)
+        return self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
+
+    def _forget(self, rows: int) -> None:
+        """Ends a branch; a piece of a prompt, which is kept whole, goes with `rollback`."""
+        drafted = rows <= self._cache.arena.draft_tokens
+        self._cache.commit(() if drafted else range(rows))
+        self._changed |= not drafted
 
     def close(self) -> None:
         self._cache.close()
         self._beginning = b""
+
+
+def _held_bytes(cache: Cache) -> int:
+    """Of all pages and floating-point rows: what a step's attention reads, without windows."""
+    widths = cache.columns()[1].reshape(-1, 2).tolist()
+    pages = sum(page_bytes(cache.shape.head_dim, k, v) for k, v in widths if k)
+    return pages + len(cache.tail(0, 0)[0]) * cache.shape.float_bytes_per_token
 
 
 class _Layers:

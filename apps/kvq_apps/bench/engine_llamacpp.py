@@ -15,7 +15,7 @@ from kvq.config import KvPlan, parse_kv
 from kvq.errors import BackendError
 from kvq.settings import cache_folder
 from kvq_apps import output
-from kvq_apps.bench.engines import Setting
+from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
@@ -101,12 +101,21 @@ class LlamaCppSequence:
             logits = forward_chain(self._backend, self._cache, chunk, last)
         return logits[0]
 
+    def verify(self, rows: int) -> bool:
+        if rows > self._cache.chunk_tokens:
+            return False
+        forward_chain(self._backend, self._cache, draft_ids(rows), wanted_rows(rows))
+        return True
+
     def rollback(self) -> None:
         self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
         """See `BenchSequence.attend`; its attention is inside the graph."""
         return False
+
+    def step_bytes(self) -> tuple[int, int]:
+        return self._backend.weight_bytes_per_step, self.kv_bytes
 
     def close(self) -> None:
         self._cache.close()

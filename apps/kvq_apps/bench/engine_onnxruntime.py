@@ -4,7 +4,6 @@ The cache is a pair of tensors per layer, float32 or int8, bound as past and pre
 that a step copies nothing. Knows no other engine.
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,17 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
-from kvq.settings import cache_folder
-from kvq_apps.bench.engines import Setting
-from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
-from kvq_apps.model_path import made_once
+from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
+from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
+from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 
 DTYPES: Mapping[str, type[np.generic]] = {"fp32": np.float32, "int8": np.int8}
-# Where external initializers of a model given as bytes are looked for.
-WEIGHT_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxRuntimeEngine:
@@ -39,7 +35,8 @@ class OnnxRuntimeEngine:
         self._config = bundle.config
         kinds = ("fp32", "int8") if _has_int8_cache() else ("fp32",)
         self.settings = tuple(Setting(kv=kv) for kv in kinds)
-        standard = _same_weights(bundle)
+        standard = ort_twin(bundle)
+        self.weight_bytes = standard.weight_bytes_per_step
         self._sessions = {kv: _session(standard, kv, threads) for kv in kinds}
 
     @staticmethod
@@ -51,7 +48,9 @@ class OnnxRuntimeEngine:
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
         session = self._sessions[setting.kv]
-        return OnnxRuntimeSequence(session, self._config, setting.kv, depth, room)
+        return OnnxRuntimeSequence(
+            session, self._config, setting.kv, depth, room, weight_bytes=self.weight_bytes
+        )
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         return tokens * _bytes_per_token(self._config, setting.kv)
@@ -65,25 +64,43 @@ class OnnxRuntimeSequence:
 
     relief_s = 0.0
 
-    def __init__(self, session: Any, config: ModelConfig, kv: str, depth: int, room: int) -> None:
+    def __init__(
+        self,
+        session: Any,
+        config: ModelConfig,
+        kv: str,
+        depth: int,
+        room: int,
+        *,
+        weight_bytes: int,
+    ) -> None:
+        self._weight_bytes = weight_bytes
         self.kv_bytes = depth * _bytes_per_token(config, kv)
         self._session = session
         self._config = config
         self._depth = self._tokens = depth
         self._cache = _random_cache(config, kv, depth + room)
         self._constants = rotary_tables(config, depth + room)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[tuple[int, int], _Step] = {}
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        if len(ids) not in self._steps:
-            self._steps[len(ids)] = self._step(len(ids))
-        step = self._steps[len(ids)]
+        return self._run(ids, np.array([len(ids) - 1]))[0]
+
+    def verify(self, rows: int) -> bool:
+        self._run(draft_ids(rows), wanted_rows(rows))
+        return True
+
+    def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        key = len(ids), len(wanted)
+        if key not in self._steps:
+            self._steps[key] = self._step(wanted, len(ids))
+        step = self._steps[key]
         self._tokens += len(ids)
         step.arrays["input_ids"][:, 0] = ids
         step.arrays["seqlens_k"][0] = self._tokens - 1
         step.arrays["total_sequence_length"][...] = self._tokens
         self._session.run_with_iobinding(step.binding)
-        return step.logits[0]
+        return step.logits
 
     def rollback(self) -> None:
         self._tokens = self._depth
@@ -92,12 +109,15 @@ class OnnxRuntimeSequence:
         """See `BenchSequence.attend`; its attention is inside the graph."""
         return False
 
+    def step_bytes(self) -> tuple[int, int]:
+        return self._weight_bytes, self.kv_bytes
+
     def close(self) -> None:
         self._steps.clear()
         self._cache.clear()
 
-    def _step(self, tokens: int) -> "_Step":
-        step = _Step(self._session.io_binding(), tokens, self._config.vocab_size)
+    def _step(self, wanted: NDArray[np.int64], tokens: int) -> "_Step":
+        step = _Step(self._session.io_binding(), tokens, wanted, self._config.vocab_size)
         for name, array in (step.arrays | self._constants).items():
             step.binding.bind_ortvalue_input(name, _aliased(array))
         step.binding.bind_ortvalue_output("logits", _aliased(step.logits))
@@ -111,35 +131,20 @@ class OnnxRuntimeSequence:
 
 
 class _Step:
-    """Inputs and outputs of passes over one number of tokens, bound once."""
+    """Inputs and outputs of passes over one number of tokens and of logits, bound once."""
 
-    def __init__(self, binding: Any, tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self, binding: Any, tokens: int, wanted: NDArray[np.int64], vocab_size: int
+    ) -> None:
         self.binding = binding
         self.arrays: dict[str, np.ndarray] = {
             "input_ids": np.zeros((tokens, 1), np.int64),
             "input_weights": np.ones((tokens, 1), np.float32),
-            "logit_rows": np.array([tokens - 1], np.int64),
+            "logit_rows": wanted,
             "seqlens_k": np.zeros(1, np.int32),
             "total_sequence_length": np.zeros((), np.int32),
         }
-        self.logits = np.zeros((1, vocab_size), np.float32)
-
-
-def _same_weights(bundle: Bundle) -> Bundle:
-    """The bundle's weights as the stock operators read them, in the cache folder."""
-    from kvq_export.standard_bundle import standard_bundle
-
-    weights, files = bundle.manifest.weights, bundle.manifest.files
-    if weights is None or weights.linear == "ort":
-        return bundle
-    hashes = "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
-    digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
-    path = made_once(
-        cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}-ort",
-        "writing the weights once for onnxruntime's operators:",
-        lambda destination, progress: standard_bundle(bundle, destination, progress).path,
-    )
-    return Bundle.open(path, verify="size")
+        self.logits = np.zeros((len(wanted), vocab_size), np.float32)
 
 
 def _session(bundle: Bundle, kv: str, threads: int) -> Any:

@@ -11,16 +11,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.backends import ModelFiles
 
 OURS = "kvq"
+# Ours over the same weights, multiplied by ONNX Runtime's operator.
+OURS_ON_ORT = "kvq (MatMulNBits)"
+# By what `--linear` calls them.
+OWN = {"kvq": OURS, "ort": OURS_ON_ORT}
 ENGINES = {
     OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
+    OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
     "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
 }
-PEERS = tuple(name for name in ENGINES if name != OURS)
+PEERS = tuple(name for name in ENGINES if name not in OWN.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +34,13 @@ class Setting:
     """How an engine keeps its cache: `kv` is the engine's own name for the widths.
 
     With a `policy` the cache has `budget`, as `--kv-budget` writes it, and the policy decides what
-    gives way; otherwise it holds everything.
+    gives way; otherwise it holds everything. Ours keeps room for drafts of `draft_tokens`.
     """
 
     kv: str
     policy: str | None = None
     budget: str | None = None
+    draft_tokens: int = DEFAULT_DRAFT_TOKENS
 
     @property
     def text(self) -> str:
@@ -58,15 +65,26 @@ class BenchSequence(Protocol):
         """Appends tokens `ids` [T] and returns the logits float32 [V] of the last."""
         ...
 
+    def verify(self, rows: int) -> bool:
+        """One pass over `rows` new tokens, a chain, whose logits are those of `wanted_rows`.
+
+        `rollback` forgets them. False where the engine takes fewer tokens at once.
+        """
+        ...
+
     def rollback(self) -> None:
-        """Forgets what `forward` appended."""
+        """Forgets what `forward`, `verify` and `attend` appended."""
         ...
 
     def attend(self, rows: int) -> bool:
-        """One thread's attention of all layers alone, for `rows` new tokens that it then forgets.
+        """The attention of all layers alone, for `rows` new tokens.
 
-        False where the engine does not let its attention run alone.
+        False where the engine does not let its attention run alone, or takes fewer at once.
         """
+        ...
+
+    def step_bytes(self) -> tuple[int, int]:
+        """Bytes of weights and of the cache that one decode step reads."""
         ...
 
     def close(self) -> None:
@@ -97,6 +115,16 @@ class BenchEngine(Protocol):
         ...
 
 
+def draft_ids(rows: int) -> NDArray[np.int64]:
+    """Tokens int64 [rows] that every vocabulary has."""
+    return np.arange(rows, dtype=np.int64) % 64
+
+
+def wanted_rows(rows: int) -> NDArray[np.int64]:
+    """The rows whose logits a pass of `rows` is for: all of a draft's, the last of a prompt's."""
+    return np.arange(0 if rows <= MOST_DRAFT_TOKENS else rows - 1, rows, dtype=np.int64)
+
+
 def check_peers(names: Sequence[str]) -> None:
     """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
@@ -110,6 +138,22 @@ def check_peers(names: Sequence[str]) -> None:
 def own_engine(files: ModelFiles) -> str:
     """The engine that is ours with these files: the paged cache over a graph, else llama.cpp."""
     return OURS if files.has_onnx else "llama.cpp"
+
+
+def own_engines(files: ModelFiles, linear: Sequence[str]) -> tuple[str, ...]:
+    """Ours with each of the operators `linear`; none given: with the one of these files.
+
+    Raises `UsageError` for what these files cannot give.
+    """
+    for name in linear:
+        if name not in OWN:
+            raise UsageError(f"--linear {name} is not possible: choose {' or '.join(OWN)}")
+    if linear and files.weights_json().get("linear") != "kvq":
+        raise UsageError(
+            f"--linear {','.join(linear)} is not possible: the weights of {files.path} are not "
+            "stored for kvq::Linear; leave the flag out, or give a bundle that is"
+        )
+    return tuple(dict.fromkeys(OWN[name] for name in linear)) or (own_engine(files),)
 
 
 def open_engine(

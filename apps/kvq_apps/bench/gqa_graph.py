@@ -19,6 +19,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from kvq_models.config import ModelConfig
 from kvq_runtime.bundle import Bundle
 
+# Where external initializers of a model given as bytes are looked for.
+WEIGHT_FOLDER = "session.model_external_initializers_file_folder_path"
+
 # Symmetric int8 codes of keys and values in a range of +-6.35; only the speed is of interest.
 INT8_SCALE = 0.05
 
@@ -32,7 +35,7 @@ def gqa_model(bundle: Bundle, *, int8: bool) -> bytes:
     for layer, node in enumerate(attention):
         rewriter.replace(layer, node)
     RemoveUnusedNodesPass()(model)
-    _drop_unused_inputs(model.graph)
+    drop_unused_inputs(model.graph)
     del model.opset_imports["kvq"]
     return ir.to_proto(model).SerializeToString()
 
@@ -185,7 +188,8 @@ class _Rewriter:
         return list(added.outputs)
 
 
-def _drop_unused_inputs(graph: ir.Graph) -> None:
+def drop_unused_inputs(graph: ir.Graph) -> None:
+    """Takes away what no node reads any more."""
     for value in list(graph.inputs):
         if not value.uses():
             graph.inputs.remove(value)

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from kvq.config import PAGE_TOKENS
+from kvq.config import DEFAULT_CHUNK_TOKENS, DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, PAGE_TOKENS
 from kvq.errors import UsageError
+from kvq_apps.bench.bandwidth import read_bandwidth
 from kvq_apps.bench.engines import (
     BenchEngine,
     BenchSequence,
     Setting,
     open_engine,
-    own_engine,
+    own_engines,
 )
 from kvq_apps.output import Shown
 from kvq_runtime import device
@@ -30,6 +31,8 @@ from kvq_runtime.backends import ModelFiles
 # A visit takes one step to bring the engine's weights and threads back, then times these.
 STEPS_PER_VISIT = 3
 PREFILL_ROUNDS = 4
+# Of a pass: what a session takes at once of a prompt.
+MOST_ROWS = DEFAULT_CHUNK_TOKENS
 # A first prefill this short pays for first use of memory; a longer one hardly does.
 WARM_UP_S = 5.0
 # Caches, their snapshots and the engines' scratch must fit this share of the free memory.
@@ -41,7 +44,10 @@ class SpeedJob:
     """What is measured: depths, cache settings of ours, peers, and how often.
 
     Each depth is extended by `prefill_tokens` in one go; a prefill expected to take longer than
-    `prefill_limit_s` is left out. `rows` is the draft length attention is verified with.
+    `prefill_limit_s` is left out. A pass takes each of `rows` tokens of one sequence, a chain, with
+    the logits of all; more than a draft holds go as a piece of a prompt, with those of the last.
+
+    `linear` are the operators that ours multiplies with, one engine each; none: the model's own.
 
     Ours runs with each of `kv` as it is, and under the pressure of `kv_budget` with each of
     `kv_policy`; a timed decode is then the mean of `PAGE_TOKENS` steps, of which one closes a page.
@@ -52,7 +58,8 @@ class SpeedJob:
     kv_policy: tuple[str, ...] = ()
     kv_budget: str | None = None
     peers: tuple[str, ...] = ()
-    rows: int = 5
+    rows: tuple[int, ...] = (1, 5)
+    linear: tuple[str, ...] = ()
     repeat: int = 7
     prefill_tokens: int = 256
     prefill_limit_s: float = 60.0
@@ -67,18 +74,21 @@ class SpeedJob:
         for flag, value in least.items():
             if value < 1:
                 raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
-        if not 1 <= self.rows <= 8:
-            raise UsageError(f"--rows {self.rows} is not possible: give 1 to 8")
+        for rows in self.rows:
+            if not 1 <= rows <= MOST_ROWS:
+                raise UsageError(f"--rows {rows} is not possible: give 1 to {MOST_ROWS}")
 
     @property
     def settings(self) -> tuple[Setting, ...]:
         """How ours keeps its caches."""
+        drafted = [rows for rows in self.rows if rows <= MOST_DRAFT_TOKENS]
+        room = max(DEFAULT_DRAFT_TOKENS, *drafted, 0)
         pressed = [
-            Setting(kv=kv, policy=policy, budget=self.kv_budget)
+            Setting(kv=kv, policy=policy, budget=self.kv_budget, draft_tokens=room)
             for kv in self.kv
             for policy in self.kv_policy
         ]
-        return (*(Setting(kv=kv) for kv in self.kv), *pressed)
+        return (*(Setting(kv=kv, draft_tokens=room) for kv in self.kv), *pressed)
 
     @property
     def visit(self) -> tuple[int, int]:
@@ -89,14 +99,15 @@ class SpeedJob:
     def room(self) -> int:
         """Tokens a sequence takes beyond its depth."""
         samples, steps = self.visit
-        return max(self.prefill_tokens, samples * steps + 1, self.rows)
+        return max(self.prefill_tokens, samples * steps + 1, *self.rows)
 
 
 @dataclass(kw_only=True, slots=True)
 class Case:
     """One engine at one setting and one depth, and the seconds it took so far.
 
-    `relief_s` is the part of each of `decode_s` in which room was made.
+    `relief_s` is the part of each of `decode_s` in which room was made; `pass_s` and `attention_s`
+    are by the number of rows.
     """
 
     engine: str
@@ -108,6 +119,7 @@ class Case:
     relief_s: list[float] = field(default_factory=list[float])
     prefill_s: list[float] = field(default_factory=list[float])
     prefill_skipped: str | None = None
+    pass_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     attention_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     @property
@@ -115,10 +127,10 @@ class Case:
         """The engine and its setting."""
         return f"{self.engine} {self.setting.text}"
 
-    def row(self, job: SpeedJob) -> dict[str, Any]:
-        """The medians, in the units of `kvq bench --json`."""
+    def row(self, job: SpeedJob, bandwidth: float) -> dict[str, Any]:
+        """The medians, in the units of `kvq bench --json`; `bandwidth` in bytes a second."""
         decode, prefill = median(self.decode_s), _median(self.prefill_s)
-        one, many = (_median(self.attention_s.get(rows, [])) for rows in (1, job.rows))
+        weight_bytes, cache_bytes = self.sequence.step_bytes()
         return {
             "engine": self.engine,
             "kv": self.setting.kv,
@@ -135,9 +147,11 @@ class Case:
             "prefill_skipped": self.prefill_skipped,
             "ttft_ms": prefill and prefill * 1e3,
             "kv_bytes": self.sequence.kv_bytes,
-            "attention_ms": one and one * 1e3,
-            "attention_rows_ms": many and many * 1e3,
-            "verify_ratio": many and one and many / one,
+            "weight_bytes_read": weight_bytes,
+            "kv_bytes_read": cache_bytes,
+            "bandwidth_share": (weight_bytes + cache_bytes) / decode / bandwidth,
+            "pass_ms": _medians_ms(self.pass_s),
+            "attention_ms": _medians_ms(self.attention_s),
         }
 
 
@@ -145,16 +159,18 @@ def measure(
     files: ModelFiles, job: SpeedJob, threads: int, progress: Shown
 ) -> list[dict[str, Any]]:
     """The rows of all engines at `threads` threads, by depth, ours first."""
+    progress(0, 1, "reading memory")
+    bandwidth = read_bandwidth(threads)
     with ExitStack() as stack:
         engines = [
             stack.enter_context(
                 closing(open_engine(name, files, threads=threads, settings=job.settings))
             )
-            for name in (own_engine(files), *job.peers)
+            for name in (*own_engines(files, job.linear), *job.peers)
         ]
         rows: list[dict[str, Any]] = []
         for contexts in _groups(engines, job):
-            rows += _measure_group(engines, job, contexts, threads, progress)
+            rows += _measure_group(engines, job, contexts, threads, bandwidth, progress)
         return rows
 
 
@@ -177,6 +193,7 @@ def _measure_group(
     job: SpeedJob,
     contexts: Sequence[int],
     threads: int,
+    bandwidth: float,
     progress: Shown,
 ) -> list[dict[str, Any]]:
     with ExitStack() as stack:
@@ -198,9 +215,9 @@ def _measure_group(
                     )
         with _collector_off():
             _decode(cases, job, progress)
-            _attention(cases, job, progress)
+            _passes(cases, job, progress)
             _prefill(cases, job, progress)
-        return [case.row(job) for case in cases]
+        return [case.row(job, bandwidth) for case in cases]
 
 
 def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
@@ -221,14 +238,21 @@ def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
         case.sequence.rollback()
 
 
-def _attention(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
-    willing = [case for case in cases if case.sequence.attend(1)]
-    for turn, case in _turns(willing, job.repeat):
-        progress(turn, job.repeat * len(willing), f"attention at {case.context}")
-        for rows in {1, job.rows}:
-            case.sequence.attend(rows)
-            seconds = _seconds(lambda case=case, rows=rows: case.sequence.attend(rows))
-            case.attention_s.setdefault(rows, []).append(seconds)
+def _passes(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
+    """Whole passes and their attention alone, each number of rows right after the other."""
+    for turn, case in _turns(cases, job.repeat):
+        progress(turn, job.repeat * len(cases), f"rows at {case.context}: {case.name}")
+        sequence = case.sequence
+        parts = ((sequence.verify, case.pass_s), (sequence.attend, case.attention_s))
+        for run, seconds in parts:
+            for rows in job.rows:
+                # The first brings weights and threads back; not every engine takes so many.
+                willing = run(rows)
+                sequence.rollback()
+                for _ in range(willing * (STEPS_PER_VISIT if rows <= MOST_DRAFT_TOKENS else 1)):
+                    taken = _seconds(lambda run=run, rows=rows: run(rows))
+                    seconds.setdefault(rows, []).append(taken)
+                    sequence.rollback()
 
 
 def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
@@ -289,6 +313,10 @@ def p95(values: list[float]) -> float:
 
 def _median(values: list[float]) -> float | None:
     return median(values) if values else None
+
+
+def _medians_ms(seconds: dict[int, list[float]]) -> dict[str, float]:
+    return {str(rows): median(taken) * 1e3 for rows, taken in seconds.items()}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from kvq.config import PAGE_TOKENS
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_apps.bench.engines import OURS, Setting
+from kvq_apps.bench.engines import OURS_ON_ORT, OWN, Setting
 from kvq_apps.bench.measure import SpeedJob
 from kvq_runtime.backends import ModelFiles
 
@@ -30,6 +30,7 @@ def report(
             for label, series in by_setting(rows).items()
         },
         "comparisons": list(comparisons(rows)),
+        "passes": list(passes(rows)),
         "pressures": list(pressures(rows)),
     }
 
@@ -37,7 +38,7 @@ def report(
 def _settings(job: SpeedJob) -> dict[str, Any]:
     """The job's own fields; `rows` is the name of the results."""
     settings = asdict(job)
-    settings["verify_rows"] = settings.pop("rows")
+    settings["pass_rows"] = settings.pop("rows")
     return settings
 
 
@@ -61,10 +62,10 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     Rows under pressure are compared in `pressures`.
     """
     for row in rows:
-        if row["engine"] != OURS or row["kv_policy"] is not None:
+        if row["engine"] not in OWN.values() or row["kv_policy"] is not None:
             continue
         beside = [other for other in rows if _same(other, row, "context", "threads")]
-        peers = [other for other in beside if other["engine"] != OURS]
+        peers = [other for other in beside if other["engine"] not in OWN.values()]
         own = [other for other in rows if _same(other, row, "engine", "kv", "kv_policy", "threads")]
         shallow = min(own, key=lambda other: other["context"])
         decode = min(peers, key=lambda other: other["decode_ms"], default=None)
@@ -72,6 +73,7 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         prefilled = [other for other in peers if other["prefill_tok_s"]]
         prefill = max(prefilled, key=lambda other: other["prefill_tok_s"], default=None)
         yield {
+            "engine": row["engine"],
             "kv": row["kv"],
             "context": row["context"],
             "threads": row["threads"],
@@ -83,8 +85,42 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "prefill_speedup": prefill and _ratio(row["prefill_tok_s"], prefill["prefill_tok_s"]),
             "growth": row["decode_ms"] / shallow["decode_ms"],
             "growth_from": shallow["context"],
-            "verify_ratio": row["verify_ratio"],
         }
+
+
+def passes(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each pass of each row: whole, its attention alone, and what is left, as the sum of the rest.
+
+    `ratio` and `rest_ratio` are to the same engine's pass of one row, `ort_ratio` and
+    `rest_ort_ratio` to the same pass of ours over MatMulNBits; None where that was not measured.
+    """
+    twins = {_place(row): row for row in rows if row["engine"] == OURS_ON_ORT}
+    for row in rows:
+        twin = twins.get(_place(row)) if row["engine"] in OWN.values() else None
+        for count, whole in row["pass_ms"].items():
+            rest = _rest(row, count)
+            yield {
+                **{key: row[key] for key in ("engine", "kv", "kv_policy", "context", "threads")},
+                "rows": int(count),
+                "pass_ms": whole,
+                "attention_ms": row["attention_ms"].get(count),
+                "rest_ms": rest,
+                "ratio": _ratio(whole, row["pass_ms"].get("1")),
+                "rest_ratio": _ratio(rest, _rest(row, "1")),
+                "ort_ratio": twin and _ratio(whole, twin["pass_ms"].get(count)),
+                "rest_ort_ratio": twin and _ratio(rest, _rest(twin, count)),
+            }
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """What two rows share that differ in their engine alone."""
+    return tuple(row[key] for key in ("kv", "kv_policy", "context", "threads"))
+
+
+def _rest(row: Row, count: str) -> float | None:
+    """Milliseconds of a pass without its attention, None where either was not measured."""
+    whole, attention = row["pass_ms"].get(count), row["attention_ms"].get(count)
+    return whole - attention if whole and attention else None
 
 
 def pressures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -93,12 +129,17 @@ def pressures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     `relief_share` of decode goes into making room, `relief_ms` at once, for a page of tokens; the
     attention of a pressed cache reads fewer bytes, so that `decode_ratio` may be below 1.
     """
-    free = {(row["kv"], row["context"], row["threads"]): row for row in rows if _is_free(row)}
+    free = {
+        (row["engine"], row["kv"], row["context"], row["threads"]): row
+        for row in rows
+        if row["kv_policy"] is None
+    }
     for row in rows:
         if row["kv_policy"] is None:
             continue
-        beside = free[row["kv"], row["context"], row["threads"]]
+        beside = free[row["engine"], row["kv"], row["context"], row["threads"]]
         yield {
+            "engine": row["engine"],
             "kv": row["kv"],
             "kv_policy": row["kv_policy"],
             "context": row["context"],
@@ -111,10 +152,6 @@ def pressures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "kv_bytes": row["kv_bytes"],
             "free_kv_bytes": beside["kv_bytes"],
         }
-
-
-def _is_free(row: Row) -> bool:
-    return row["engine"] == OURS and row["kv_policy"] is None
 
 
 def print_report(data: Mapping[str, Any]) -> None:
@@ -135,13 +172,15 @@ def print_report(data: Mapping[str, Any]) -> None:
     )
     output.print_data("")
     prefill = f"prefill {data['prefill_tokens']}, tok/s"
-    header = ("engine", "kv", "threads", "context", "decode ms", "(min)", prefill, "ttft ms", "KV")
+    header = ("engine", "kv", "threads", "context", "decode ms", "(min)", prefill, "ttft ms", "KV",
+        "a step reads", "of memory")  # fmt: skip
     output.print_table(map(_cells, data["rows"]), header=header)
     for row in data["rows"]:
         if row["prefill_skipped"]:
             where = f"{row['engine']} {setting_text(row)} at {row['context']}"
             output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
     _print_comparisons(data)
+    _print_passes(data)
     _print_pressures(data)
 
 
@@ -159,11 +198,36 @@ def _print_comparisons(data: Mapping[str, Any]) -> None:
         "prefill",
         "than",
         "growth",
-        "verify",
     )
-    output.print_table(
-        (_comparison_cells(one, data["verify_rows"]) for one in data["comparisons"]),
-        header=header,
+    output.print_table(map(_comparison_cells, data["comparisons"]), header=header)
+
+
+def _print_passes(data: Mapping[str, Any]) -> None:
+    """One line for each number of rows, all of one sequence."""
+    if not data["passes"]:
+        return
+    output.print_data("")
+    header = (
+        "rows of one sequence", "kv", "threads", "context", "rows", "pass ms", "of 1 row",
+        "attention ms", "rest ms", "of 1 row", "pass of MatMulNBits", "rest",
+    )  # fmt: skip
+    output.print_table(map(_pass_cells, data["passes"]), header=header)
+
+
+def _pass_cells(one: Row) -> tuple[str, ...]:
+    return (
+        one["engine"],
+        setting_text(one),
+        str(one["threads"]),
+        str(one["context"]),
+        str(one["rows"]),
+        f"{one['pass_ms']:.2f}",
+        _text(one["ratio"], "{:.2f} x"),
+        _text(one["attention_ms"], "{:.2f}"),
+        _text(one["rest_ms"], "{:.2f}"),
+        _text(one["rest_ratio"], "{:.2f} x"),
+        _text(one["ort_ratio"], "{:.2f} x"),
+        _text(one["rest_ort_ratio"], "{:.2f} x"),
     )
 
 
@@ -203,12 +267,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         _text(row["prefill_tok_s"], "{:.1f}"),
         _text(row["ttft_ms"], "{:.0f}"),
         format_bytes(row["kv_bytes"]),
+        format_bytes(row["weight_bytes_read"] + row["kv_bytes_read"]),
+        f"{row['bandwidth_share']:.0%}",
     )
 
 
-def _comparison_cells(one: Row, rows: int) -> tuple[str, ...]:
+def _comparison_cells(one: Row) -> tuple[str, ...]:
     return (
-        one["kv"],
+        f"{one['engine']} {one['kv']}",
         str(one["threads"]),
         str(one["context"]),
         _text(one["decode_speedup"], "{:.2f} x"),
@@ -217,7 +283,6 @@ def _comparison_cells(one: Row, rows: int) -> tuple[str, ...]:
         _text(one["prefill_speedup"], "{:.2f} x"),
         one["prefill_peer"] or "-",
         f"{one['growth']:.2f} x {one['growth_from']}",
-        _text(one["verify_ratio"], f"{rows} rows {{:.2f}} x"),
     )
 
 

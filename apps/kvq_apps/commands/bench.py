@@ -45,7 +45,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit")
+    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
+    measuring.add_argument(
+        "--linear",
+        metavar="NAME,..",
+        type=flag_values.names,
+        default=(),
+        help="operators to multiply the same weights with: kvq, ort (default: the model's own)",
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -54,6 +61,10 @@ def run(arguments: Namespace) -> int:
         return _run_serve(arguments)
     if arguments.suite == "chat":
         return _run_chat(arguments)
+    if arguments.chats is not None:
+        raise UsageError("--chats needs --suite serve, the pool that answers them")
+    if arguments.suite == "drafts":
+        return _run_drafts(arguments)
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
@@ -103,26 +114,59 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    for flag in ("peer", "plot", "shape", "kv-policy"):
+    for flag in ("peer", "plot", "kv-policy"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite serve knows no --{flag}; leave it out")
-    from kvq_apps.bench import machine, serving
+    if arguments.linear:
+        raise UsageError("--suite serve knows no --linear; leave it out")
+    if arguments.shape is not None and arguments.chats is None:
+        raise UsageError(
+            "a --shape has no tokenizer, which the server needs; add --chats 1,4, which does "
+            "without the server"
+        )
+    from kvq_apps.bench import chats, machine, serving
 
     files = _files(arguments)
-    job = serving.ServeJob(
-        **options.given(arguments, repeat="repeat"),
+    over_http = arguments.chats is None
+    suite: Any = serving if over_http else chats
+    job = (serving.ServeJob if over_http else chats.ChatsJob)(
+        **options.given(arguments, repeat="repeat", chats="chats"),
         **({"context": arguments.context[0]} if arguments.context else {}),
     )
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = serving.measure(files, job, options.session_options(arguments), threads, progress)
+        data = suite.measure(files, job, options.session_options(arguments), threads, progress)
     data = {"suite": "serve", "machine": found, "threads": threads, **data}
     if arguments.json:
         output.print_json(data)
     else:
-        serving.print_report(data)
+        suite.print_report(data)
+    return 0
+
+
+def _run_drafts(arguments: Namespace) -> int:
+    """The suite `drafts`."""
+    for flag in ("peer", "plot", "context", "kv-policy"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
+    from kvq_apps.bench import drafting, machine
+
+    job = drafting.DraftJob(
+        replay=arguments.shape is not None, **options.given(arguments, repeat="repeat")
+    )
+    files = _files(arguments)
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+        data = drafting.measure(files, job, options.session_options(arguments), threads, progress)
+    data = {"suite": "drafts", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        drafting.print_report(data)
     return 0
 
 
@@ -181,6 +225,7 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
         kv_policy=policies,
         kv_budget=budget,
         peers=peers,
+        linear=arguments.linear,
         **options.given(
             arguments,
             rows="rows",

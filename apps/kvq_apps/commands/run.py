@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft")
     flags.add_flags(parser, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
@@ -202,6 +202,9 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "ttft_ms": stats.ttft_ms,
         "prefill_tok_s": stats.prefill_tok_s,
         "decode_tok_s": stats.decode_tok_s,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "tokens_per_round": stats.tokens_per_round,
         "kv_bytes": stats.kv_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
         "kv_budget": stats.kv_budget,
@@ -214,6 +217,12 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
 
 
 def _print_usage(report: dict[str, Any]) -> None:
+    drafts = (
+        f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
+        f"{report['tokens_per_round']:.2f} tokens per pass"
+        if report["drafted_tokens"]
+        else ""
+    )
     output.print_note(
         f"{report['prompt_tokens']} prompt tokens, first token after {report['ttft_ms']:.0f} ms "
         f"({report['prefill_tok_s']:.0f} tok/s); {report['new_tokens']} new tokens at "
@@ -221,5 +230,5 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
         f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
         f"mean bits {report['mean_k_bits']:.1f}:{report['mean_v_bits']:.1f}, "
-        f"{report['evicted_share']:.0%} evicted"
+        f"{report['evicted_share']:.0%} evicted{drafts}"
     )

@@ -17,8 +17,8 @@ from kvq_apps import flags, options, output
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.instances import Instance
+    from kvq_apps.serve.loading import ServedModel
     from kvq_apps.serve.server import Server
-    from kvq_runtime.serving.pool import Served
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
-    flags.add_flags(parser, *flags.ENGINE_FLAGS)
+    flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft")
     others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
     others.add_argument("--status", action="store_true", help="list your servers and end")
     others.add_argument(
@@ -80,7 +80,7 @@ def run(arguments: Namespace) -> int:
             "reaches this port can use the model"
         )
 
-    def announce(served: "Served", url: str) -> None:
+    def announce(served: "ServedModel", url: str) -> None:
         logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
         _announce(served, url, config.sessions, as_json=arguments.json)
 
@@ -190,7 +190,7 @@ def _disk(arguments: Namespace) -> dict[str, Any]:
     return {"saved_bytes": num_bytes}
 
 
-def _announce(served: "Served", url: str, sessions: int, *, as_json: bool) -> None:
+def _announce(served: "ServedModel", url: str, sessions: int, *, as_json: bool) -> None:
     """Says what is served where, when it can be used."""
     if as_json:
         output.print_json(

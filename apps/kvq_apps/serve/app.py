@@ -26,6 +26,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import PROTOCOL
@@ -41,7 +42,7 @@ from kvq_apps.serve.streams import (
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.serving.outbox import Failed
-from kvq_runtime.serving.pool import Served, SessionPool
+from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest, leaving
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ _GENERATE: dict[str, Read] = {
 }
 
 
-def make_app(pool: SessionPool, config: ServeConfig) -> Starlette:
+def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
     """The ASGI application over a started engine thread."""
     routes = _Routes(pool, config)
     generating = [
@@ -111,7 +112,7 @@ def error_response(error: RequestError) -> Response:
 class _Routes:
     """The handlers, over one pool."""
 
-    def __init__(self, pool: SessionPool, config: ServeConfig) -> None:
+    def __init__(self, pool: SessionPool[ServedModel], config: ServeConfig) -> None:
         self.answered: Counter[tuple[str, int]] = Counter()
         self._pool = pool
         self._config = config
@@ -215,7 +216,7 @@ class _Routes:
             }
         )
 
-    def _served(self) -> Served:
+    def _served(self) -> ServedModel:
         """The loaded model. Raises `RequestError` while it is still being loaded."""
         if self._pool.served is None or not self._pool.ready:
             raise RequestError(
@@ -226,10 +227,10 @@ class _Routes:
             )
         return self._pool.served
 
-    def _names(self, served: Served) -> frozenset[str]:
+    def _names(self, served: ServedModel) -> frozenset[str]:
         return frozenset((served.name, *self._config.aliases))
 
-    def _view(self, served: Served) -> ModelView:
+    def _view(self, served: ServedModel) -> ModelView:
         return ModelView(
             name=served.name,
             names=self._names(served),
@@ -239,7 +240,7 @@ class _Routes:
             sampling=self._config.sampling,
         )
 
-    def _model_row(self, served: Served) -> dict[str, Any]:
+    def _model_row(self, served: ServedModel) -> dict[str, Any]:
         return {
             "id": served.name,
             "object": "model",
@@ -272,7 +273,7 @@ class _Routes:
         return b"".join(parts)
 
     def _understood(
-        self, body: bytes, headers: Mapping[str, str], served: Served, read: Read
+        self, body: bytes, headers: Mapping[str, str], served: ServedModel, read: Read
     ) -> tuple[GenerationRequest, requests.Delivery]:
         fields = parse_object(body)
         keyed = self._config.api_key is not None
@@ -378,7 +379,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return list(content)
 
 
-def _metrics(pool: SessionPool, answered: Counter[tuple[str, int]]) -> list[Metric]:
+def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]]) -> list[Metric]:
     """Everything `/metrics` tells."""
     counts, served = pool.counts, pool.served
     waiting, running = pool.queue
@@ -392,6 +393,8 @@ def _metrics(pool: SessionPool, answered: Counter[tuple[str, int]]) -> list[Metr
         "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
         "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
+        "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
+        "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
         "jobs_running": ("Jobs that hold a session.", running),
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }

@@ -2,17 +2,31 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvq.settings import cache_folder
 from kvq_apps.model_path import resolve_model
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel(Served):
+    """What the routes know of the model too; `kv` are the widths as people write them."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    k_bits: int
+    v_bits: int
+    kv: str
+    loaded_at: int
 
 
 def load(
@@ -20,13 +34,15 @@ def load(
     engine_options: Mapping[str, Any],
     session_options: Mapping[str, Any],
     config: ServeConfig,
-) -> Served:
+) -> ServedModel:
     """Loads the model and opens every arena. Raises `KvqError`."""
     engine = Engine.open(resolve_model(model), **engine_options)
     return serve_engine(engine, session_options, config)
 
 
-def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: ServeConfig) -> Served:
+def serve_engine(
+    engine: Engine, session_options: Mapping[str, Any], config: ServeConfig
+) -> ServedModel:
     """What is served of an opened engine."""
     first = engine.session(**session_options)
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
@@ -37,7 +53,7 @@ def serve_engine(engine: Engine, session_options: Mapping[str, Any], config: Ser
         config.saved_bytes,
     )
     plan = first.config.plan
-    return Served(
+    return ServedModel(
         name=engine.model.name,
         tokenizer=engine.tokenizer,
         backend=engine.backend,

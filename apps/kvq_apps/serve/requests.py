@@ -129,7 +129,9 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
             max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
             stop_ids=stop_ids,
             transient=stop_ids is not None,
-            heal=not suffix and fields.get("logprobs") is None and _heals(fields, model, prompts),
+            endings=()
+            if suffix or fields.get("logprobs") is not None
+            else _endings(fields, model, prompts),
             logprobs=fields.get("logprobs") is not None,
             top_logprobs=count,
         ),
@@ -147,7 +149,7 @@ def native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     request = replace(
         _native_request(fields, model),
         prompts=(tuple(prompts[0]),),
-        heal=_heals(fields, model, prompts),
+        endings=_endings(fields, model, prompts),
     )
     return _checked(request, model, "prompt")
 
@@ -197,6 +199,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
+        draft=fields.object("x_kvq").flag("draft", True),
     )
 
 
@@ -214,6 +217,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
         reuse=fields.flag("cache_prompt", True),
+        draft=fields.object("x_kvq").flag("draft", True),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
     )
@@ -330,15 +334,15 @@ def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
     fields.refuse("prompt", "a string, a list of strings, or a list of token ids")
 
 
-def _heals(fields: Fields, model: ModelView, prompts: list[list[int]]) -> bool:
-    """Whether any end of `prompt`, given as text, can be healed, and `x_kvq.heal` lets it be.
+def _endings(fields: Fields, model: ModelView, prompts: list[list[int]]) -> tuple[bytes, ...]:
+    """The ends of prompts that are healed: given as text, and `x_kvq.heal` lets them be.
 
     The first to ask waits for the tokenizer's index, here rather than on the engine's thread.
     """
     prompt = fields.get("prompt")
     text = isinstance(prompt, str) or _is_list_of(prompt, str)
     wanted = fields.object("x_kvq").flag("heal", True)
-    return wanted and text and any(heal(model.tokenizer, ids)[1] for ids in prompts)
+    return tuple(heal(model.tokenizer, ids)[1] for ids in prompts) if wanted and text else ()
 
 
 def _ids(fields: Fields, ids: Any, model: ModelView) -> list[int]:

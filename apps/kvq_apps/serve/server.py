@@ -17,8 +17,9 @@ import uvicorn
 from kvq_apps.serve.app import make_app
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
-from kvq_runtime.serving.pool import Served, SessionPool
+from kvq_runtime.serving.pool import SessionPool
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Connections get this long to take what was sent to them.
@@ -30,9 +31,9 @@ class Server:
 
     def __init__(
         self,
-        load: Callable[[], Served],
+        load: Callable[[], ServedModel],
         config: ServeConfig,
-        on_ready: Callable[[Served, str], None],
+        on_ready: Callable[[ServedModel, str], None],
     ) -> None:
         """Raises `UsageError` when the address cannot be listened on."""
         self._config = config

@@ -5,15 +5,16 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
     {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
-     prompt_tokens, cached_tokens, new_tokens, context_tokens, context_limit, queued_ms, ttft_ms,
-     prefill_tok_s, decode_tok_s}
+     prompt_tokens, cached_tokens, new_tokens, drafted_tokens, accepted_tokens, context_tokens,
+     context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
 `kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
 the tokens still held (the newest at 16), `evicted_share` is what was given up of the tokens of all
-layers and heads; `cached_tokens` of the prompt were held already; `ttft_ms` counts from the
-request's arrival. In a stream both come with every chunk that has a `finish_reason`, and with the
-usage.
+layers and heads; `cached_tokens` of the prompt were held already; of the `drafted_tokens` that a
+drafter guessed `accepted_tokens` were right, `draft_n` and `draft_n_accepted` in the timings;
+`ttft_ms` counts from the request's arrival. In a stream both come with every chunk that has a
+`finish_reason`, and with the usage.
 """
 
 import time
@@ -342,6 +343,8 @@ def _measures(answered: Answered, report: Report) -> Json:
             "predicted_ms": report.decode_ms,
             "predicted_per_token_ms": _share(report.decode_ms, report.new_tokens),
             "predicted_per_second": report.decode_tok_s,
+            "draft_n": report.drafted_tokens,
+            "draft_n_accepted": report.accepted_tokens,
         },
         "x_kvq": {
             "kv": answered.kv,
@@ -354,6 +357,8 @@ def _measures(answered: Answered, report: Report) -> Json:
             "prompt_tokens": report.prompt_tokens,
             "cached_tokens": report.cached_tokens,
             "new_tokens": report.new_tokens,
+            "drafted_tokens": report.drafted_tokens,
+            "accepted_tokens": report.accepted_tokens,
             "context_tokens": report.context_tokens,
             "context_limit": answered.context_limit,
             "queued_ms": report.queued_ms,

@@ -31,7 +31,9 @@ _STREAM_HEADERS = {
 class Events:
     """A job's events as they reach the event loop."""
 
-    def __init__(self, pool: SessionPool, config: ServeConfig, request: GenerationRequest) -> None:
+    def __init__(
+        self, pool: SessionPool[Any], config: ServeConfig, request: GenerationRequest
+    ) -> None:
         self._pool = pool
         self._arrived = asyncio.Event()
         self._ended = False

@@ -6,13 +6,12 @@ boundaries, and must be deterministic: ties go to the oldest page, then layer, t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import named
 
 POLICIES = {
     "budget": "kvq.policies.budget:Budget",
@@ -164,38 +163,8 @@ class Policy(Protocol):
 
 
 def policy_named(text: str) -> Policy:
-    """The policy `NAME` or `NAME:option=value,...` of the table.
-
-    Options are the fields of the policy's dataclass. Raises `UsageError` naming what is possible.
-    """
-    name, _, options = text.partition(":")
-    if name not in POLICIES:
-        raise UsageError(
-            f"--kv-policy {name!r} is unknown; possible: {', '.join(sorted(POLICIES))}"
-        )
-    module, attribute = POLICIES[name].split(":")
-    policy = getattr(import_module(module), attribute)
-    return policy(**_options(text, policy, options))
-
-
-def _options(text: str, policy: Any, options: str) -> dict[str, Any]:
-    """Option texts as the types of the dataclass's fields (int, float or str)."""
-    known = {field.name: field.type for field in fields(policy)}
-    given: dict[str, Any] = {}
-    for part in filter(None, options.split(",")):
-        name, equals, value = part.partition("=")
-        if name not in known or not equals:
-            possible = ", ".join(f"{key}=..." for key in known) or "none"
-            raise UsageError(f"--kv-policy {text!r}: option {part!r}; possible: {possible}")
-        kind = {"int": int, int: int, "float": float, float: float}.get(known[name], str)
-        try:
-            given[name] = kind(value)
-        except ValueError:
-            number = "a whole number" if kind is int else "a number"
-            raise UsageError(
-                f"--kv-policy {text!r}: {name} takes {number}, not {value!r}"
-            ) from None
-    return given
+    """The policy `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    return named("--kv-policy", text, POLICIES)
 
 
 def _four_digits(value: float) -> float:

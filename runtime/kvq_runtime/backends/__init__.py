@@ -105,8 +105,9 @@ class SequenceCache(Protocol):
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
     begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
     the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
-    `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back exactly;
-    the loop computes what is missing again.
+    `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
+    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    exactly; the loop computes what is missing again.
     """
 
     @property
@@ -126,6 +127,9 @@ class SequenceCache(Protocol):
 
     @property
     def bytes_per_token(self) -> float: ...
+
+    @property
+    def draft_room(self) -> int: ...
 
     def holdings(self) -> Holdings: ...
 

@@ -114,6 +114,11 @@ class LlamaCppCache:
         """Bytes one more token costs, all layers."""
         return self._layout.bytes_per_token(self._config.plan)
 
+    @property
+    def draft_room(self) -> int:
+        """Rows of a branch: nothing is quantised later than it is written."""
+        return self._config.draft_tokens
+
     def holdings(self) -> Holdings:
         """One width for every token; nothing is lost but what a window has left behind."""
         plan = self._config.plan

@@ -56,6 +56,11 @@ class RuleCache:
         """Of now: rules forget."""
         return self.used_bytes
 
+    @property
+    def draft_room(self) -> int:
+        """Rows of a branch: a rule sees no pages."""
+        return self._draft_tokens
+
     def holdings(self) -> Holdings:
         """Made up, so that a report of them can be told from nothing."""
         return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)

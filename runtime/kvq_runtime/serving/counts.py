@@ -20,6 +20,8 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     busy_s: float = 0.0
     _recent_s: float = 1.0
 
@@ -30,6 +32,8 @@ class Counts:
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens
         self.new_tokens += report.new_tokens
+        self.drafted_tokens += report.drafted_tokens
+        self.accepted_tokens += report.accepted_tokens
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
         self._recent_s += _RECENT * (seconds - self._recent_s)
 

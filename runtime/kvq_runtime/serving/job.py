@@ -10,10 +10,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import Rows
 from kvq_runtime.generation import Step
-from kvq_runtime.healing import heal
 from kvq_runtime.sequence import Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
@@ -27,9 +25,8 @@ BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """What every job needs of the model: its text, its ends, tokens of a prompt per pass."""
+    """What every job needs of the model: its ends, and tokens of a prompt per pass."""
 
-    tokenizer: Tokenizer
     stop_ids: frozenset[int]
     chunk_tokens: int
 
@@ -58,6 +55,7 @@ class Job:
         self._cached = 0
         self._new = 0
         self._stats_of: Session[Any] | None = None
+        self._drafts_before = (0, 0)
 
     @property
     def rank(self) -> int:
@@ -78,10 +76,10 @@ class Job:
         """Everything the request asked for."""
         request, session = self.request, slot.session
         self._stats_of = session
+        self._drafts_before = session.drafts
         self._queued_s = monotonic() - self._arrived
         index = 0
-        for whole in request.prompts:
-            ids, begin_with = heal(decoding.tokenizer, whole) if request.heal else (whole, b"")
+        for ids, begin_with in request.read:
             yield from self._read(slot, ids, decoding.chunk_tokens)
             if request.max_tokens == 0:
                 self._finish(index, "length")
@@ -115,11 +113,14 @@ class Job:
         if session is None:
             return report
         stats = session.stats()
+        drafted, accepted = self._drafts_before
         return replace(
             report,
             kv_bytes=stats.kv_bytes,
             kv_bytes_peak=stats.kv_bytes_peak,
             kv_budget=stats.kv_budget,
+            drafted_tokens=stats.drafted_tokens - drafted,
+            accepted_tokens=stats.accepted_tokens - accepted,
             context_tokens=len(session.tokens),
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
@@ -151,16 +152,16 @@ class Job:
             if not generation.begun:
                 self._prompt_s += seconds
                 continue
-            self._measure(seconds, len(session.tokens) - held - len(steps))
+            self._measure(seconds, len(steps), len(session.tokens) - held - len(steps))
             for step in steps:
                 reason = self._write(index, step, indent, started, decoding.stop_ids)
                 if reason is not None:
                     break
 
-    def _measure(self, seconds: float, healed: int) -> None:
-        """A round that wrote something took this long; the first answers the prompt."""
+    def _measure(self, seconds: float, written: int, healed: int) -> None:
+        """A round that wrote so many tokens took this long; the first answers the prompt."""
         if self._new:
-            self._decoded += 1
+            self._decoded += written
             self._decode_s += seconds
         else:
             self._ttft_s = monotonic() - self._arrived

@@ -37,7 +37,8 @@ class Report:
     """What a request cost so far. Milliseconds; rates in tokens per second, 0 when unmeasured.
 
     `ttft_ms` is from the request's arrival to its first token, waiting included; `prompt_ms` and
-    `decode_ms` are the engine's own time. What its arena holds: see `SessionStats`.
+    `decode_ms` are the engine's own time; of `drafted_tokens` guesses `accepted_tokens`
+    were right. What its arena holds: see `SessionStats`.
     """
 
     prompt_tokens: int = 0
@@ -49,6 +50,8 @@ class Report:
     decode_ms: float = 0.0
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     kv_bytes: int = 0
     kv_bytes_peak: int = 0
     kv_budget: int = 0

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Thread
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvq.errors import KvqError
-from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import Backend
 from kvq_runtime.sequence import Passed, SharedPassError, Work, forward_all
 from kvq_runtime.serving.counts import Counts
@@ -54,20 +53,10 @@ class PoolConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A loaded model and its slots; `kv` are the widths as people write them.
+    """A loaded model and its slots; `close` frees the weights."""
 
-    `close` frees the weights.
-    """
-
-    name: str
-    tokenizer: Tokenizer
     backend: Backend[Any]
-    vocab_size: int
     stop_ids: frozenset[int]
-    k_bits: int
-    v_bits: int
-    kv: str
-    loaded_at: int
     slots: Slots
     close: Callable[[], None]
 
@@ -91,14 +80,17 @@ class _Run:
     work: Work[Any, None]
 
 
-class SessionPool:
+S = TypeVar("S", bound=Served)
+
+
+class SessionPool(Generic[S]):
     """Runs `load` once and then every submitted job, until `stop`."""
 
     def __init__(
-        self, load: Callable[[], Served], config: PoolConfig, on_change: Callable[[], None]
+        self, load: Callable[[], S], config: PoolConfig, on_change: Callable[[], None]
     ) -> None:
         self.counts = Counts()
-        self.served: Served | None = None
+        self.served: S | None = None
         self.error: BaseException | None = None
         self.draining = False
         self._load = load
@@ -190,7 +182,6 @@ class SessionPool:
             self.served.slots.saved.writer.on_room = self.poke
             session = self.served.slots.all[0].session
             self._decoding = Decoding(
-                tokenizer=self.served.tokenizer,
                 stop_ids=self.served.stop_ids,
                 chunk_tokens=self._config.chunk_tokens or measured_chunk(session),
             )

@@ -35,8 +35,9 @@ class GenerationRequest:
     the first line break after this long. `top_logprobs` alternatives come with every token.
     `rank` is a value of `scheduler.PRIORITIES`. `reuse`: begin from what another request of this
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
-    `heal`: the prompts are texts, whose last tokens may be generated again. `owner`: whose
-    sessions may be found again, empty where everyone's may.
+    `endings`: none, or of each prompt the bytes of its last token where that is generated again
+    (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
+    may. `draft` False: without drafts.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -54,8 +55,18 @@ class GenerationRequest:
     time_limit_ms: int = 0
     truncated: bool = False
     transient: bool = False
-    heal: bool = False
+    endings: tuple[bytes, ...] = ()
     owner: str = ""
+    draft: bool = True
+
+    @property
+    def read(self) -> list[tuple[tuple[int, ...], bytes]]:
+        """Of each prompt the ids to read, and the bytes that its answers begin with."""
+        endings = self.endings or (b"",) * len(self.prompts)
+        return [
+            (ids[:-1] if ending else ids, ending)
+            for ids, ending in zip(self.prompts, endings, strict=True)
+        ]
 
     @property
     def num_answers(self) -> int:
@@ -72,4 +83,5 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
+            draft=self.draft,
         )

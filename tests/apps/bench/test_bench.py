@@ -16,11 +16,11 @@ from caches import budget_for_tokens, open_cache
 from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
-from kvq_apps.bench import engine_kvq, gguf_file, shapes
+from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
 from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
-from kvq_apps.bench.report import comparisons
+from kvq_apps.bench.report import comparisons, passes
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.random_bundle import random_bundle
@@ -61,8 +61,8 @@ KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
 ROW_KEYS = {
     "engine", "kv", "kv_policy", "context", "threads", "decode_ms", "decode_min_ms",
     "decode_p95_ms", "decode_samples", "relief_share",
-    "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes", "attention_ms",
-    "attention_rows_ms", "verify_ratio",
+    "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes",
+    "weight_bytes_read", "kv_bytes_read", "bandwidth_share", "pass_ms", "attention_ms",
 }  # fmt: skip
 
 Make = Callable[..., Bundle]
@@ -71,6 +71,7 @@ Make = Callable[..., Bundle]
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -287,13 +288,14 @@ def test_every_engine_is_measured(
         assert row["decode_samples"] == 6
         assert row["prefill_samples"] == 3
         assert row["ttft_ms"] == pytest.approx(16 / row["prefill_tok_s"] * 1e3)
-        if row["engine"] == "kvq":
-            assert min(row["attention_rows_ms"], row["attention_ms"], row["verify_ratio"]) > 0
-        else:
-            assert row["verify_ratio"] is None
+        assert row["pass_ms"].keys() == {"1", "5"}
+        assert row["attention_ms"].keys() == ({"1", "5"} if row["engine"] == "kvq" else set())
+        assert row["weight_bytes_read"] > 0 < row["bandwidth_share"]
+        if row["engine"] != "kvq":
+            assert row["kv_bytes_read"] == row["kv_bytes"]
             # two layers of two heads, keys and values
             assert row["kv_bytes"] == row["context"] * 8 * KV_ROW_BYTES[row["kv"]]
-    assert (data["threads"], data["peers"], data["verify_rows"]) == ([1, 2], peers, 5)
+    assert (data["threads"], data["peers"], data["pass_rows"]) == ([1, 2], peers, [1, 5])
     assert data["machine"]["cores"] >= 1
     assert data["machine"]["versions"]["onnxruntime"][0].isdigit()
     assert data["medians"]["kvq 4:2, 2 threads"]["150"] == expected_median(data["rows"])
@@ -310,7 +312,10 @@ def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[st
     assert main([*words, "--kbits", "8"]) == 0
     out = capsys.readouterr().out
     assert "tiny" not in out
-    assert all(text in out for text in ("decode ms", "kvq", "8:2", "fp32", "5 rows", "growth"))
+    assert all(
+        text in out
+        for text in ("decode ms", "kvq", "8:2", "fp32", "of 1 row", "growth", "of memory")
+    )
     assert out.count("onnxruntime  fp32") >= 2
 
 
@@ -320,14 +325,17 @@ def test_a_row_holds_medians_and_rates() -> None:
     case.decode_s += [0.004, 0.002, 0.003]
     case.relief_s += [0.0001, 0.0005, 0.0003]
     case.prefill_s += [0.5, 0.25, 2.0]
+    case.pass_s |= {1: [0.004, 0.005, 0.009]}
     case.attention_s |= {1: [0.002, 0.001, 0.009], 4: [0.003, 0.004, 0.001]}
-    found = case.row(SpeedJob(contexts=(64,), kv=("4:2",), rows=4, prefill_tokens=100))
+    found = case.row(SpeedJob(contexts=(64,), kv=("4:2",), prefill_tokens=100), 1e6)
     assert (found["decode_ms"], found["decode_min_ms"], found["decode_p95_ms"]) == (3.0, 2.0, 4.0)
     assert found["relief_share"] == pytest.approx(0.1)
     assert (found["kv"], found["kv_policy"], case.name) == ("4:2", "h2o", "kvq 4:2 h2o")
     assert (found["prefill_tok_s"], found["ttft_ms"]) == (200.0, 500.0)
-    assert (found["attention_ms"], found["attention_rows_ms"]) == (2.0, 3.0)
-    assert (found["verify_ratio"], found["kv_bytes"]) == (1.5, 77)
+    assert (found["pass_ms"], found["attention_ms"]) == ({"1": 5.0}, {"1": 2.0, "4": 3.0})
+    assert (found["weight_bytes_read"], found["kv_bytes_read"], found["kv_bytes"]) == (600, 60, 77)
+    # 660 bytes in 3 ms, of a million a second
+    assert found["bandwidth_share"] == pytest.approx(0.22)
 
 
 class Silent:
@@ -341,8 +349,14 @@ class Silent:
 
     def rollback(self) -> None: ...
 
+    def verify(self, rows: int) -> bool:
+        return rows < 0
+
     def attend(self, rows: int) -> bool:
         return rows < 0
+
+    def step_bytes(self) -> tuple[int, int]:
+        return 600, 60
 
     def close(self) -> None: ...
 
@@ -363,7 +377,7 @@ def row(engine: str, context: int, decode: float, prefill: float | None) -> dict
         "engine": engine, "kv": "x", "kv_policy": None, "context": context, "threads": 1,
         "decode_ms": decode,
         "decode_min_ms": decode - (3 if engine == "onnxruntime" else 1),
-        "prefill_tok_s": prefill, "verify_ratio": 1.5,
+        "prefill_tok_s": prefill,
     }  # fmt: skip
 
 
@@ -377,6 +391,112 @@ def test_comparisons_are_with_the_fastest_peer() -> None:
     assert (shallow["prefill_peer"], shallow["prefill_speedup"]) == ("onnxruntime x", 0.8)
     assert (deep["decode_speedup"], deep["growth"], deep["growth_from"]) == (3.0, 1.5, 64)
     assert deep["prefill_peer"] is deep["prefill_speedup"] is None
+
+
+# Several rows in a pass
+
+
+def test_our_products_and_onnxruntimes_are_measured_beside_each_other(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = make("qwen2")
+    words = ["--context", "70", "--repeat", "1", "--prefill", "8", "--threads", "1", "--kv", "8:8"]
+    data = bench(
+        capsys, str(bundle.path), *words, "--rows", "1,2,130", "--linear", "kvq,ort"
+    )  # fmt: skip
+    ours, theirs = data["rows"]
+    assert (ours["engine"], theirs["engine"]) == ("kvq", "kvq (MatMulNBits)")
+    # All that is stored, but norms, biases, rotary frequencies, and of the embedding every panel.
+    vectors = 5 * 256 + 2 * bundle.config.qkv_width + 32
+    panel_bytes = 16 * 256 + 16 * 4 * 2
+    expected = bundle.weight_bytes_per_step - 4 * vectors - panel_bytes
+    assert ours["weight_bytes_read"] == expected
+    # float32 scales instead of float16
+    assert theirs["weight_bytes_read"] > bundle.weight_bytes_per_step
+    # 70 tokens of two layers of two heads of 64, keys and values in float16: none has left yet
+    assert ours["kv_bytes_read"] == theirs["kv_bytes_read"] == 70 * 2 * 2 * 64 * 2 * 2
+    assert [(one["engine"], one["rows"]) for one in data["passes"]] == [
+        (engine, rows) for engine in ("kvq", "kvq (MatMulNBits)") for rows in (1, 2, 130)
+    ]
+    for row in data["rows"]:
+        assert row["pass_ms"].keys() == row["attention_ms"].keys() == {"1", "2", "130"}
+    assert [one["engine"] for one in data["comparisons"]] == ["kvq", "kvq (MatMulNBits)"]
+    assert all(one["decode_peer"] is None for one in data["comparisons"])
+
+
+def test_what_a_step_reads_of_a_paged_cache(make: Make) -> None:
+    opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="4:2")])
+    sequence = opened.sequence(Setting(kv="4:2"), 300, 8)
+    # 4 sinks and 64 + 40 tokens stay; 3 pages of 64 tokens in each of 2 x 2 streams.
+    rows, page = 300 - 3 * 64, 16 * 64 * (2 + 1) + 4 * 64 + 4 * 64
+    assert sequence.step_bytes()[1] == rows * 2 * 2 * 64 * 2 * 2 + 3 * 4 * page
+    sequence.close()
+    opened.close()
+
+
+def test_rows_leave_nothing_behind(make: Make) -> None:
+    opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="4:2")])
+    sequence = opened.sequence(Setting(kv="4:2", draft_tokens=16), 120, 130)
+    token = np.array([7])
+    first = sequence.forward(token).copy()
+    sequence.rollback()
+    for rows in (1, 16, 130):
+        assert sequence.verify(rows)
+        sequence.rollback()
+        assert sequence.attend(rows)
+        sequence.rollback()
+        np.testing.assert_array_equal(sequence.forward(token), first)
+        sequence.rollback()
+    assert not sequence.verify(257)
+    assert not sequence.attend(257)
+    sequence.close()
+    opened.close()
+
+
+def test_attention_alone_is_that_of_the_graph(make: Make) -> None:
+    config = make("qwen2").config
+    opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="8:8")])
+    tails = []
+    for attention in (opened._attention, None):
+        sequence = opened.sequence(Setting(kv="8:8"), 0, 200)
+        sequence._attention = attention
+        sequence.attend(20)
+        cache = sequence._cache
+        assert cache.tokens == 20
+        tails.append([cache.tail(layer, 1) for layer in range(config.num_layers)])
+        sequence.close()
+    for graph, direct in zip(*tails, strict=True):
+        for ours, theirs in zip(graph, direct, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    opened.close()
+
+
+def test_passes_are_held_against_one_row_and_against_the_twin() -> None:
+    common = {"kv": "4:2", "kv_policy": None, "context": 64, "threads": 2}
+    ours = common | {
+        "engine": "kvq",
+        "pass_ms": {"1": 10.0, "5": 14.0},
+        "attention_ms": {"1": 2.0, "5": 4.0},
+    }
+    twin = common | {
+        "engine": "kvq (MatMulNBits)",
+        "pass_ms": {"1": 18.0, "5": 44.0},
+        "attention_ms": {"1": 2.0, "5": 4.0},
+    }
+    peer = common | {"engine": "onnxruntime", "pass_ms": {"5": 9.0}, "attention_ms": {}}
+    one, five, _, _, other = passes([ours, twin, peer])
+    assert (one["ratio"], one["rest_ratio"], one["ort_ratio"]) == (1.0, 1.0, 10 / 18)
+    assert (five["ratio"], five["rest_ms"], five["rest_ratio"]) == (1.4, 10.0, 1.25)
+    assert (five["ort_ratio"], five["rest_ort_ratio"]) == (14 / 44, 0.25)
+    assert (other["rows"], other["pass_ms"], other["rest_ms"]) == (5, 9.0, None)
+    assert other["ratio"] is other["ort_ratio"] is None
+
+
+def test_memory_is_read_at_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "perf_counter", lambda: next(clock) / 4)
+    assert bandwidth.read_bandwidth(2) == 4 << 20
 
 
 def test_a_prefill_too_long_is_left_out(make: Make) -> None:
@@ -510,7 +630,9 @@ def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--peer", "onnxruntime,kvq"], "--peer 'kvq' is not known"),
         (["--peer", "vllm"], "choose onnxruntime, llama.cpp"),
         (["--threads", "0"], "--threads 0 is not possible"),
-        (["--rows", "9"], "give 1 to 8"),
+        (["--rows", "257"], "--rows 257 is not possible: give 1 to 256"),
+        (["--linear", "blas"], "--linear blas is not possible: choose kvq or ort"),
+        (["--chats", "1,4"], "--chats needs --suite serve"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
         (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),

@@ -3,13 +3,30 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq_apps.bench import serving
+from kvq_apps.bench import chats, serving, shapes
+from kvq_apps.bench.chats import ChatsJob
 from kvq_apps.bench.serving import BOTH, CHAT, COMPLETIONS, ServeJob, p95
 from kvq_apps.cli import main
+from kvq_runtime.backends import Pass
+from kvq_runtime.backends.onnx import OnnxBackend
 from shelf import Shelf
+
+TINY_SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +96,67 @@ def test_what_the_suite_cannot_do_is_refused(
     assert "cannot hold" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--repeat 0 is not possible"):
         ServeJob(repeat=0)
+
+
+# Chats at once, without a server
+
+
+def test_chats_at_once_write_what_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
+    # A round takes a second by this clock.
+    looks: list[float] = []
+    monkeypatch.setattr(chats, "perf_counter", lambda: looks.append(len(looks)) or looks[-1])
+    passes: list[list[int]] = []
+    forward = OnnxBackend.forward
+
+    def counted(backend: OnnxBackend, one_pass: Pass) -> list[np.ndarray]:
+        if len(looks) % 2:
+            passes.append([len(rows.ids) for rows in one_pass.rows])
+        return forward(backend, one_pass)
+
+    monkeypatch.setattr(OnnxBackend, "forward", counted)
+    words = ["--suite", "serve", "--shape", "tiny", "--chats", "4,1", "--context", "64"]
+    words += ["--repeat", "3", "--threads", "1", "--kv", "8:8"]
+    assert main(["bench", *words, "--json"]) == 0, capsys.readouterr().err
+    data = json.loads(capsys.readouterr().out)
+    facts = (data["suite"], data["kv"], data["context"], data["new_tokens"])
+    assert facts == ("serve", "8:8", 64, 64)
+    assert data["rows"] == [
+        {"chats": 1, "tok_s": 64.0, "ratio": 1.0},
+        {"chats": 4, "tok_s": 256.0, "ratio": 4.0},
+    ]
+    # Prompts are read before the clock starts; then a pass holds a row of each chat that writes.
+    assert {rows for one in passes for rows in one} == {1}
+    assert sum(map(len, passes)) == 3 * (1 + 4) * 64
+    assert 3 * 56 <= passes.count([1] * 4) <= 3 * 64
+
+    words[words.index("--repeat") + 1] = "1"
+    assert main(["bench", *words]) == 0
+    out = capsys.readouterr().out
+    assert "4              256.0           64.0  4.00 x" in out
+    assert "answers of 64 tokens after 64" in out
+
+
+def test_chats_that_cannot_be_measured_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
+    words = ["bench", "--suite", "serve", "--shape", "tiny", "--context", "64", "--repeat", "1"]
+    # refused in the pool's own thread
+    assert main([*words, "--chats", "1,4", "--kv-budget", "1KiB"]) == 2
+    assert "cannot hold" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "add --chats 1,4" in capsys.readouterr().err
+    assert main([*words, "--chats", "0"]) == 2
+    assert "--chats 0 is not possible: give 1 to 64" in capsys.readouterr().err
+    assert main([*words, "--chats", "1", "--linear", "ort"]) == 2
+    assert "knows no --linear" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--context 63 is not possible: give 64"):
+        ChatsJob(chats=(1,), context=63)
 
 
 def test_of_a_hundred_values_the_ninety_fifth() -> None:

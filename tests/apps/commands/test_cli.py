@@ -264,6 +264,19 @@ def test_run_prints_text_only_on_stdout(bundle: str, home: dict[str, str]) -> No
     assert report["text"].encode() == plain.stdout.removesuffix(b"\n")
 
 
+@pytest.mark.parametrize("draft", ["none", "auto", "lookup:min_ngram=1", "suffix:min_ngram=1"])
+def test_a_draft_changes_the_numbers_and_not_the_text(draft: str, ask: Ask, bundle: str) -> None:
+    words = ("run", bundle, "The quick the quick the quick", "--temp", "0", "-n", "60")
+    plain, drafted = ask(*words), ask(*words, "--draft", draft)
+    assert drafted["text"] == plain["text"]
+    assert (plain["drafted_tokens"], plain["accepted_tokens"]) == (0, 0)
+    assert plain["tokens_per_round"] == 1
+    assert 0 <= drafted["accepted_tokens"] <= drafted["drafted_tokens"]
+    if "min_ngram=1" in draft:
+        assert drafted["drafted_tokens"] > 0
+    assert drafted["tokens_per_round"] >= 1
+
+
 def test_run_json_holds_the_lasting_keys(bundle: str, ask: Ask) -> None:
     report = ask("run", bundle, "The quick", "-n", "5")
     assert report.keys() >= RUN_KEYS

@@ -53,6 +53,8 @@ def refused(
         (["--kv-budget", "0"], "--kv-budget '0' is not possible"),
         (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
         (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
+        (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, lookup, suffix"),
+        (["--draft", "lookup:most=0"], "--draft lookup: most=0 is not possible: 1 or more"),
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),
         (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),

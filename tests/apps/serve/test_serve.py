@@ -25,7 +25,7 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.cli import main
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import parse_object
-from kvq_apps.serve.loading import serve_engine
+from kvq_apps.serve.loading import ServedModel, serve_engine
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
@@ -33,10 +33,11 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
-from kvq_runtime.serving.pool import Served, measured_chunk
+from kvq_runtime.serving.pool import measured_chunk
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.snapshot import SnapshotError
+from kvq_specdraft.lookup import Lookup
 from serving import (
     PATIENCE_S,
     Reply,
@@ -66,7 +67,7 @@ def bundle(shelf: Shelf) -> str:
 def tiny(bundle: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server on a real engine that keeps nothing on disk."""
 
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         return serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -801,7 +802,7 @@ def test_web_pages_are_kept_out(rule: Rule) -> None:
 def test_health_waits_for_the_model(rule: Rule) -> None:
     loading = threading.Event()
 
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         assert loading.wait(PATIENCE_S)
         return rule.load(config)
 
@@ -822,7 +823,7 @@ def test_health_waits_for_the_model(rule: Rule) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
-    def load() -> Served:
+    def load() -> ServedModel:
         raise UsageError("no such model")
 
     server = Server(load, ServeConfig(port=0), lambda *_: None)
@@ -853,6 +854,48 @@ def test_metrics_parse_and_only_grow(served: Server) -> None:
     assert after['kvq_requests_total{path="other",status="404"}'] == 1
     assert after["kvq_kv_peak_bytes"] <= after["kvq_kv_budget_bytes"] == 1 << 20
     assert prometheus_text([]) == "\n"
+
+
+def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
+    """Every session of a server has a drafter of its own; a request may do without."""
+    made: list[Lookup] = []
+
+    def drafter() -> Lookup:
+        made.append(Lookup(min_ngram=1))
+        return made[-1]
+
+    bodies = [
+        {"prompt": text * 3, "max_tokens": 40, "seed": 3, "cache_prompt": False, **settings}
+        for text in ("The quick brown ", "for index in range(10):")
+        for settings in (
+            {"temperature": 0},
+            {"temperature": 0.9, "repeat_penalty": 1.2, "logit_bias": {"7": -5}},
+            {"temperature": 0.5, "n": 2, "stop": "e"},
+        )
+    ]
+    with (
+        running(tiny_load(bundle, context_tokens=512), saved_bytes=0, sessions=1) as plain,
+        running(tiny_load(bundle, context_tokens=512, draft=drafter), saved_bytes=0) as drafts,
+    ):
+        wanted = [ask(plain, COMPLETIONS, body).json for body in bodies]
+        assert len({id(one) for one in made}) == len(made) > 1
+        for off in ({}, {"x_kvq": {"draft": False}}):
+            with ThreadPoolExecutor(len(bodies)) as threads:
+                asked = [threads.submit(ask, drafts, COMPLETIONS, body | off) for body in bodies]
+                found = [one.result().json for one in asked]
+            for answer, plain_answer in zip(found, wanted, strict=True):
+                assert answer["choices"] == plain_answer["choices"]
+                assert answer["usage"]["completion_tokens"] > 0
+            guessed = [answer["timings"]["draft_n"] for answer in found]
+            right = [answer["x_kvq"]["accepted_tokens"] for answer in found]
+            assert (sum(guessed) > 0) is (not off)
+            assert all(0 <= one <= other for one, other in zip(right, guessed, strict=True))
+            if not off:
+                metrics = ask(drafts, "/metrics").body.decode()
+                assert f"kvq_drafted_tokens_total {sum(guessed)}\n" in metrics
+                assert f"kvq_accepted_tokens_total {sum(right)}\n" in metrics
+        refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "lookup"}})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
 
 
 # Text: stop strings, seeds, what stands between (SRV-11, SRV-12, SRV-18)
@@ -1237,7 +1280,7 @@ def test_an_editors_keystrokes_leave_the_chats_alone(tmp_path: Path) -> None:
 
 
 def tiny_load(bundle: str, **options: Any) -> Any:
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         return serve_engine(Engine.open(bundle, threads=1), options, config)
 
     return load

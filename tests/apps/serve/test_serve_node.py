@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.loading import serve_engine
+from kvq_apps.serve.loading import ServedModel, serve_engine
 from kvq_runtime.engine import Engine
-from kvq_runtime.serving.pool import Served
 from serving import running, wait_until
 
 
@@ -36,7 +35,7 @@ def test_the_official_node_client(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def load(config: ServeConfig) -> Served:
+    def load(config: ServeConfig) -> ServedModel:
         return serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
 
     script = Path(__file__).with_name("openai_client.mjs")

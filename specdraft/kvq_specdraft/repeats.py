@@ -1,0 +1,83 @@
+"""Where a text has said the same before: an index that follows the text forwards and back."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from kvq.errors import UsageError
+
+# Heads of the chains: 256 KiB an index. A text has 8 bytes more for each of its tokens.
+_SLOTS = 1 << 16
+
+
+class Repeats:
+    """Earlier places whose last tokens are those the text ends with.
+
+    The positions of all runs of `least` tokens hang in chains, newest first, from a hash table of
+    fixed size, as deflate finds its matches (RFC 1951, section 4). A token is added or taken back
+    in constant time: chains are a stack, so that taking back undoes exactly what was added.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._tokens = array("i")
+        # Of each end of a run the next older one whose hash is the same, 0: none.
+        self._older = array("i")
+        self._newest = array("i", bytes(4 * _SLOTS))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """The text is now its first `kept` tokens and then `new`."""
+        for _ in range(len(self._tokens) - kept):
+            self._newest[self._slot()] = self._older.pop()
+            self._tokens.pop()
+        for token in new:
+            self._tokens.append(token)
+            slot = self._slot()
+            self._older.append(self._newest[slot])
+            self._newest[slot] = len(self._tokens)
+
+    def find(self, longest: int, most: int) -> Iterator[tuple[int, int]]:
+        """Ends of earlier runs like the text's own end, newest first, and how long each is.
+
+        A run is `least` tokens or more and is compared up to `longest`; of those in the chain the
+        newest `most` are looked at.
+        """
+        end = self._older[-1] if self._older else 0
+        while end and most:
+            length = self._common(end, longest)
+            if length >= self._least:
+                yield end, length
+            end = self._older[end - 1]
+            most -= 1
+
+    def after(self, end: int, place: int) -> int:
+        """The token `place` tokens after `end`, as if what lies from there on went on for ever.
+
+        Deflate copies beyond the end of what it has in the same way: a run of one token repeats.
+        """
+        return self._tokens[end + place % (len(self._tokens) - end)]
+
+    def _slot(self) -> int:
+        return hash(tuple(self._tokens[-self._least :])) % _SLOTS
+
+    def _common(self, end: int, longest: int) -> int:
+        tokens, last = self._tokens, len(self._tokens)
+        limit = min(longest, end)
+        length = 0
+        while length < limit and tokens[end - 1 - length] == tokens[last - 1 - length]:
+            length += 1
+        return length
+
+
+def check_lengths(drafter: str, **lengths: int) -> None:
+    """Raises `UsageError` unless every option of `drafter` is 1 or more, and min at most max."""
+    for name, length in lengths.items():
+        if length < 1:
+            raise UsageError(f"--draft {drafter}: {name}={length} is not possible: 1 or more")
+    if lengths["min_ngram"] > lengths["max_ngram"]:
+        raise UsageError(
+            f"--draft {drafter}: min_ngram={lengths['min_ngram']} is more than "
+            f"max_ngram={lengths['max_ngram']}; give as much at most"
+        )

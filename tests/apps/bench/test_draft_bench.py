@@ -1,0 +1,99 @@
+"""`kvq bench --suite drafts`: its texts, its replay, what it counts and refuses; never how fast."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq.errors import UsageError
+from kvq_apps.bench import drafting
+from kvq_apps.bench.drafting import DraftJob, Replay
+from kvq_apps.bench.workloads import Workload, workloads
+from kvq_apps.cli import main
+from kvq_runtime.backends.rule import RuleBackend
+from kvq_runtime.config import Sampling, SessionRequest
+from kvq_runtime.session import Session
+from kvq_specdraft import DRAFTERS
+from shelf import Shelf
+
+
+def test_each_workload_is_a_prompt_and_an_answer_and_some_repeat() -> None:
+    works = {work.name: work for work in workloads()}
+    assert len(works) == 6
+    assert all(len(work.prompt) > 400 and len(work.answer) > 400 for work in works.values())
+
+    def repeated(work: Workload) -> float:
+        """Share of the answer's words that follow the same three words in the prompt."""
+        words, answer = work.prompt.split(), work.answer.split()
+        known = set(zip(words, words[1:], words[2:], words[3:], strict=False))
+        runs = list(zip(answer, answer[1:], answer[2:], answer[3:], strict=False))
+        return sum(run in known for run in runs) / len(runs)
+
+    assert repeated(works["code edit"]) > 0.5
+    assert repeated(works["chat turns"]) > 0.4
+    assert repeated(works["summary with quotes"]) > 0.4
+    assert repeated(works["free prose"]) == 0
+    assert "positions" in works["code edit"].answer
+    assert json.loads(works["JSON rewriting"].answer)["qwen3-0.6b"]["checked"] is True
+
+
+def test_a_replayed_text_is_what_a_greedy_session_writes() -> None:
+    """Whatever the model itself would choose; a wrong draft chooses along the text as well."""
+    backend = RuleBackend(lambda tokens: 0, vocab_size=50)
+    replay = Replay(backend)
+    replay.text = np.random.default_rng(0).integers(1, 50, 60).tolist()
+    session: Session = Session(
+        backend=replay,  # type: ignore[arg-type]
+        config=backend.session_config(SessionRequest()),
+    )
+    session.prefill(replay.text[:20])
+    steps = list(session.generate(45, sampling=Sampling(temperature=0)))
+    assert [step.token for step in steps] == [*replay.text[20:], 0, 0, 0, 0, 0]
+    assert len(backend.passes) > 40
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
+    """Two short workloads, and a tiny model for the shape and its tokenizer."""
+    text = "The quick brown fox jumps over the lazy dog. " * 2
+    short = (
+        Workload(name="again", prompt=text, answer=text),
+        Workload(name="other", prompt=text, answer="A page holds sixty-four tokens"),
+    )
+    monkeypatch.setattr(drafting, "workloads", lambda: short)
+    monkeypatch.setattr(drafting, "resolve_model", lambda _: shelf.bundle())
+    monkeypatch.setattr("kvq_apps.bench.shapes.shape_bundle", lambda _: shelf.bundle())
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("source", ["model", "shape"])
+def test_every_drafter_has_a_row_of_every_workload(
+    source: str, shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [str(shelf.bundle())] if source == "model" else ["--shape", "qwen3-0.6b"]
+    words = ["--suite", "drafts", "--repeat", "1", "--threads", "1", "--json"]
+    assert main(["bench", *model, *words]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["suite"], data["repeat"], data["replayed"]) == ("drafts", 1, source == "shape")
+    cases = [(row["workload"], row["drafter"]) for row in data["rows"]]
+    assert cases == [(work, drafter) for work in ("again", "other") for drafter in DRAFTERS]
+    for row in data["rows"]:
+        assert row["ratio"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
+        assert row["tokens_per_round"] >= 1
+    rows = {(row["workload"], row["drafter"]): row for row in data["rows"]}
+    if source == "shape":
+        assert rows["again", "lookup"]["accepted_share"] > 0.9
+        assert rows["again", "lookup"]["tokens_per_round"] > 4
+        assert rows["other", "lookup"]["tokens_per_round"] < 1.5
+    drafting.print_report(data)
+    assert "again" in capsys.readouterr().out
+
+
+def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="--repeat 0 is not possible"):
+        DraftJob(replay=True, repeat=0)
+    for words in (["--context", "64"], ["--peer", "llama.cpp"], ["--plot", "a.png"]):
+        assert main(["bench", "--suite", "drafts", *words]) == 2
+        assert "--suite drafts knows no --" in capsys.readouterr().err
+    assert Path("a.png").exists() is False

@@ -1,0 +1,172 @@
+"""The gate against made-up passes: it drafts where that pays and costs little where not."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvq_runtime.drafter import Draft, Round
+from kvq_specdraft.auto import Auto, Candidate
+from kvq_specdraft.costs import PassCosts
+
+
+def decode(
+    drafter: Auto,
+    prompt: list[int],
+    answer: list[int],
+    seconds: Callable[[int], float],
+    others: int = 0,
+) -> tuple[float, list[int]]:
+    """Seconds to write `answer` when a pass of n rows takes `seconds(n)`, and what was drafted."""
+    drafter.follow(0, prompt)
+    at, total, drafted = 0, 0.0, list[int]()
+    while at < len(answer):
+        draft = drafter.propose(min(7, len(answer) - at - 1)) if at < len(answer) - 1 else Draft()
+        right = 0
+        while right < len(draft.ids) and draft.ids[right] == answer[at + right]:
+            right += 1
+        rows = 1 + others + len(draft.ids)
+        tokens = tuple(answer[at : at + right + 1])
+        drafter.observe(
+            Round(
+                tokens=tokens,
+                drafted=len(draft.ids),
+                accepted=right,
+                rows=rows,
+                seconds=seconds(rows),
+            )
+        )
+        drafter.follow(len(prompt) + at, tokens)
+        at += len(tokens)
+        total += seconds(rows)
+        drafted.append(len(draft.ids))
+    return total, drafted
+
+
+def noise(count: int, kinds: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, kinds, count).tolist()
+
+
+def test_a_repeated_text_is_drafted_whole() -> None:
+    text = noise(400, 1000)
+    taken, drafted = decode(Auto(), text, text, lambda rows: 1 + 0.02 * rows)
+    assert 400 * 1.02 / taken > 5
+    assert np.mean(drafted) > 6
+
+
+def test_a_text_without_repeats_is_never_drafted() -> None:
+    _, drafted = decode(Auto(), list(range(500)), list(range(500, 1000)), lambda rows: 1.0)
+    assert set(drafted) == {0}
+
+
+def test_rows_that_cost_as_much_as_passes_are_not_paid_for() -> None:
+    """Most guesses are right, but n rows take as long as n passes: what is lost are the trials."""
+    text = noise(3000, 1000)
+    answer = [token if place % 4 else 5000 + place for place, token in enumerate(text)]
+    taken, drafted = decode(Auto(), text, answer, float)
+    assert taken <= 1.04 * len(answer)
+    assert np.mean(np.array(drafted) > 0) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_that_are_rarely_right_cost_two_percent_at_most(seed: int) -> None:
+    """Eight kinds of tokens in no order: drafters always find something, and it means nothing."""
+    answer = noise(3000, 8, seed)
+    taken, _ = decode(Auto(), noise(500, 8, seed + 100), answer, lambda rows: 1 + 0.12 * (rows - 1))
+    assert taken <= 1.02 * len(answer)
+
+
+def test_the_length_is_the_one_that_pays() -> None:
+    """Passes of up to four rows cost the same, one more costs twice that: three guesses."""
+    text = noise(1000, 1000)
+    answer = [token if place % 6 else 5000 + place for place, token in enumerate(text)]
+    _, drafted = decode(Auto(), text, answer, lambda rows: 1.0 if rows <= 4 else 3.0)
+    settled = [count for count in drafted[100:] if count]
+    assert np.mean(np.array(settled) == 3) > 0.6
+    assert np.mean(np.array(settled) > 3) < 0.1
+
+
+def test_the_time_of_other_sequences_is_paid_for_too() -> None:
+    """A guess that is right every other time saves passes, and may cost the others as much."""
+    text = noise(600, 1000)
+    answer = [token if place % 4 else 5000 + place for place, token in enumerate(text)]
+
+    def seconds(rows: int) -> float:
+        return 1 + 0.1 * rows
+
+    alone, drafted = decode(Auto(), text, answer, seconds)
+    assert np.mean(np.array(drafted) > 0) > 0.2
+    assert alone < 0.95 * 600 * seconds(1)
+    _, beside = decode(Auto(), text, answer, seconds, others=20)
+    assert np.mean(np.array(beside) > 0) < 0.05
+
+
+def test_a_changed_machine_is_noticed() -> None:
+    """Rows that cost too much once are tried again, and used when they have become cheap."""
+    drafter, text = Auto(), noise(1500, 1000)
+    _, dear = decode(drafter, text, text, lambda rows: float(1 + 3 * (rows - 1)))
+    _, cheap = decode(drafter, text, text, lambda rows: 1.0)
+    assert np.mean(np.array(dear) > 0) < 0.05
+    assert np.mean(np.array(cheap[-100:]) > 0) > 0.9
+
+
+class Fixed:
+    """Always proposes the same."""
+
+    def __init__(self, *ids: int) -> None:
+        self.draft = Draft(ids=ids)
+
+    def follow(self, kept: int, new: object) -> None:
+        pass
+
+    def propose(self, room: int) -> Draft:
+        return self.draft
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+
+def told(candidate: Candidate, *tokens: int) -> None:
+    candidate.observe(Round(tokens=tokens, drafted=0, accepted=0, rows=1, seconds=1.0))
+
+
+def test_chances_are_counted_whether_a_draft_was_used_or_not() -> None:
+    drafter = Fixed(1, 2, 3)
+    candidate = Candidate(drafter)
+    length = 0
+    for _ in range(200):
+        candidate.follow(length, ())
+        draft = candidate.propose(3)
+        for token in (1, 2, 9):
+            told(candidate, token)
+        length += 3
+    first, second, third = candidate.chances(draft)
+    assert first > 0.99
+    assert second > 0.99
+    assert third < 0.01
+
+
+def test_a_given_text_scores_no_proposal() -> None:
+    candidate = Candidate(Fixed(1, 2))
+    candidate.follow(0, (5,))
+    before = candidate.chances(candidate.propose(2))
+    candidate.follow(1, (9, 9))
+    told(candidate, 7)
+    assert candidate.chances(candidate.propose(2)) == before
+
+
+def test_costs_lie_between_what_was_measured() -> None:
+    costs = PassCosts()
+    assert costs.seconds(3) == 0
+    costs.record(1, 1.0)
+    assert costs.seconds(1) == 1
+    assert 1 < costs.seconds(5) < 1.2
+    costs.record(5, 3.0)
+    assert costs.seconds(3) == pytest.approx(2.0)
+    costs.record(5, 1000.0)
+    assert costs.seconds(5) == pytest.approx(3.6)
+    costs.record(400, 1e9)
+    assert costs.seconds(8) < 4
+    for _ in range(2000):
+        costs.record(1, 1.0)
+    assert costs.seconds(5) == pytest.approx(1.0, abs=0.01)

@@ -1,0 +1,204 @@
+"""Answers with drafts against answers without, on real models with quantised caches."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import Budget
+from kvq_apps.model_path import resolve_model
+from kvq_runtime.config import Sampling, SessionRequest
+from kvq_runtime.drafter import Draft, Drafter, Round
+from kvq_runtime.engine import Engine
+from kvq_runtime.generation import Vocabulary
+from kvq_runtime.session import Session
+from kvq_specdraft import DRAFTERS, drafter_named
+from shelf import Shelf
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+GREEDY = Sampling(temperature=0)
+SOURCES = sorted((Path(__file__).parents[2] / "kvq/kvq").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        with Engine.open(resolve_model("nano"), threads=1) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def tiny(shelf: Shelf) -> Iterator[Engine]:
+    with Engine.open(shelf.bundle(max_position_embeddings=2048), threads=1) as engine:
+        yield engine
+
+
+def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[Any]:
+    asked = SessionRequest(**{"context_tokens": 1024, "k_bits": 4, "v_bits": 2} | request)
+    opened: Session[Any] = Session(
+        backend=engine.backend,
+        config=engine.backend.session_config(asked),
+        vocabulary=Vocabulary.of(engine.tokenizer, engine.model.stop_ids),
+    )
+    opened.drafter = drafter
+    return opened
+
+
+def answered(opened: Session[Any], prompt: Sequence[int], count: int, **settings: Any) -> list[Any]:
+    opened.align(prompt)
+    opened.prefill()
+    return list(opened.generate(count, **({"sampling": GREEDY} | settings)))
+
+
+def same_cache(one: Cache, other: Cache) -> None:
+    """Equal byte for byte; with probes, whose spare slots a draft may have used, all they tell."""
+    for mine, theirs in zip(one.columns(), other.columns(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    if not one.arena.probes:
+        assert one.state() == other.state()
+        return
+    seen = [cache.evidence().attention for cache in (one, other)]
+    for name in ("mass", "mean_mass", "peak_mass", "key_error", "query_square", "output_square"):
+        np.testing.assert_array_equal(*(getattr(attention, name) for attention in seen))
+
+
+def prompts(engine: Engine, count: int, tokens: int = 160) -> list[list[int]]:
+    """Pieces of our own sources, which repeat themselves as code does."""
+    texts = [engine.tokenizer.encode(path.read_text()) for path in SOURCES]
+    pieces = [
+        text[start : start + tokens] for text in texts for start in range(0, len(text), 2 * tokens)
+    ]
+    assert len(pieces) >= count
+    return pieces[:count]
+
+
+class Half:
+    """Proposes an answer known beforehand, each token wrong with a chance of a quarter."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+        self.length = 0
+        self.random = np.random.default_rng(len(text))
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        self.length = kept + len(new)
+
+    def propose(self, room: int) -> Draft:
+        right = self.text[self.length : self.length + room]
+        return Draft(ids=tuple(t if self.random.random() < 0.75 else (t + 1) % 99 for t in right))
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+
+@pytest.mark.parametrize("room", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str, room: int) -> None:
+    """Also what the caches hold then, byte for byte; a session goes from prompt to prompt."""
+    kept = 0
+    with (
+        session(embedded, None, draft_tokens=room, policy="oldest") as plain,
+        session(embedded, drafter_named(name), draft_tokens=room, policy="oldest") as drafted,
+    ):
+        for prompt in prompts(embedded, 8):
+            wanted = answered(plain, prompt, 40, stop_ids=())
+            assert answered(drafted, prompt, 40, stop_ids=()) == wanted
+            assert drafted.tokens == plain.tokens
+            same_cache(drafted.sequence.cache, plain.sequence.cache)
+        kept = drafted.stats().accepted_tokens
+    assert kept > 0 or name == "auto"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str) -> None:
+    settings = {"sampling": Sampling(temperature=0.7, repeat_penalty=1.1, min_p=0.1)}
+    with (
+        session(embedded, None, seed=5) as plain,
+        session(embedded, drafter_named(name), seed=5) as drafted,
+    ):
+        for prompt in prompts(embedded, 6):
+            wanted = answered(plain, prompt, 30, **settings)
+            assert answered(drafted, prompt, 30, **settings) == wanted
+
+
+@pytest.mark.parametrize("policy", ["budget", "oldest", "h2o", "snapkv", "zipcache", "kv-adaquant"])
+@pytest.mark.parametrize("room", [3, 8])
+def test_a_cache_under_pressure_becomes_what_plain_decoding_makes_it(
+    tiny: Engine, policy: str, room: int
+) -> None:
+    request = {"policy": policy, "draft_tokens": room, "context_tokens": 700}
+    prompt = np.random.default_rng(1).integers(6, 300, 260).tolist()
+    settings = partial(answered, prompt=prompt, count=260, stop_ids=())
+    with session(tiny, None, **request) as ample:
+        budget = Budget(num_bytes=ample.config.budget_bytes // 2)
+    with session(tiny, None, kv_budget=budget, **request) as plain:
+        wanted = settings(plain)
+        text = plain.tokens
+        with session(tiny, Half(text), kv_budget=budget, **request) as drafted:
+            assert settings(drafted) == wanted
+            same_cache(drafted.sequence.cache, plain.sequence.cache)
+            stats = drafted.stats()
+            assert 0 < stats.accepted_tokens < stats.drafted_tokens
+            assert stats.kv_bytes_peak <= stats.kv_budget
+        held = plain.stats()
+        assert held.evicted_share > 0 or held.mean_v_bits < 8
+
+
+def test_an_answer_ends_inside_a_run_of_right_guesses_as_it_would_without(tiny: Engine) -> None:
+    """A stop string, an end token, a full answer, a cancel: same steps, text and cache."""
+    prompt = tiny.tokenizer.encode("The quick brown fox jumps over")
+    with session(tiny, None) as opened:
+        steps = answered(opened, prompt, 60, stop_ids=())
+        text = opened.tokens
+    letters = "".join(step.text for step in steps)
+    ends = [{"stop_strings": (letters[at : at + 3],), "stop_ids": ()} for at in range(4, 40, 5)] + [
+        {"stop_ids": (steps[at].token,)} for at in range(1, 30, 4)
+    ]
+    for settings in ends:
+        found = []
+        for drafter in (None, Half(text), Oracle(text)):
+            with session(tiny, drafter) as opened:
+                found.append((answered(opened, prompt, 60, **settings), opened.tokens))
+        assert found[1:] == found[:1] * 2
+        assert found[0][0][-1].finish_reason == "stop"
+    for after in range(1, 20, 3):
+        found = []
+        for drafter in (None, Half(text), Oracle(text)):
+            with session(tiny, drafter) as opened:
+                opened.prefill(prompt)
+                asked = partial(next, iter([False] * after + [True]))
+                given = list(opened.generate(60, sampling=GREEDY, stop_ids=(), cancel=asked))
+                found.append((given, opened.tokens))
+        assert found[1:] == found[:1] * 2
+        assert found[0][0][-1].finish_reason == "cancelled"
+
+
+class Oracle(Half):
+    """Is always right."""
+
+    def propose(self, room: int) -> Draft:
+        return Draft(ids=tuple(self.text[self.length : self.length + room]))
+
+
+def test_going_back_and_on_is_the_same_with_a_drafter(embedded: Engine) -> None:
+    first, second = prompts(embedded, 2)
+    ways = []
+    for drafter in (None, drafter_named("lookup"), drafter_named("suffix")):
+        with session(embedded, drafter, k_bits=16, v_bits=16) as opened:
+            texts = []
+            for step in range(3):
+                texts.append(answered(opened, first, 30, stop_ids=()))
+                opened.rollback(11 * step)
+                texts.append(list(opened.generate(20, sampling=GREEDY, stop_ids=())))
+                opened.align(second[: 60 + 30 * step])
+                opened.prefill()
+                texts.append(list(opened.generate(20, sampling=GREEDY, stop_ids=())))
+            ways.append((texts, opened.tokens))
+    assert ways[1:] == ways[:1] * 2

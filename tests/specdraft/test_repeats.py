@@ -1,0 +1,147 @@
+"""The index of repeats, prompt look-up and suffix decoding against searches of the whole text."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq.errors import UsageError
+from kvq_runtime.drafter import NO_DRAFT
+from kvq_specdraft import DRAFTERS, drafter_named
+from kvq_specdraft.lookup import Lookup
+from kvq_specdraft.repeats import Repeats
+from kvq_specdraft.suffix import Suffix
+
+PROPERTY = settings(max_examples=200, deadline=None)
+# Few tokens, so that texts repeat themselves; one that needs more than two bytes.
+token = st.sampled_from([0, 1, 2, 150_000])
+# Edits: how many of the first tokens stay, and what follows them.
+edits = st.lists(st.tuples(st.integers(0, 40), st.lists(token, max_size=20)), max_size=8)
+
+
+def matches(text: list[int], least: int, longest: int) -> list[tuple[int, int]]:
+    """Every earlier end of a run like the text's own, newest first, by trying all of them."""
+    found = []
+    for end in range(len(text) - 1, 0, -1):
+        length = max(n for n in range(end + 1) if text[end - n : end] == text[len(text) - n :])
+        if length >= least:
+            found.append((end, min(length, longest)))
+    return found
+
+
+def edited(edit: tuple[int, list[int]], text: list[int]) -> tuple[int, list[int]]:
+    return min(edit[0], len(text)), edit[1]
+
+
+@PROPERTY
+@given(edits, st.integers(1, 3), st.integers(3, 6))
+def test_all_runs_are_found_after_any_edits(history: list, least: int, longest: int) -> None:
+    repeats, text = Repeats(least), list[int]()
+    for edit in history:
+        kept, new = edited(edit, text)
+        repeats.follow(kept, new)
+        text[kept:] = new
+        assert len(repeats) == len(text)
+        found = list(repeats.find(longest, 1000))
+        assert found == matches(text, least, longest)
+        assert list(repeats.find(longest, 2)) == found[:2]
+        for end, _ in found:
+            endless = list(text)
+            for place in range(9):
+                assert repeats.after(end, place) == endless[end + place]
+                endless.append(endless[end + place])
+
+
+def test_forgetting_all_leaves_nothing_behind() -> None:
+    repeats = Repeats(2)
+    repeats.follow(0, [5, 6, 7, 5, 6])
+    repeats.follow(0, [])
+    assert not any(repeats._newest)
+    assert len(repeats) == 0
+
+
+@PROPERTY
+@given(edits, st.integers(1, 8))
+def test_lookup_proposes_what_followed_the_longest_newest_run(history: list, room: int) -> None:
+    drafter, text = Lookup(max_ngram=5, min_ngram=2, most=1000), list[int]()
+    for edit in history:
+        kept, new = edited(edit, text)
+        drafter.follow(kept, new)
+        text[kept:] = new
+        found = matches(text, 2, 5)
+        draft = drafter.propose(room)
+        if not found:
+            assert draft == NO_DRAFT
+            continue
+        end, length = max(found, key=lambda one: (one[1], one[0]))
+        endless = text[end:]
+        while len(endless) < room:
+            endless += text[end:]
+        assert draft.ids == tuple(endless[:room])
+        assert draft.confidence == length / (length + 2)
+
+
+def walked(text: list[int], matching: list[tuple[int, int]], room: int) -> tuple[float, list[int]]:
+    """The best walk by counting, for each length of match, the continuations that begin alike."""
+    best = (0.0, list[int]())
+    for length in sorted({own for _, own in matching}, reverse=True):
+        going = []
+        for end in (end for end, own in matching if own >= length):
+            endless = text[end:]
+            while len(endless) < room:
+                endless += text[end:]
+            going.append(endless[:room])
+        likely, score, path = 1.0, 0.0, list[int]()
+        for place in range(room):
+            like = [one for one in going if one[:place] == path]
+            chosen, count = Counter(one[place] for one in like).most_common(1)[0]
+            likely *= count / (len(like) + 1 / length)
+            if likely < 0.1:
+                break
+            score += likely
+            path.append(chosen)
+        if score > best[0]:
+            best = (score, path)
+    return best
+
+
+@PROPERTY
+@given(st.lists(token, max_size=60), st.integers(1, 8))
+def test_suffix_proposes_the_walk_of_the_largest_sum(text: list[int], room: int) -> None:
+    drafter = Suffix(max_ngram=5, min_ngram=1, most=1000)
+    drafter.follow(0, text)
+    _, path = walked(text, matches(text, 1, 5), room)
+    assert drafter.propose(room).ids == tuple(path)
+
+
+def test_the_majority_wins_over_the_newest() -> None:
+    text = [7, 8, 1, 2, 7, 8, 1, 3, 7, 8, 4, 5, 7, 8]
+    for drafter, expected in ((Lookup(max_ngram=2), 4), (Suffix(max_ngram=2), 1)):
+        drafter.follow(0, text)
+        assert drafter.propose(3).ids[0] == expected
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
+    drafter = drafter_named(name)
+    assert drafter.propose(5) == NO_DRAFT
+    drafter.follow(0, range(50))
+    assert drafter.propose(5) == NO_DRAFT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("guess", "--draft 'guess' is unknown; possible: auto, lookup, suffix"),
+        ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..., most=..."),
+        ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
+        ("lookup:most=0", "--draft lookup: most=0 is not possible: 1 or more"),
+        ("suffix:min_ngram=5,max_ngram=4", "min_ngram=5 is more than max_ngram=4"),
+        ("suffix:least=nan", "least=nan is not possible: above 0, at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        drafter_named(text)
+    assert message in str(refused.value)
