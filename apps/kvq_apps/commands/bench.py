@@ -61,8 +61,6 @@ def run(arguments: Namespace) -> int:
         return _run_serve(arguments)
     if arguments.suite == "chat":
         return _run_chat(arguments)
-    if arguments.chats is not None:
-        raise UsageError("--chats needs --suite serve, the pool that answers them")
     if arguments.suite == "drafts":
         return _run_drafts(arguments)
     peers = tuple(dict.fromkeys(arguments.peer or ()))
@@ -217,6 +215,8 @@ def _files(arguments: Namespace) -> "ModelFiles":
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
 
+    if arguments.chats is not None:
+        raise UsageError("--chats needs --suite serve, the pool that answers them")
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
     return SpeedJob(
