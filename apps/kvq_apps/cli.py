@@ -74,7 +74,7 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
     _lenient_streams()
     encode_in_one_thread()
     try:
-        arguments = _parse(argv)
+        arguments = parse(argv)
         _set_up_logging(debug=arguments.debug)
         if getattr(arguments, "offline", False):
             stay_offline()
@@ -153,7 +153,8 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
     return parser
 
 
-def _parse(argv: list[str]) -> Namespace:
+def parse(argv: list[str]) -> Namespace:
+    """What a command line says; a wrong one ends the program as argparse does."""
     chosen = next((word for word in argv if not word.startswith("-")), None)
     arguments, unknown = build_parser(chosen).parse_known_args(argv)
     if unknown:

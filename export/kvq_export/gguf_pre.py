@@ -40,7 +40,7 @@ def _cased(after: str, digits: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
+class Row:
     """`whole_words`: a word that is a token is taken without merging.
 
     `approximate`: llama.cpp takes a letter beyond ASCII for one of either case, and a mark for
@@ -53,11 +53,11 @@ class _Row:
     approximate: bool = False
 
 
-_ROWS = (
-    _Row(name="gpt-2", stages=(WORDS,)),
-    _Row(name="smollm", stages=(DIGITS, WORDS)),
-    _Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES)),
-    _Row(
+ROWS = (
+    Row(name="gpt-2", stages=(WORDS,)),
+    Row(name="smollm", stages=(DIGITS, WORDS)),
+    Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES)),
+    Row(
         name="qwen35",
         stages=(
             rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -65,26 +65,26 @@ _ROWS = (
             BYTES,
         ),
     ),
-    _Row(name="llama-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES), whole_words=True),
-    _Row(name="smaug-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES)),
-    _Row(
+    Row(name="llama-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES), whole_words=True),
+    Row(name="smaug-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES)),
+    Row(
         name="gpt-4o",
         stages=(_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"), BYTES),
         approximate=True,
     ),
-    _Row(
+    Row(
         name="tekken",
         stages=(_cased("", r"\p{N}"), BYTES),
         whole_words=True,
         approximate=True,
     ),
-    _Row(
+    Row(
         name="deepseek-coder",
         stages=(
             r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS, BYTES,
         ),
     ),
-    _Row(
+    Row(
         name="deepseek-v3",
         stages=(
             r"\p{N}{1,3}",
@@ -101,10 +101,10 @@ def pre_tokenizer_name(definition: Mapping[str, Any]) -> str:
     """llama.cpp's name for the cutting of a tokenizer.json, else the nearest, with one log line."""
     stages = tuple(_stages(definition.get("pre_tokenizer")))
     whole_words = bool(definition["model"].get("ignore_merges"))
-    for row in _ROWS:
+    for row in ROWS:
         if (row.stages, row.whole_words) == (stages, whole_words):
             return row.name
-    names = {row.name: _text(row.stages, whole_words=row.whole_words) for row in _ROWS}
+    names = {row.name: _text(row.stages, whole_words=row.whole_words) for row in ROWS}
     found = _text(stages, whole_words=whole_words)
     nearest = max(names, key=lambda name: difflib.SequenceMatcher(None, names[name], found).ratio())
     logger.warning(

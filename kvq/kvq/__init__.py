@@ -4,6 +4,9 @@ Names load on first use, so that `import kvq` costs nothing and pulls in neither
 ONNX Runtime. `__init__.pyi` says the same to type checkers.
 """
 
+# The names load lazily, so that no checker can read them here: `__init__.pyi` lists them.
+# pyright: reportUnsupportedDunderAll=false
+
 from importlib import import_module
 from typing import Any
 

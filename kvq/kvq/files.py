@@ -1,7 +1,7 @@
 """How a file changes on disk: whole, or not at all."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replace_file(path: Path, *, private: bool = True) -> Iterator[BinaryIO]:
+def replace_file(path: Path, *, private: bool = True) -> Generator[BinaryIO]:
     """A new file to write, which takes the place of `path` when the block ends.
 
     What was at `path` stays until then, and for good if the block raises. Only the owner can read

@@ -91,6 +91,13 @@ class _Attention(ctypes.Structure):
 
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(_Stats)
+_POINTERS = {
+    np.dtype(kind): one
+    for kind, one in {
+        np.float32: _FLOATS, np.float16: _HALVES, np.int64: _INTS, np.int32: _INT32S,
+        np.uint8: _BYTES,
+    }.items()
+}  # fmt: skip
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_layout_of": (c_int32, (POINTER(_Config), c_int64, POINTER(_Layout))),
     "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, POINTER(c_int64))),
@@ -210,10 +217,10 @@ def pack(
     x = np.ascontiguousarray(x, np.float32)
     tokens, dim = x.shape
     planes = np.zeros(64 * dim, np.uint8)
-    constants = np.zeros((2, 64 if side else dim), np.uint16)
-    pointers = _bytes(planes), constants.ctypes.data_as(_HALVES)
-    _check(library().kvq_pack(side, _floats(x), tokens, dim, bits, *pointers))
-    return planes[: 64 * dim * bits // 8], constants.view(np.float16)
+    constants = np.zeros((2, 64 if side else dim), np.float16)
+    pointers = pointer(planes), pointer(constants)
+    _check(library().kvq_pack(side, pointer(x), tokens, dim, bits, *pointers))
+    return planes[: 64 * dim * bits // 8], constants
 
 
 def _config(arena: Geometry) -> _Config:
@@ -345,7 +352,7 @@ class NativeCache:
         attention = _attention(params, len(inv_freq))
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
         norms = [
-            None if w is None else _floats(np.ascontiguousarray(w, np.float32))
+            None if w is None else pointer(np.ascontiguousarray(w, np.float32))
             for w in (q_norm, k_norm)
         ]
         _check(
@@ -353,12 +360,12 @@ class NativeCache:
                 self.handle,
                 ctypes.byref(attention),
                 len(qkv),
-                _floats(qkv),
-                positions.ctypes.data_as(_INTS),
-                _floats(inv_freq),
+                pointer(qkv),
+                pointer(positions),
+                pointer(inv_freq),
                 norms[0],
                 norms[1],
-                _floats(out),
+                pointer(out),
             )
         )
         return out
@@ -376,15 +383,14 @@ class NativeCache:
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         actions = np.ascontiguousarray(actions, np.int32)
-        pointer = actions.ctypes.data_as(_INT32S)
-        self._change(self._library.kvq_cache_demote, pointer, len(actions))
+        self._change(self._library.kvq_cache_demote, pointer(actions), len(actions))
 
     def _change(self, call: Any, *arguments: Any) -> None:
         _check(call(self.handle, *arguments, ctypes.byref(self._stats)))
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)
-        _check(self._library.kvq_cache_demote_entering(self.handle, _bytes(widths)))
+        _check(self._library.kvq_cache_demote_entering(self.handle, pointer(widths)))
 
     def shift(self, column: int, delta: int) -> None:
         _check(self._library.kvq_cache_shift(self.handle, column, delta))
@@ -396,14 +402,14 @@ class NativeCache:
         shape, count = self.arena.shape, self._held.columns
         facts = np.zeros((count, 4), np.int64)
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, count, 2), np.uint8)
-        pointer = facts.ctypes.data_as(_INTS)
-        _check(self._library.kvq_cache_columns(self.handle, count, pointer, _bytes(widths)))
+        pointers = pointer(facts), pointer(widths)
+        _check(self._library.kvq_cache_columns(self.handle, count, *pointers))
         return facts, widths
 
     def entering(self) -> NDArray[np.uint8]:
         shape = self.arena.shape
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
-        _check(self._library.kvq_cache_entering(self.handle, _bytes(widths)))
+        _check(self._library.kvq_cache_entering(self.handle, pointer(widths)))
         return widths
 
     def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -411,23 +417,23 @@ class NativeCache:
         streams = (shape.num_layers, shape.num_kv_heads)
         facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
         queries = np.zeros((3, *streams, shape.head_dim), np.float32)
-        pointers = _floats(facts), _floats(queries)
+        pointers = pointer(facts), pointer(queries)
         _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
     def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
         shape, count = self.arena.shape, self._held.columns
         pages = (shape.num_layers, shape.num_kv_heads, count, 2)
-        keys = np.zeros((*pages, shape.head_dim), np.uint16)
-        values = np.zeros((*pages, PAGE_TOKENS), np.uint16)
-        pointers = keys.ctypes.data_as(_HALVES), values.ctypes.data_as(_HALVES)
+        keys = np.zeros((*pages, shape.head_dim), np.float16)
+        values = np.zeros((*pages, PAGE_TOKENS), np.float16)
+        pointers = pointer(keys), pointer(values)
         _check(self._library.kvq_cache_constants(self.handle, count, *pointers))
-        return keys.view(np.float16), values.view(np.float16)
+        return keys, values
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim
         out = np.zeros(4 * dim + 256 + 128 * dim, np.uint8)
-        count = self._library.kvq_cache_page(self.handle, layer, head, column, _bytes(out))
+        count = self._library.kvq_cache_page(self.handle, layer, head, column, pointer(out))
         if count < 0:
             raise CacheError(f"layer {layer}, head {head} has no page {column}")
         return out[:count].tobytes()
@@ -436,24 +442,15 @@ class NativeCache:
         self, layer: int, head: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
         rows, dim = self._held.tail_rows, self.arena.shape.head_dim
-        k, v = np.zeros((rows, dim), np.uint16), np.zeros((rows, dim), np.uint16)
+        k, v = np.zeros((2, rows, dim), np.float16)
         positions = np.zeros(rows, np.int32)
-        _check(
-            self._library.kvq_cache_tail(
-                self.handle,
-                layer,
-                head,
-                rows,
-                k.ctypes.data_as(_HALVES),
-                v.ctypes.data_as(_HALVES),
-                positions.ctypes.data_as(_INT32S),
-            )
-        )
-        return k.view(np.float16), v.view(np.float16), positions
+        pointers = pointer(k), pointer(v), pointer(positions)
+        _check(self._library.kvq_cache_tail(self.handle, layer, head, rows, *pointers))
+        return k, v, positions
 
     def state(self) -> bytes:
         out = np.zeros(max(0, self._library.kvq_cache_state_bytes(self.handle)), np.uint8)
-        _check(self._library.kvq_cache_save(self.handle, _bytes(out), len(out)))
+        _check(self._library.kvq_cache_save(self.handle, pointer(out), len(out)))
         return out.tobytes()
 
     def load_state(self, state: bytes) -> None:
@@ -464,12 +461,9 @@ class NativeCache:
             )
 
 
-def _floats(x: NDArray[np.float32]) -> Any:
-    return x.ctypes.data_as(_FLOATS)
-
-
-def _bytes(x: NDArray[np.uint8]) -> Any:
-    return x.ctypes.data_as(_BYTES)
+def pointer(x: NDArray[Any]) -> Any:
+    """What C is given of a contiguous array, which it keeps alive: ctypes names no type for it."""
+    return x.ctypes.data_as(_POINTERS[x.dtype])
 
 
 def _check(status: int) -> None:

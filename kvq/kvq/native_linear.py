@@ -5,6 +5,7 @@ A running model reaches the same code through the ONNX Runtime ops. Meaning: `re
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_uint8
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,8 +68,8 @@ def linear(
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
     call = _Linear(
-        _matrix(form), _bytes(panels), _floats(x), _floats(norm), _floats(bias),
-        _floats(residual), _floats(out), len(x), ACTIVATIONS.index(activation),
+        _matrix(form), _pointer(panels), _pointer(x), _pointer(norm), _pointer(bias),
+        _pointer(residual), _pointer(out), len(x), ACTIVATIONS.index(activation),
         VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
     _check(native.library().kvq_linear_run(ctypes.byref(call)))
@@ -82,9 +83,8 @@ def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Flo
     """
     out = np.empty((len(ids), form.columns), np.float32)
     ids = np.ascontiguousarray(ids, np.int64)
-    pointer = ids.ctypes.data_as(POINTER(c_int64))
     call = _Embed(
-        _matrix(form), _bytes(panels), pointer, _floats(weights), _floats(out), *ids.shape
+        _matrix(form), _pointer(panels), _pointer(ids), _pointer(weights), _pointer(out), *ids.shape
     )
     _check(native.library().kvq_embed_run(ctypes.byref(call)))
     return out
@@ -101,18 +101,9 @@ def _matrix(form: PanelFormat) -> _Matrix:
     return _Matrix(form.rows, form.columns, form.bits, form.block)
 
 
-def _floats(x: Float | None) -> "ctypes._Pointer[c_float] | None":
-    if x is None:
-        return None
-    assert x.dtype == np.float32
-    assert x.flags.c_contiguous
-    return x.ctypes.data_as(POINTER(c_float))
-
-
-def _bytes(panels: Bytes) -> "ctypes._Pointer[c_uint8]":
-    assert panels.dtype == np.uint8
-    assert panels.flags.c_contiguous
-    return panels.ctypes.data_as(POINTER(c_uint8))
+def _pointer(x: NDArray[Any] | None) -> Any:
+    assert x is None or x.flags.c_contiguous
+    return None if x is None else native.pointer(x)
 
 
 def _check(status: int) -> None:

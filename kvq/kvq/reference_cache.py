@@ -89,7 +89,7 @@ class Column:
     first_token: int
     delta: int = 0
     mask: int = (1 << PAGE_TOKENS) - 1
-    pages: list[Page | None] = field(default_factory=list)
+    pages: list[Page | None] = field(default_factory=lambda: [])
 
 
 @dataclass(slots=True)
@@ -280,8 +280,10 @@ class ReferenceCache:
     ) -> _Keys:
         """All a head can look at: pages, the tail, and the branch if that is asked for."""
         stream = params.layer * params.num_kv_heads + head
-        values, where, valid = [], [], []
         parts: list[KeyPart] = []
+        values: list[Float] = []
+        where: list[NDArray[np.int64]] = []
+        valid: list[NDArray[np.bool_]] = []
         for column in self.table:
             page = column.pages[stream]
             if page is None:
@@ -560,7 +562,7 @@ class ReferenceCache:
         for layer, head, column, k_bits, v_bits in actions.tolist():
             page = self._page(layer, head, column)
             if not k_bits:
-                self.table[column].pages[self._stream(layer, head)] = None
+                self._column(column).pages[self._stream(layer, head)] = None
             elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
                 page.bits = (k_bits, v_bits)
         self.table = [column for column in self.table if any(column.pages)]

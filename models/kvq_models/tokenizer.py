@@ -282,7 +282,7 @@ class JsonVocabulary:
         if len(text) <= SLICE_CHARACTERS:
             return encode(text)
         ids: list[int] = []
-        for part in self._slices.of(text):
+        for part in self.slices.of(text):
             ids += encoded_up_to(most, part, encode)
             if most is not None and len(ids) > most:
                 break
@@ -302,7 +302,7 @@ class JsonVocabulary:
             self._library_lock.release()
 
     @cached_property
-    def _slices(self) -> Slices:
+    def slices(self) -> Slices:
         """Made for the first long text."""
         pieces = [*self._library.get_vocab(), *(f"{content} " for content in self._rstrips)]
         return Slices(pieces, lambda text: self._encode(text, special=False))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -368,11 +368,12 @@ class Bundle:
 
         _ = self._graph_weights
         try:
-            graph = onnx_ir.load(self.model_path).graph
+            # Its `path` is a PathLike of nothing said.
+            model = onnx_ir.load(self.model_path)  # pyright: ignore[reportUnknownMemberType]
         except (OSError, ValueError) as error:
             raise BundleError(f"{self.model_path} cannot be read: {error}") from error
         views: dict[str, np.ndarray] = {}
-        for name, value in graph.initializers.items():
+        for name, value in model.graph.initializers.items():
             tensor = value.const_value
             if isinstance(tensor, onnx_ir.ExternalTensor):
                 views[name] = np.memmap(
@@ -390,26 +391,28 @@ class HashMemory:
     """SHA-256 of large files already read, by path, size and time of change."""
 
     path: Path
-    rows: dict[str, dict[str, Any]]
+    rows: dict[str, Any]
     changed: bool = False
 
     @classmethod
     def load(cls) -> "HashMemory":
         """What earlier runs remembered; nothing, when the file is missing or damaged."""
         path = cache_folder() / "hashes.json"
-        rows: Any = {}
+        rows: object = None
         with contextlib.suppress(OSError, ValueError):
             rows = json.loads(path.read_text(encoding="utf-8"))
-        return cls(path=path, rows=rows if isinstance(rows, dict) else {})
+        return cls(path=path, rows=cast(dict[str, Any], rows) if isinstance(rows, dict) else {})
 
     def sha256(self, file: Path) -> str:
         """The file's hash, read from the file unless it is large and unchanged."""
         status = file.stat()
         key = str(file.resolve())
         stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        known = self.rows.get(key)
-        if isinstance(known, dict) and stamp.items() <= known.items():
-            return str(known.get("sha256"))
+        known: object = self.rows.get(key)
+        if isinstance(known, dict):
+            row = cast(dict[str, Any], known)
+            if stamp.items() <= row.items():
+                return str(row.get("sha256"))
         digest = file_sha256(file)
         if status.st_size >= REMEMBERED_BYTES:
             self.rows[key] = stamp | {"sha256": digest}
@@ -446,12 +449,13 @@ def _read_manifest(folder: Path) -> Manifest:
         hint = "run `kvq export` on it" if (folder / "config.json").exists() else "check the path"
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; {hint}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is damaged ({error}); export the model again") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    data = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    if data.get("format") != FORMAT:
         raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
     _check_version(folder, data)
     if data.get("checksum") != checksum(data):

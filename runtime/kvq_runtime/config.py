@@ -36,7 +36,7 @@ class Sampling:
     repeat_window_tokens: int = 64
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
         _require("temp", self.temperature, self.temperature >= 0, "0 (greedy) or more")

@@ -231,7 +231,7 @@ class GgufFile:
     def _count(self, key: str, most: int) -> int:
         """A positive whole number the file must have."""
         name = f"{self.architecture}.{key}"
-        value: Any = self.contents.metadata.get(name)
+        value = self.contents.metadata.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise UnsupportedModelError(
                 f"{self.path} is not a model kvq can run: {name} is {value}; give a GGUF file of "
@@ -243,14 +243,14 @@ class GgufFile:
         return self._whole(f"{self.architecture}.{key}", default)
 
     def _whole(self, key: str, default: int) -> int:
-        value: Any = self.contents.metadata.get(key, default)
+        value = self.contents.metadata.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.path} is damaged: {key} is {value}, not a whole number")
         return value
 
     def _per_layer(self, key: str) -> tuple[int, ...]:
         """A number for every layer, or one that all share."""
-        value: Any = self.contents.metadata.get(f"{self.architecture}.{key}")
+        value = self.contents.metadata.get(f"{self.architecture}.{key}")
         if not isinstance(value, np.ndarray):
             return (self._count(key, MAX_HEADS),) * self.num_layers
         if value.dtype.kind not in "iu" or len(value) < self.num_layers:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvq.errors import ModelError
 
@@ -78,12 +79,16 @@ class Tensor:
         return prod(self.shape) // self.kind.block * self.kind.block_bytes
 
 
+Value = bool | int | float | str | list[bytes] | NDArray[Any]
+"""A metadata value: strings alone are text, in arrays the bytes they are in the file."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufContents:
-    """What a file says. Strings are str, arrays numpy arrays or lists of bytes."""
+    """What a file says."""
 
     version: int
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Value]
     tensors: tuple[Tensor, ...]
     header_bytes: int
     alignment: int
@@ -130,7 +135,7 @@ class _Reader:
                 f"{self._path} is a GGUF file {why}; kvq reads versions 2 and 3, little-endian: "
                 "convert the model again"
             )
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, Value] = {}
         for _ in range(num_keys):
             name = self._name(MAX_NAME_BYTES)
             if name in metadata:
@@ -138,7 +143,7 @@ class _Reader:
             metadata[name] = self._value(self._number(_UINT32_BYTES))
         tensors = self._table(num_tensors)
         header_bytes = self._at
-        alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+        alignment = self._alignment(metadata)
         self._check_data(tensors, header_bytes, alignment)
         return GgufContents(
             version=version,
@@ -175,10 +180,14 @@ class _Reader:
             self._damaged(f"tensor {name} of type {kind.name} has shape {shape}")
         return Tensor(name=name, shape=shape, kind=kind, offset=self._number(_UINT64_BYTES))
 
-    def _check_data(self, tensors: tuple[Tensor, ...], header_bytes: int, alignment: Any) -> None:
-        """Every tensor lies in the file, aligned, one after the other."""
+    def _alignment(self, metadata: Mapping[str, Value]) -> int:
+        alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             self._damaged(f"its alignment is {alignment}")
+        return alignment
+
+    def _check_data(self, tensors: tuple[Tensor, ...], header_bytes: int, alignment: int) -> None:
+        """Every tensor lies in the file, aligned, one after the other."""
         begin = -(-header_bytes // alignment) * alignment
         expected = 0
         for tensor in tensors:
@@ -192,14 +201,14 @@ class _Reader:
                 )
             expected += -(-tensor.num_bytes // alignment) * alignment
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> Value:
         if kind == _STRING:
             return self._string().decode("utf-8", errors="replace")
         if kind == _ARRAY:
             return self._array(self._number(_UINT32_BYTES), self._number(_UINT64_BYTES))
         return self._numbers(kind, 1)[0].item()
 
-    def _array(self, kind: int, count: int) -> Any:
+    def _array(self, kind: int, count: int) -> list[bytes] | NDArray[Any]:
         if kind == _STRING:
             return [self._string() for _ in range(count)]
         return self._numbers(kind, count)

@@ -19,7 +19,7 @@ STEP_BYTES = 16 * PAGE_BYTES
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
 _MAPS = Path("/proc/self/maps")
-_STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+STATE_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.. \S+ \S+ 0\s*(\[(heap|anon).*\])?$")
 
 log = logging.getLogger("kvq")
@@ -29,7 +29,7 @@ Region = tuple[int, int]
 
 def state() -> str:
     """What the system allows: `always`, `madvise`, `never`, or `unknown`."""
-    match = re.search(r"\[(\w+)\]", _STATE.read_text()) if _STATE.is_file() else None
+    match = re.search(r"\[(\w+)\]", STATE_FILE.read_text()) if STATE_FILE.is_file() else None
     return match[1] if match else "unknown"
 
 

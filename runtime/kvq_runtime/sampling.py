@@ -44,8 +44,9 @@ def sample(
     if len(ids) == 1:
         return int(ids[0])
     cumulative = np.cumsum(probabilities)
-    place = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
-    return int(ids[min(int(place), len(ids) - 1)])
+    drawn = generator.random() * float(cumulative[-1])
+    place = int(np.searchsorted(cumulative, drawn, side="right"))
+    return int(ids[min(place, len(ids) - 1)])
 
 
 def distribution(

@@ -9,7 +9,7 @@ one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are serv
 """
 
 import collections.abc
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -153,7 +153,7 @@ class Sequence(Generic[C]):
         return self._tokens[self.cache.tokens :]
 
     @contextmanager
-    def branch(self) -> Iterator["Branch[C]"]:
+    def branch(self) -> Generator["Branch[C]"]:
         """Rows after the cached tokens; those that are not committed inside are forgotten."""
         branch = Branch(self.cache, self._logits, self._commit)
         try:
@@ -181,7 +181,7 @@ class Sequence(Generic[C]):
     @contextmanager
     def forward(
         self, ids: Ids, parents: Ids | None = None, *, rows: Ids | None = None
-    ) -> Iterator["Branch[C]"]:
+    ) -> Generator["Branch[C]"]:
         """One pass of this sequence alone over new rows, whose logits the branch then holds.
 
         See `Branch.extend`; leaving without `commit` forgets every row.

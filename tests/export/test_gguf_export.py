@@ -427,7 +427,7 @@ HOSTILE = (
 )
 # What an approximate cut of llama.cpp may cut elsewhere.
 CASELESS = HOSTILE[2:4]
-ROWS = {row.name: row for row in gguf_pre._ROWS}
+ROWS = {row.name: row for row in gguf_pre.ROWS}
 
 
 def cut(name: str) -> pre_tokenizers.PreTokenizer:
@@ -552,9 +552,10 @@ def test_an_unknown_cut_is_named_by_the_nearest(
     with_tokenizer: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     library = byte_level("qwen2")
+    pairs_of_digits = ROWS["qwen2"].stages[0].replace(r"|\p{N}|", r"|\p{N}{1,2}|")
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(gguf_pre._words(r"\p{N}{1,2}")), "isolated"),
+            pre_tokenizers.Split(Regex(pairs_of_digits), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

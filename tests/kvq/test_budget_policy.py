@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvq.errors import UsageError
 from kvq.formats import page_bytes
 from kvq.policies import POLICIES, Sensitivity, policy_named
-from kvq.policies.budget import EDGE, FOCUS, RUNGS, hull_steps
+from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, hull_steps
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
@@ -134,7 +134,7 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
         value_range=5.1,
         query_square=3.0,
     )
-    costs = policy_named("budget:prior=0.4")._costs(facts)[0, 0, 0]  # type: ignore[attr-defined]
+    costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
     chance = 0.4 / 4 * FOCUS**2
     noise = DIM * 3.0 * 0.01**2 / 12
     size = DIM * (2.55**2 + 5.1**2 / 20)
@@ -149,7 +149,7 @@ def test_evictions_count_as_often_as_there_are_pages() -> None:
         facts = evidence(
             all_at(8, 8, layers=1, heads=1, columns=columns), sensitivity=flat(1), evict_error=0.5
         )
-        costs = policy_named("budget:prior=0")._costs(facts)  # type: ignore[attr-defined]
+        costs = Budget(prior=0).costs(facts)
         assert np.allclose(costs[..., -1], 0.5 * columns)
 
 
@@ -158,7 +158,7 @@ def test_uncalibrated_layers_count_by_their_output_and_the_edges_more() -> None:
     facts = evidence(
         all_at(8, 8, layers=4, heads=1, columns=1), key_error=1.0, output_square=output
     )
-    costs = policy_named("budget:prior=0")._costs(facts)[:, 0, 0, 0]  # type: ignore[attr-defined]
+    costs = Budget(prior=0).costs(facts)[:, 0, 0, 0]
     assert np.allclose(costs, [EDGE, 1 / 2, 1 / 4, EDGE], rtol=1e-5)
 
 

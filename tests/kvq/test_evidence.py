@@ -172,11 +172,11 @@ def test_rounding_errors_are_those_of_a_second_look() -> None:
 
 
 def test_constants_are_the_pages_own() -> None:
-    pair = opened(4, 2)
+    pair = opened(4, 2, policy="lagkv")
     layers = [attention(SHAPE, layer) for layer in range(2)]
     pair.fill(layers, rows(3, 400), frequencies(32))
     pair.demote([[1, 1, 2, 0, 0]])
-    a, b = (cache._constants() for cache in pair)
+    a, b = (cache.evidence().constants for cache in pair)
     for field in fields(Constants):
         assert np.array_equal(getattr(a, field.name), getattr(b, field.name))
     assert not a.key_range[1, 1, 2].any()

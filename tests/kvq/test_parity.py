@@ -1,4 +1,4 @@
-"""Kernels of this machine, of other compilers and of other processors, by the same recorded calls.
+"""The library's own kernels and those of other compilers and processors, by recorded calls.
 
 `parity.py` writes calls with the reference's answers, `parity.cpp` replays them. Without the
 compilers and the emulator the tests of those builds skip.

@@ -97,12 +97,12 @@ def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
         cache.handle,
         ctypes.byref(facts),
         tokens,
-        native._floats(rows),
-        positions.ctypes.data_as(native._INTS),
-        native._floats(np.zeros(1, np.float32)),
+        native.pointer(rows),
+        native.pointer(positions),
+        native.pointer(np.zeros(1, np.float32)),
         None,
         None,
-        native._floats(out),
+        native.pointer(out),
     )
 
 

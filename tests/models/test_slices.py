@@ -142,7 +142,7 @@ def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     def encode(text: str) -> list[int]:
         return vocabulary.encode(text, special=False)
 
-    pieces = vocabulary._slices
+    pieces = vocabulary.slices
     for text in texts():
         whole = encode(text)
         for characters in (1, 7, 100):
@@ -158,8 +158,8 @@ def test_a_long_text_is_sliced_and_a_much_too_long_one_not_read_to_its_end(
     monkeypatch.setattr(slices, "SLICE_CHARACTERS", 500)
     monkeypatch.setattr(tokenizer, "SLICE_CHARACTERS", 500)
     monkeypatch.setattr(Slices.of, "__defaults__", (500,))
-    found = Tokenizer.from_json(LIBRARIES["llama 3"]().to_str(), ControlTokens())
-    library = found._vocabulary._library  # type: ignore[attr-defined]
+    library = LIBRARIES["llama 3"]()
+    found = Tokenizer.from_json(library.to_str(), ControlTokens())
     for text in (CODE, PROSE, "a" * 4000):
         whole = library.encode(text, add_special_tokens=False).ids
         assert found.encode(text) == whole

@@ -82,12 +82,17 @@ def script_rule(size: int, script: Sequence[int], begins: int) -> Any:
 
 
 def open_session(
-    tokenizer: Tokenizer, *, script: Sequence[int] = (), begins: int = 0, context_tokens: int = 500
+    tokenizer: Tokenizer,
+    *,
+    script: Sequence[int] = (),
+    begins: int = 0,
+    context_tokens: int = 500,
+    **vocabulary: Any,
 ) -> Session[RuleCache]:
     size = tokenizer.vocab_size
     return Session(
         backend=RuleBackend(script_rule(size, script, begins), vocab_size=size),
-        vocabulary=Vocabulary.of(tokenizer, frozenset(tokenizer.eos_ids)),
+        vocabulary=replace(Vocabulary.of(tokenizer, frozenset(tokenizer.eos_ids)), **vocabulary),
         config=SessionConfig(
             plan=KvPlan(), context_tokens=context_tokens, budget_bytes=1000, seed=1
         ),
@@ -349,10 +354,9 @@ def test_a_session_saved_after_its_first_step_goes_on(tmp_path: Path) -> None:
 
 
 def test_bytes_that_no_token_spells_are_refused() -> None:
-    session = open_session(SMALL)
-    session.prefill(small(b"a"))
     index = PieceIndex([(1, b"ab"), (2, b"cd")])
-    object.__setattr__(session._vocabulary, "pieces", lambda: index)
+    session = open_session(SMALL, pieces=lambda: index)
+    session.prefill(small(b"a"))
     with pytest.raises(UsageError, match=r"no tokens of this model spell b'ax'"):
         next(session.generate(1, begin_with=b"ax"))
     assert session.tokens == tuple(small(b"a"))

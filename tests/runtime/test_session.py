@@ -1,7 +1,7 @@
 """A session's tokens, steps, cancelling, rollback and files, over a rule instead of a model."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -48,6 +48,8 @@ def open_session(
     chunk_tokens: int = 4,
     seed: int = 0,
     capacity_tokens: int = 10_000,
+    on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None,
+    encode: Callable[..., list[int]] | None = None,
     **facts: object,
 ) -> Session[RuleCache]:
     """The next token is the sum of all tokens so far, modulo the vocabulary."""
@@ -57,10 +59,11 @@ def open_session(
         stop_ids=[END],
         capacity_tokens=capacity_tokens,
     )
+    backend.on_pass = on_pass
     backend.model = replace(backend.model, **facts)
     return Session(
         backend=backend,
-        vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters),
+        vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters, encode=encode),
         config=SessionConfig(
             plan=KvPlan(),
             context_tokens=context_tokens,
@@ -69,12 +72,6 @@ def open_session(
             seed=seed,
         ),
     )
-
-
-def backend(session: Session[RuleCache]) -> RuleBackend:
-    found = session.sequence._backend
-    assert isinstance(found, RuleBackend)
-    return found
 
 
 def rule(prompt: list[int], count: int) -> list[int]:
@@ -143,19 +140,19 @@ def test_generate_finishes_a_cancelled_prefill_or_yields_nothing() -> None:
 
 
 def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
-    session = open_session()
-    session.prefill([1, 2, 3])
+    most = 8
 
     def breaks(one_pass: Pass[RuleCache]) -> None:
-        if one_pass.rows[0].positions[-1] > 8:
+        if one_pass.rows[0].positions[-1] > most:
             raise BackendError("the rule broke")
 
-    backend(session).on_pass = breaks
+    session = open_session(on_pass=breaks)
+    session.prefill([1, 2, 3])
     with pytest.raises(BackendError, match="the rule broke"):
         session.prefill([4] * 20)
     assert session.tokens == (1, 2, 3)
     assert session.sequence.cache.calls[-1] == "rewind 0"
-    backend(session).on_pass = lambda _: None
+    most = 100
     assert taken(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
 
 
@@ -293,9 +290,7 @@ def test_a_text_needs_a_tokenizer_and_a_session_says_what_it_is() -> None:
     session = open_session()
     with pytest.raises(UsageError, match="no tokenizer: give token ids"):
         session.prefill("text")
-    object.__setattr__(
-        session._vocabulary, "encode", lambda text, start: [int(start), *map(int, text)]
-    )
+    session = open_session(encode=lambda text, start: [int(start), *map(int, text)])
     session.prefill("23")
     session.prefill("45")
     assert session.tokens == (1, 2, 3, 0, 4, 5)

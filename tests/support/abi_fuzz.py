@@ -134,10 +134,10 @@ class Fuzz:
             at[self.chance.randrange(count)] = self.chance.choice((*NUMBERS, 2**62, -(2**63)))
         out = np.empty((count, max(1, c.heads * c.head_dim)), np.float32)
         freq, norm = np.ones(256, np.float32), np.ones(256, np.float32)
-        norms = [native._floats(norm) if self.chance.random() < 0.3 else None for _ in range(2)]
+        norms = [native.pointer(norm) if self.chance.random() < 0.3 else None for _ in range(2)]
         status = self.call.kvq_cache_attend(
-            cache.handle, ctypes.byref(facts), tokens, native._floats(qkv),
-            at.ctypes.data_as(native._INTS), native._floats(freq), *norms, native._floats(out),
+            cache.handle, ctypes.byref(facts), tokens, native.pointer(qkv),
+            native.pointer(at), native.pointer(freq), *norms, native.pointer(out),
         )  # fmt: skip
         cache.layer += status == 0
 
@@ -185,14 +185,13 @@ class Fuzz:
             ],
             np.int32,
         ).reshape(-1, 5)  # fmt: skip
-        pointer = actions.ctypes.data_as(native._INT32S)
-        self.call.kvq_cache_demote(cache.handle, pointer, count, None)
+        self.call.kvq_cache_demote(cache.handle, native.pointer(actions), count, None)
 
     def entering(self, cache: Opened) -> None:
         widths = np.zeros(max(1, 2 * cache.config.layers * cache.config.kv_heads), np.uint8)
-        self.call.kvq_cache_entering(cache.handle, native._bytes(widths))
+        self.call.kvq_cache_entering(cache.handle, native.pointer(widths))
         widths[self.chance.randrange(len(widths))] = self.chance.choice((0, 2, 4, 8, 255))
-        self.call.kvq_cache_demote_entering(cache.handle, native._bytes(widths))
+        self.call.kvq_cache_demote_entering(cache.handle, native.pointer(widths))
 
     def move(self, cache: Opened) -> None:
         self.call.kvq_cache_shift(cache.handle, self.number(8), self.chance.choice(NUMBERS))
@@ -207,22 +206,22 @@ class Fuzz:
         )
         pages = max(1, c.layers * c.kv_heads * columns)
         facts, widths = np.zeros((columns, 4), np.int64), np.zeros((pages, 2), np.uint8)
-        pointer = facts.ctypes.data_as(native._INTS)
-        self.call.kvq_cache_columns(cache.handle, columns, pointer, native._bytes(widths))
+        pointers = native.pointer(facts), native.pointer(widths)
+        self.call.kvq_cache_columns(cache.handle, columns, *pointers)
         seen = np.zeros(6 * pages, np.float32)
         queries = np.zeros(3 * c.layers * c.kv_heads * c.head_dim, np.float32)
-        pointers = native._floats(seen), native._floats(queries)
+        pointers = native.pointer(seen), native.pointer(queries)
         tokens = self.number(self.stats.tokens)
         self.call.kvq_cache_evidence(cache.handle, tokens, columns, *pointers)
-        halves = [np.zeros((pages, 2, n), np.uint16) for n in (c.head_dim, 64)]
-        pointers = [part.ctypes.data_as(native._HALVES) for part in halves]
+        halves = [np.zeros((pages, 2, n), np.float16) for n in (c.head_dim, 64)]
+        pointers = [native.pointer(part) for part in halves]
         self.call.kvq_cache_constants(cache.handle, columns, *pointers)
         page = np.zeros(4 * c.head_dim + 256 + 128 * c.head_dim, np.uint8)
         where = self.number(1), self.number(1), self.number(columns)
-        self.call.kvq_cache_page(cache.handle, *where, native._bytes(page))
-        tail = [np.zeros((max(1, rows), c.head_dim), np.uint16) for _ in range(2)]
-        pointers = [part.ctypes.data_as(native._HALVES) for part in tail]
-        at = np.zeros(max(1, rows), np.int32).ctypes.data_as(native._INT32S)
+        self.call.kvq_cache_page(cache.handle, *where, native.pointer(page))
+        tail = [np.zeros((max(1, rows), c.head_dim), np.float16) for _ in range(2)]
+        pointers = [native.pointer(part) for part in tail]
+        at = native.pointer(np.zeros(max(1, rows), np.int32))
         self.call.kvq_cache_tail(cache.handle, self.number(1), self.number(1), rows, *pointers, at)
 
     def missing(self, cache: Opened) -> None:
@@ -236,7 +235,7 @@ class Fuzz:
             return
         count += self.chance.choice((0, 0, 0, 1))
         out = np.zeros(max(1, count), np.uint8)
-        if self.call.kvq_cache_save(cache.handle, native._bytes(out), count) == 0:
+        if self.call.kvq_cache_save(cache.handle, native.pointer(out), count) == 0:
             cache.states = [*cache.states[-3:], out.tobytes()]
 
     def load(self, cache: Opened) -> None:
@@ -254,10 +253,10 @@ class Fuzz:
     def pack(self) -> None:
         tokens, dim = self.number(64), self.chance.choice((*DIMS, 256, 7))
         x = self.numbers.standard_normal((max(1, min(tokens, 64)), dim)).astype(np.float32)
-        planes, constants = np.zeros(64 * dim, np.uint8), np.zeros((2, max(64, dim)), np.uint16)
+        planes, constants = np.zeros(64 * dim, np.uint8), np.zeros((2, max(64, dim)), np.float16)
         self.call.kvq_pack(
-            self.chance.randint(0, 1), native._floats(x), tokens, dim, self.number(8),
-            native._bytes(planes), constants.ctypes.data_as(native._HALVES),
+            self.chance.randint(0, 1), native.pointer(x), tokens, dim, self.number(8),
+            native.pointer(planes), native.pointer(constants),
         )  # fmt: skip
 
 

@@ -36,7 +36,8 @@ _OUTBOX_BYTES = 64 << 20
 class ChatsJob:
     """What is measured: each number of `chats` at once in turn, in `repeat` rounds.
 
-    Every chat writes `new_tokens` after a prompt of `context` tokens of its own.
+    Every chat writes `new_tokens` after a prompt of `context` tokens of its own and the token that
+    follows it, which costs no pass.
     """
 
     chats: tuple[int, ...]
@@ -47,7 +48,7 @@ class ChatsJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         # The pool takes no slot that would lose more than it shares: prompts would be read again.
-        least = {"context": self.new_tokens, "repeat": 1}
+        least = {"context": self.new_tokens + 1, "repeat": 1}
         for flag, value in (("context", self.context), ("repeat", self.repeat)):
             if value < least[flag]:
                 raise UsageError(f"--{flag} {value} is not possible: give {least[flag]} or more")
@@ -66,7 +67,7 @@ def measure(
     """The rows of all numbers of chats. Raises `KvqError`."""
     counts = sorted(set(job.chats))
     taken: dict[int, list[float]] = {count: [] for count in counts}
-    options = session_options | {"context_tokens": job.context + job.new_tokens}
+    options = session_options | {"context_tokens": job.context + job.new_tokens + 1}
     with Engine(files, threads=threads) as engine, _running(engine, options, counts[-1]) as pool:
         for turn in range(job.repeat):
             # 1 4 8, 4 8 1, ...: none always follows the same other one.
@@ -122,7 +123,7 @@ def _seconds(pool: SessionPool[Served], job: ChatsJob, count: int) -> float:
     """From asking until the last of `count` answers has ended."""
     _answer(pool, [_request(job, chat, 0) for chat in range(count)])
     since = perf_counter()
-    _answer(pool, [_request(job, chat, job.new_tokens) for chat in range(count)])
+    _answer(pool, [_request(job, chat, job.new_tokens + 1) for chat in range(count)])
     return perf_counter() - since
 
 

@@ -21,8 +21,9 @@ from kvq_apps.bench.attention_graph import AttentionGraph
 from kvq_apps.bench.engines import OURS, OURS_ON_ORT, Setting, draft_ids, wanted_rows
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, Pass, Rows, missing, open_backend
+from kvq_runtime.backends import Backend, Pass, missing, open_backend, plain_rows
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import Sampling
 
 
 class KvqEngine:
@@ -181,7 +182,8 @@ class KvqSequence:
         self._changed |= self._pressed
 
     def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        rows = Rows.plain(self._cache, ids, wanted)
+        """A pass as a session asks for it that samples as it does by default."""
+        rows = replace(plain_rows(self._cache, ids, wanted), exact_rows=Sampling().exact_rows)
         return self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
 
     def _forget(self, rows: int) -> None:

@@ -70,7 +70,7 @@ class FakeClient:
     ) -> None:
         self.options = FakeOptions() if options is None else options
         self._script = script or (lambda turn: echo(turn, self.options.tokens))
-        self._facts = Facts(
+        self.facts = Facts(
             model="fake",
             context_tokens=self.options.context,
             k_bits=4,
@@ -79,7 +79,7 @@ class FakeClient:
             fingerprint="fake",
             keeps_kv=True,
         )
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
 
@@ -88,18 +88,18 @@ class FakeClient:
         sleep(self.options.load_ms / 1e3)
         if self.options.broken:
             raise ModelError("there is no model here; give one with -m")
-        return self._facts
+        return self.facts
 
     def reply(self, turn: Turn, stream: Stream) -> str:
         """The script's pieces, one per step."""
         self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
         rows = [f"{row.role}: {row.text}" for row in turn.messages]
         prompt = _tokens_of(" ".join([*rows, "assistant:"]))
-        if len(prompt) >= self._facts.context_tokens:
-            raise ContextFullError(len(prompt), self._facts.context_tokens)
-        cached = common_prefix(self._tokens, prompt)
+        if len(prompt) >= self.facts.context_tokens:
+            raise ContextFullError(len(prompt), self.facts.context_tokens)
+        cached = common_prefix(self.tokens, prompt)
         stats = ReplyStats(prompt_tokens=len(prompt), cached_tokens=cached)
-        self._tokens = self._tokens[:cached]
+        self.tokens = self.tokens[:cached]
         if not self._prefill(prompt, stream):
             return "cancelled"
         while self.options.silent and not stream.cancelled():
@@ -110,9 +110,9 @@ class FakeClient:
             self._fault(count)
             sleep(self.options.tok_ms / 1e3)
             stream.write(piece)
-            self._tokens += _tokens_of(piece)
+            self.tokens += _tokens_of(piece)
             stream.measured(self._measured(stats, count))
-            if len(self._tokens) >= self._facts.context_tokens:
+            if len(self.tokens) >= self.facts.context_tokens:
                 return "length"
             if turn.max_tokens is not None and count >= turn.max_tokens:
                 return "length"
@@ -120,29 +120,29 @@ class FakeClient:
 
     def begin(self) -> None:
         """Forgets the tokens."""
-        self._tokens = []
+        self.tokens = []
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Takes any possible widths; a budget of 1MiB or less is refused."""
-        k_bits = self._facts.k_bits if k_bits is None else k_bits
-        v_bits = self._facts.v_bits if v_bits is None else v_bits
+        k_bits = self.facts.k_bits if k_bits is None else k_bits
+        v_bits = self.facts.v_bits if v_bits is None else v_bits
         parse_kv(f"{k_bits}:{v_bits}")
-        size = int(budget.removesuffix("MiB")) << 20 if budget else self._facts.kv_budget
+        size = int(budget.removesuffix("MiB")) << 20 if budget else self.facts.kv_budget
         if size <= 1 << 20:
             raise BudgetError("1 MiB cannot hold sinks and tail of this model; 2 MiB can")
-        tokens, self._tokens = self._tokens, []
+        tokens, self.tokens = self.tokens, []
         self._prefill(tokens, stream)
-        self._facts = replace(self._facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
-        return self._facts
+        self.facts = replace(self.facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
+        return self.facts
 
     def save(self, path: Path) -> str | None:
         """Writes the tokens and the plan."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        plan = [self._facts.k_bits, self._facts.v_bits]
-        path.write_text(json.dumps({"tokens": self._tokens, "plan": plan}))
-        return token_hash(self._tokens)
+        plan = [self.facts.k_bits, self.facts.v_bits]
+        path.write_text(json.dumps({"tokens": self.tokens, "plan": plan}))
+        return token_hash(self.tokens)
 
     def restore(self, path: Path) -> int:
         """Reads the tokens; another plan is refused."""
@@ -150,25 +150,25 @@ class FakeClient:
             saved = json.loads(path.read_text())
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
-        plan = [self._facts.k_bits, self._facts.v_bits]
+        plan = [self.facts.k_bits, self.facts.v_bits]
         if saved["plan"] != plan:
             raise SnapshotError(
                 f"{path.name} was saved with another plan: {saved['plan']}, this is {plan}"
             )
-        self._tokens = saved["tokens"]
-        return len(self._tokens)
+        self.tokens = saved["tokens"]
+        return len(self.tokens)
 
     def close(self) -> None:
         """Nothing to give back."""
 
     def _prefill(self, prompt: list[int], stream: Stream) -> bool:
-        total = len(prompt) - len(self._tokens)
+        total = len(prompt) - len(self.tokens)
         for done in range(0, total, 64):
             if stream.cancelled():
                 return False
             sleep(self.options.prefill_ms / 1e3)
             stream.prefilled(min(done + 64, total), total)
-        self._tokens = list(prompt)
+        self.tokens = list(prompt)
         return True
 
     def _fault(self, count: int) -> None:
@@ -185,8 +185,8 @@ class FakeClient:
             new_tokens=count,
             ttft_ms=self.options.prefill_ms + self.options.tok_ms,
             decode_tok_s=1e3 / self.options.tok_ms if self.options.tok_ms else 0.0,
-            context_tokens=len(self._tokens),
-            kv_bytes=len(self._tokens) * BYTES_PER_TOKEN,
+            context_tokens=len(self.tokens),
+            kv_bytes=len(self.tokens) * BYTES_PER_TOKEN,
         )
 
 

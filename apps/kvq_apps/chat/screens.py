@@ -93,12 +93,12 @@ class HelpScreen(ModalScreen[None]):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self._text = text
+        self.text = text
 
     def compose(self) -> ComposeResult:
         """The text, scrollable."""
         with Vertical(), VerticalScroll():
-            yield Static(self._text, markup=False)
+            yield Static(self.text, markup=False)
 
 
 class Question(ModalScreen[str | None]):

@@ -57,14 +57,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    if arguments.suite == "serve":
-        return _run_serve(arguments)
-    if arguments.suite == "chat":
-        return _run_chat(arguments)
-    if arguments.chats is not None:
+    if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
-    if arguments.suite == "drafts":
-        return _run_drafts(arguments)
+    suites = {"serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts}
+    return suites.get(arguments.suite, _run_speed)(arguments)
+
+
+def _run_speed(arguments: Namespace) -> int:
+    """The suite `speed`."""
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report

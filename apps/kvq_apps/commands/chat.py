@@ -35,7 +35,7 @@ PREDICT_HELP = "new tokens of a reply at most (default: to the end of the contex
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    settings = _settings(arguments)
+    settings = chat_settings(arguments)
     if arguments.list or arguments.search is not None:
         return _list(settings, arguments)
     if arguments.export is not None or getattr(arguments, "import") is not None:
@@ -83,7 +83,8 @@ def _answer_piped(client: "ChatClient", settings: "ChatSettings", arguments: Nam
     return answer_once(client, settings, text, as_json=arguments.json)
 
 
-def _settings(arguments: Namespace) -> "ChatSettings":
+def chat_settings(arguments: Namespace) -> "ChatSettings":
+    """What the chat starts with."""
     from kvq_apps.chat.settings import ChatSettings
 
     system = arguments.system

@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    model, prompt = _model_and_prompt(arguments)
+    model, prompt = model_and_prompt(arguments)
     if arguments.predict is not None and arguments.predict < 1:
         raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
     pieces = _pieces(arguments)
@@ -101,7 +101,7 @@ class _Answer:
     finish_reason: str = "cancelled"
 
 
-def _model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
+def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     """Which of the words is the model, and the prompt with piped text before it."""
     *models, prompt = arguments.words or [""]
     if models and options.written(arguments, "model"):

@@ -62,7 +62,7 @@ class Budget:
             raise UsageError(f"--kv-policy budget: prior={self.prior} is no chance; give 0 to 1")
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        pages, every = held_pages(evidence), self._costs(evidence)
+        pages, every = held_pages(evidence), self.costs(evidence)
         costs = every[tuple(pages[:, :3].T)]
         entering, expected = _entering(evidence, every)
         steps = hull_steps(
@@ -76,7 +76,7 @@ class Budget:
         np.add.at(gone, pages[:, 2], costs[:, -1])
         return spend(evidence, steps, bytes_short, columns_short, np.argsort(gone, kind="stable"))
 
-    def _costs(self, evidence: Evidence) -> Costs:
+    def costs(self, evidence: Evidence) -> Costs:
         """Damage float64 [L, Hk, C, rungs] of reading each page at each rung."""
         attention, constants = evidence.attention, evidence.constants
         assert attention is not None

@@ -42,7 +42,7 @@ class LagKV(Scorer):
 def _next_held(held: NDArray[np.bool_]) -> NDArray[np.intp]:
     """[L, Hk, C]: the column of the next held page of the same head, C where there is none."""
     columns = held.shape[-1]
-    own = np.where(held, np.arange(columns), columns)
+    own = np.where(held, np.arange(columns, dtype=np.intp), np.intp(columns))
     after = np.minimum.accumulate(own[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([after[..., 1:], np.full_like(own[..., :1], columns)], axis=-1)
 

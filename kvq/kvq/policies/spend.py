@@ -53,8 +53,8 @@ def spend(
     steps: Steps,
     bytes_short: int,
     columns_short: int,
-    column_order: NDArray[np.integer] | None = None,
-    together: NDArray[np.integer] | None = None,
+    column_order: NDArray[np.intp] | None = None,
+    together: NDArray[np.intp] | None = None,
 ) -> Relief:
     """What frees `bytes_short` bytes and `columns_short` rows of the page table.
 
@@ -67,8 +67,9 @@ def spend(
     unseen = _unseen(evidence)
     held = evidence.widths[..., 0] > 0
     seen = held & ~unseen
-    rows = _rows(seen, unseen, column_order)[: max(columns_short, 0)].tolist()
-    plan = [_evictions(held & (np.arange(held.shape[2]) == row)) for row in rows]
+    rows = _rows(seen, unseen, column_order)[: max(columns_short, 0)]
+    columns = np.arange(held.shape[2], dtype=np.intp)
+    plan = [_evictions(held & (columns == row)) for row in rows]
     for actions in plan:
         apply(widths, actions)
     freed = _freed(evidence, widths)
@@ -76,7 +77,7 @@ def spend(
         free = _evictions(unseen)
         enters = widths[:, :, -1:, 0] > 0
         useful = np.concatenate([seen, enters], axis=2)[*steps[:, :3].T]
-        groups = np.arange(len(steps)) if together is None else together
+        groups = np.arange(len(steps), dtype=np.intp) if together is None else together
         plan.append(
             _prefix(
                 evidence,
@@ -138,10 +139,10 @@ def _freed(evidence: Evidence, widths: NDArray[np.int32]) -> int:
 
 
 def _rows(
-    seen: NDArray[np.bool_], unseen: NDArray[np.bool_], column_order: NDArray[np.integer] | None
-) -> NDArray[np.integer]:
+    seen: NDArray[np.bool_], unseen: NDArray[np.bool_], column_order: NDArray[np.intp] | None
+) -> NDArray[np.intp]:
     """Columns that hold a page, by `column_order`, those that no layer can see first."""
-    order = np.arange(seen.shape[2]) if column_order is None else column_order
+    order = np.arange(seen.shape[2], dtype=np.intp) if column_order is None else column_order
     pages, seen_pages = (mask.sum(axis=(0, 1)) for mask in (seen | unseen, seen))
     order = order[pages[order] > 0]
     return order[np.argsort(seen_pages[order] > 0, kind="stable")]

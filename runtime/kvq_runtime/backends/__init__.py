@@ -168,16 +168,16 @@ class Rows(Generic[C]):
     wanted: NDArray[np.int64]
     exact_rows: int = 0
 
-    @classmethod
-    def plain(cls, cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> "Rows[C]":
-        """Tokens `ids` [T] right after those in the cache."""
-        return cls(
-            cache=cache,
-            ids=ids[:, None],
-            weights=np.ones((len(ids), 1), np.float32),
-            positions=cache.tokens + np.arange(len(ids), dtype=np.int64),
-            wanted=wanted,
-        )
+
+def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> Rows[C]:
+    """Tokens `ids` [T] right after those in the cache."""
+    return Rows(
+        cache=cache,
+        ids=ids[:, None],
+        weights=np.ones((len(ids), 1), np.float32),
+        positions=cache.tokens + np.arange(len(ids), dtype=np.int64),
+        wanted=wanted,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +251,7 @@ def forward_chain(
     For measuring and calibrating; what generates text has a `Sequence`.
     """
     cache.begin(len(ids))
-    rows = Rows.plain(cache, ids, wanted)
+    rows = plain_rows(cache, ids, wanted)
     logits = backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
     cache.commit(range(len(ids)))
     return logits

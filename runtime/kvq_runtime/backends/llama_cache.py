@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Holdings
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
-from kvq_runtime.backends import Rows
+from kvq_runtime.backends import Rows, plain_rows
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
     SEQUENCES,
@@ -278,7 +278,7 @@ class LlamaCppCache:
             part = np.array(ids[first : first + self.chunk_tokens], np.int64)
             self.begin(len(part))
             try:
-                self.forward(Rows.plain(self, part, np.zeros(0, np.int64)))
+                self.forward(plain_rows(self, part, np.zeros(0, np.int64)))
             except CacheError:
                 self.rewind(0)
                 raise

@@ -7,7 +7,7 @@ cache stand nowhere else) and for the texts of errors. Knows no session.
 import ctypes
 import importlib.util
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,7 @@ class Messages:
             self._lines.append(line)
 
     @contextmanager
-    def collected(self) -> Iterator[list[str]]:
+    def collected(self) -> Generator[list[str]]:
         """The lines of what happens inside, filled in at its end; one thread at a time."""
         found: list[str] = []
         with self._lock:

@@ -4,9 +4,10 @@ One graph, one `InferenceSession`; the state lives in the native cache behind it
 past or present tensors cross Python.
 """
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,6 @@ from kvq_runtime.backends import Pass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
-
 # Threads wait for the next node by spinning, but not for long: never spinning costs a quarter of a
 # decode step on an idle machine, spinning without limit burns a core between steps and doubles the
 # step when another program runs. A millisecond spans every node of a step.
@@ -33,6 +31,22 @@ SESSION_ENTRIES = {
 }
 ONLY_FATAL = 4
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
+
+
+class _Node(Protocol):
+    """An input of a graph."""
+
+    name: str
+
+
+class _InferenceSession(Protocol):
+    """What we use of `onnxruntime.InferenceSession`; the package comes without types."""
+
+    def get_inputs(self) -> Sequence[_Node]: ...
+    def get_overridable_initializers(self) -> Sequence[_Node]: ...
+    def run(
+        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]]
+    ) -> list[NDArray[np.float32]]: ...
 
 
 class OnnxBackend(PagedBackend):
@@ -82,7 +96,7 @@ class OnnxBackend(PagedBackend):
         if self.ranks_by_halves and one_pass.exact_rows:
             feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
         try:
-            logits = cast(NDArray[np.float32], self._session.run(["logits"], feeds)[0])
+            logits = self._session.run(["logits"], feeds)[0]
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
         wanted = [len(own.wanted) for own in rows]
@@ -102,9 +116,7 @@ def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:
 
 def session_options(threads: int) -> Any:
     """Options every session of ours runs with, `kvq bench`'s peer included."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
+    options = import_module("onnxruntime").SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ONLY_FATAL
@@ -113,9 +125,8 @@ def session_options(threads: int) -> Any:
     return options
 
 
-def _open(bundle: Bundle, threads: int) -> "InferenceSession":
-    import onnxruntime
-
+def _open(bundle: Bundle, threads: int) -> _InferenceSession:
+    onnxruntime = import_module("onnxruntime")
     options = session_options(threads)
     path = bundle.model_path
     try:
@@ -134,7 +145,7 @@ def _open(bundle: Bundle, threads: int) -> "InferenceSession":
 def _told(error: Exception) -> str:
     """What ONNX Runtime says; a message that repeats a file's bytes may be no text."""
     if isinstance(error, UnicodeDecodeError):
-        return cast(bytes, error.object).decode("utf-8", errors="replace")
+        return error.object.decode("utf-8", errors="replace")
     return str(error)
 
 

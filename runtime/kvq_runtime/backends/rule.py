@@ -195,7 +195,7 @@ class RuleBackend:
         logits = np.zeros((len(rows.wanted), self.model.vocab_size), np.float32)
         texts = [cache.text(first + row) for row in range(len(ids))]
         assert rows.positions.tolist() == [len(text) - 1 for text in texts]
-        for row, logit in zip(rows.wanted.tolist(), logits, strict=True):
+        for row, logit in zip(map(int, rows.wanted), logits, strict=True):
             answer = self.rule(texts[row])
             if isinstance(answer, int):
                 logit[answer] = RULE_LOGIT

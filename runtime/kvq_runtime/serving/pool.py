@@ -130,6 +130,23 @@ class SessionPool(Generic[S]):
         with self._wake:
             return len(self._scheduler.waiting), len(self._scheduler.running)
 
+    @property
+    def waiting(self) -> tuple[Job, ...]:
+        """Jobs that have not begun."""
+        with self._wake:
+            return self._scheduler.waiting
+
+    @property
+    def running(self) -> tuple[Job, ...]:
+        """Jobs that have begun, or begin once the disk has what their slot held."""
+        with self._wake:
+            return self._scheduler.running
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no further pass is made."""
+        return self._stopping
+
     def submit(self, job: Job) -> None:
         """Queues `job`. Raises `PoolError` when the queue is full or the pool is leaving."""
         with self._wake:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,7 @@ class SavedSessions:
         return best, length
 
     def save(
-        self, session: Session, tokens: Ids, replaces: SavedSession | None, owner: str = ""
+        self, session: Session[Any], tokens: Ids, replaces: SavedSession | None, owner: str = ""
     ) -> SavedSession:
         """Copies `session` to be written, over `replaces` if that is an earlier state of the text.
 
@@ -117,11 +118,11 @@ class SavedSessions:
         self.writer.put(Parcel(path=row.path, taken=taken, done=done))
         return row
 
-    def fits(self, session: Session) -> bool:
+    def fits(self, session: Session[Any]) -> bool:
         """Whether `session` is small enough to be kept."""
         return len(session.tokens) * session.stats().bytes_per_token <= self._limit_bytes
 
-    def load(self, session: Session, row: SavedSession) -> bool:
+    def load(self, session: Session[Any], row: SavedSession) -> bool:
         """Makes `session` the saved one; False, and the file gone, when it cannot be used."""
         try:
             taken = self.writer.held(row.path)

@@ -6,6 +6,7 @@ Owns prefix reuse and the choice of who gives way. Knows sessions and tokens, no
 import contextlib
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from kvq.errors import KvqError
 from kvq_runtime.sequence import common_prefix
@@ -19,7 +20,7 @@ WORTH_SAVING_TOKENS = 32
 class Slot:
     """One session whose bytes are taken once; its content changes hands."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session[Any]) -> None:
         self.session = session
         self.tokens: Ids = as_ids(())
         self.owner = ""
@@ -78,7 +79,7 @@ class Slot:
 class Slots:
     """All slots of a pool, and the sessions that had to leave them."""
 
-    def __init__(self, open_session: Callable[[], Session], count: int, saved: SavedSessions):
+    def __init__(self, open_session: Callable[[], Session[Any]], count: int, saved: SavedSessions):
         self._open_session = open_session
         self.saved = saved
         self.all = [Slot(open_session()) for _ in range(count)]

@@ -118,12 +118,12 @@ def test_chats_at_once_write_what_is_counted(
         return forward(backend, one_pass)
 
     monkeypatch.setattr(OnnxBackend, "forward", counted)
-    words = ["--suite", "serve", "--shape", "tiny", "--chats", "4,1", "--context", "64"]
+    words = ["--suite", "serve", "--shape", "tiny", "--chats", "4,1", "--context", "65"]
     words += ["--repeat", "3", "--threads", "1", "--kv", "8:8"]
     assert main(["bench", *words, "--json"]) == 0, capsys.readouterr().err
     data = json.loads(capsys.readouterr().out)
     facts = (data["suite"], data["kv"], data["context"], data["new_tokens"])
-    assert facts == ("serve", "8:8", 64, 64)
+    assert facts == ("serve", "8:8", 65, 64)
     assert data["rows"] == [
         {"chats": 1, "tok_s": 64.0, "ratio": 1.0},
         {"chats": 4, "tok_s": 256.0, "ratio": 4.0},
@@ -137,7 +137,7 @@ def test_chats_at_once_write_what_is_counted(
     assert main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "4              256.0           64.0  4.00 x" in out
-    assert "answers of 64 tokens after 64" in out
+    assert "answers of 64 tokens after 65" in out
 
 
 def test_chats_that_cannot_be_measured_are_refused(
@@ -145,7 +145,7 @@ def test_chats_that_cannot_be_measured_are_refused(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
-    words = ["bench", "--suite", "serve", "--shape", "tiny", "--context", "64", "--repeat", "1"]
+    words = ["bench", "--suite", "serve", "--shape", "tiny", "--context", "65", "--repeat", "1"]
     # refused in the pool's own thread
     assert main([*words, "--chats", "1,4", "--kv-budget", "1KiB"]) == 2
     assert "cannot hold" in capsys.readouterr().err
@@ -155,8 +155,8 @@ def test_chats_that_cannot_be_measured_are_refused(
     assert "--chats 0 is not possible: give 1 to 64" in capsys.readouterr().err
     assert main([*words, "--chats", "1", "--linear", "ort"]) == 2
     assert "knows no --linear" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--context 63 is not possible: give 64"):
-        ChatsJob(chats=(1,), context=63)
+    with pytest.raises(UsageError, match="--context 64 is not possible: give 65"):
+        ChatsJob(chats=(1,), context=64)
 
 
 def test_of_a_hundred_values_the_ninety_fifth() -> None:

@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 
 from chat_pilot import gated, meter, run, say, shown, telling, until
 from kvq_apps import cli
+from kvq_apps.chat import app as app_module
 from kvq_apps.chat import controller, engine_link, keys
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError, Turn
@@ -146,7 +147,7 @@ def test_cancel_in_prefill_stops_within_a_chunk() -> None:
         await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].state == "stopped"
         assert app.controller.conversation.messages[-1].text == ""
-        assert len(client._tokens) == 0
+        assert len(client.tokens) == 0
 
     run(script, client)
 
@@ -471,7 +472,7 @@ def test_what_is_too_long_to_be_summed_up_at_once_is_halved() -> None:
         for text in ("foxes", "hens", "ducks", "geese"):
             await say(app, pilot, text)
         # The same chat in a smaller context.
-        client._facts = dataclasses.replace(client._facts, context_tokens=200)
+        client.facts = dataclasses.replace(client.facts, context_tokens=200)
         app.prompt.fill("swans")
         await pilot.press("enter")
         await choose(app, pilot, "summarise")
@@ -547,9 +548,7 @@ def test_a_chat_is_resumed_with_its_kv(tmp_path: Path) -> None:
         assert app.controller.engine.stats.cached_tokens == 0
 
     client = FakeClient()
-    client._facts = client._facts.__class__(**{
-        name: getattr(client._facts, name) for name in client._facts.__slots__
-    } | {"k_bits": 8})  # fmt: skip
+    client.facts = dataclasses.replace(client.facts, k_bits=8)
     run(other_plan, client, folder=tmp_path, latest=True)
 
 
@@ -680,7 +679,7 @@ def help_of_app() -> str:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await pilot.press("f1")
         assert isinstance(app.screen, HelpScreen)
-        texts.append(app.screen._text)
+        texts.append(app.screen.text)
         await pilot.press("escape")
 
     run(script)
@@ -749,7 +748,7 @@ def settings_file(folder: Path, patch: pytest.MonkeyPatch, content: str) -> Path
 
 def settings_of(*words: str) -> ChatSettings:
     """What `kvq chat WORDS` starts the chat with."""
-    return chat_command._settings(cli._parse(["chat", *words]))
+    return chat_command.chat_settings(cli.parse(["chat", *words]))
 
 
 def test_settings_come_from_flag_environment_project_user_in_this_order(
@@ -906,12 +905,16 @@ def test_the_editor_round_trip_keeps_the_text(
 # Leaving
 
 
-def test_ctrl_c_twice_quits_and_once_does_not() -> None:
+def test_ctrl_c_twice_quits_and_once_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(app_module, "monotonic", lambda: now)
+
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await pilot.press("ctrl+c")
         await pilot.pause()
         assert not app._exit
-        app._interrupted_s -= 2
+        nonlocal now
+        now += 2
         await pilot.press("ctrl+c")
         await pilot.pause()
         assert not app._exit

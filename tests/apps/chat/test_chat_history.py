@@ -301,7 +301,8 @@ def test_migrations_run_once_after_copying_the_file(
     script = "ALTER TABLE chat ADD COLUMN colour TEXT; UPDATE chat SET colour = 'red'"
     monkeypatch.setattr(history_module, "MIGRATIONS", (*MIGRATIONS, script))
     history = History(path)
-    assert history._db.execute("SELECT colour FROM chat").fetchone()[0] == "red"
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT colour FROM chat").fetchone() == ("red",)
     assert texts_of(history, chat.id) == ["old"]
     history.close()
     copy = path.with_name(f"chats.sqlite3.version-{len(MIGRATIONS)}")
@@ -436,10 +437,9 @@ def test_a_database_of_the_first_version_gets_its_summaries(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_module, "MIGRATIONS", MIGRATIONS[:1])
-    old = History(path)
-    old._db.execute("INSERT INTO chat (id, title, created, updated) VALUES ('c', 'old', 1, 1)")
-    old._db.commit()
-    old.close()
+    History(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO chat (id, title, created, updated) VALUES ('c', 'old', 1, 1)")
     monkeypatch.setattr(history_module, "MIGRATIONS", MIGRATIONS)
     history = History(path)
     saved = history.saved_chat("c")
@@ -449,17 +449,18 @@ def test_a_database_of_the_first_version_gets_its_summaries(
     history.close()
 
 
-def test_chunks_wait_250_ms_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_wait_250_ms_at_most(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(conversation_module, "monotonic", lambda: now[0])
-    history = History(None)
+    history = History(path)
     chat = talk(history, "q")
     chat.add("assistant", "")
     for _ in range(100):
         chat.feed("x")
         now[0] += 1 / 64
-    rows = history._db.execute("SELECT text FROM chunk ORDER BY message_id, seq").fetchall()
-    assert [len(row["text"]) for row in rows][1:] == [1, *[16] * 6]
+    with sqlite3.connect(path) as db:
+        rows = db.execute("SELECT length(text) FROM chunk ORDER BY message_id, seq").fetchall()
+    assert [length for (length,) in rows][1:] == [1, *[16] * 6]
     now[0] += 1
     chat.feed("")
     assert len(history.branch(chat.id)[-1].text) == 100

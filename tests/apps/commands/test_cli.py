@@ -242,7 +242,7 @@ def test_model_and_prompt(
         monkeypatch.setenv("KVQ_MODEL", variable)
     arguments = build_parser("run").parse_args(["run", *words])
     layers.fill(arguments, layers.environment_layer)
-    assert run_command._model_and_prompt(arguments) == expected
+    assert run_command.model_and_prompt(arguments) == expected
 
 
 # Running

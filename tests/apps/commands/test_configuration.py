@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvq_apps import configuration, flags, options
-from kvq_apps.cli import _parse, main
+from kvq_apps.cli import main, parse
 from kvq_apps.serve import instances
 from kvq_runtime import device
 
@@ -51,7 +51,7 @@ def project_file(home: Path) -> Path:
 
 
 def parsed(*words: str, command: str = "run") -> Namespace:
-    return _parse([command, *words, *(["hi"] if command == "run" else [])])
+    return parse([command, *words, *(["hi"] if command == "run" else [])])
 
 
 def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -244,7 +244,7 @@ def test_a_server_on_a_socket_alone(rule: Rule, tmp_path: Path) -> None:
             rule.backend.shut = True
             connection.sendall(request_bytes("POST", COMPLETIONS, {"prompt": "x"}))
             wait_until(lambda: rule.backend.arrivals == len(rule.backend.passes) + 1)
-            (job,) = server.pool._scheduler.running
+            (job,) = server.pool.running
         wait_until(lambda: job.cancelled)
         rule.backend.open()
         wait_until(lambda: server.pool.queue == (0, 0))

@@ -9,6 +9,7 @@ import pytest
 
 from kvq.errors import SnapshotError
 from kvq_runtime import snapshot
+from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from serving import PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
@@ -92,20 +93,19 @@ def test_a_full_writer_holds_up_only_who_needs_it(tmp_path: Path, disk: SlowDisk
         leaving = stack.enter_context(send(server, COMPLETIONS, prompt(6)))
         wait_until(lambda: sum(server.pool.queue) == 3)
         backend.let(10)
-        wait_until(lambda: len(server.pool._arriving) == 2)
+
+        def arriving() -> list[Job]:
+            return [job for job in server.pool.running if job.waits]
+
+        wait_until(lambda: len(arriving()) == 2)
         leaving.close()
         # Told to leave, or gone already if the engine still had a pass to make.
-        wait_until(
-            lambda: (
-                len(server.pool._arriving) == 1
-                or any(job.cancelled for job in server.pool._arriving)
-            )
-        )
+        wait_until(lambda: len(arriving()) == 1 or any(job.cancelled for job in arriving()))
         backend.open()
         assert len(Reply(read_all(talk)).json["choices"][0]["text"]) >= 30
         wait_until(lambda: server.pool.queue == (0, 1))
         assert disk.ended == 0
-        assert len(server.pool._arriving) == 1
+        assert len(arriving()) == 1
         assert not any(ids == [75] * 16 for ids in backend.passes)
         disk.let(1)
         assert Reply(read_all(waiting)).status == 200
