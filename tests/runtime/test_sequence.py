@@ -192,11 +192,9 @@ class Letters:
         return ""
 
 
-def open_session(
-    drafter: Drafter | None, seed: int, rule: RuleBackend | None = None
-) -> Session[RuleCache]:
+def open_session(rule: RuleBackend, drafter: Drafter | None, seed: int) -> Session[RuleCache]:
     session = Session(
-        backend=rule or backend(),
+        backend=rule,
         config=config(seed=seed, draft_tokens=6, chunk_tokens=8),
         vocabulary=Vocabulary(stop_ids=frozenset({END}), detokenizer=Letters),
     )
@@ -207,7 +205,7 @@ def open_session(
 
 def answer(drafter: Drafter | None, options: GenerationOptions, seed: int) -> tuple:
     rule = backend()
-    session = open_session(drafter, seed, rule)
+    session = open_session(rule, drafter, seed)
     generation = session.begin(options)
     steps = []
     while generation.finish_reason is None:
@@ -270,7 +268,7 @@ def test_a_right_draft_saves_its_passes() -> None:
         Oracle(0, 1, trees=False, greedy=list(tokens)), options, 5
     )
     assert drafted == tokens
-    session = open_session(Oracle(0, 1, trees=False, greedy=list(tokens)), 5)
+    session = open_session(backend(), Oracle(0, 1, trees=False, greedy=list(tokens)), 5)
     list(session.generate(22, sampling=options.sampling, stop_ids=()))
     stats = session.stats()
     assert (stats.drafted_tokens, stats.accepted_tokens) == (17, 17)
@@ -297,7 +295,7 @@ def test_a_generation_is_driven_by_logits_made_by_hand() -> None:
 
 def test_a_drafter_follows_rollback_align_and_restore() -> None:
     drafter = Guesser(0, 0.5, trees=True, greedy=[])
-    session = open_session(drafter, 7)
+    session = open_session(backend(), drafter, 7)
     for step in range(4):
         list(session.generate(5, stop_ids=()))
         assert drafter.text == list(session.tokens[: len(drafter.text)])
@@ -322,7 +320,7 @@ def test_a_drafter_that_proposes_what_cannot_be_is_refused(ids: tuple[int, ...])
         def propose(self, room: int) -> Draft:
             return Draft(ids=ids)
 
-    session = open_session(Wrong(0, 0, trees=False, greedy=[]), 1)
+    session = open_session(backend(), Wrong(0, 0, trees=False, greedy=[]), 1)
     with pytest.raises(UsageError, match="Wrong proposed"):
         list(session.generate(5, stop_ids=()))
     session.drafter = None
