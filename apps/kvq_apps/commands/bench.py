@@ -51,7 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME,..",
         type=flag_values.names,
         default=(),
-        help="operators to multiply the same weights with: kvq, ort (default: the model's own)",
+        help="operators to multiply the same weights with: kvq, ort (default: the model's own) "
+        "[KVQ_LINEAR]",
     )
 
 
