@@ -5,6 +5,7 @@ cache stand nowhere else) and for the texts of errors. Knows no session.
 """
 
 import ctypes
+import importlib
 import importlib.util
 from collections import deque
 from collections.abc import Generator
@@ -67,14 +68,14 @@ class LlamaLibrary:
     """The functions of llama.cpp, and its messages. Made once: its log has one receiver."""
 
     def __init__(self) -> None:
-        import llama_cpp  # pyright: ignore[reportMissingImports]
-
-        self.functions: Any = llama_cpp
-        self.version: str = llama_cpp.__version__
+        # By name: its types are known only where the extra is installed.
+        functions: Any = importlib.import_module("llama_cpp")
+        self.functions = functions
+        self.version: str = functions.__version__
         self.messages = Messages()
-        self._callback = llama_cpp.llama_log_callback(self.messages.receive)
-        llama_cpp.llama_log_set(self._callback, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
+        self._callback: Any = functions.llama_log_callback(self.messages.receive)
+        functions.llama_log_set(self._callback, ctypes.c_void_p(0))
+        functions.llama_backend_init()
 
 
 @cache

@@ -330,14 +330,14 @@ def tmux(home: dict[str, str], tmp_path: Path, editor: Path) -> Iterator[Tmux]:
 
 @pytest.mark.slow
 def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path) -> None:
-    tmux.run("--engine", "fake:tok_ms=20,tokens=200,context=100000")
+    tmux.run("--engine", "fake:tok_ms=40,tokens=100,context=100000")
     tmux.type("你好 👋 e\u0301")
     tmux.until("你好 👋 e\u0301")
     tmux.keys("M-Enter")
     tmux.type("line two")
     tmux.until("│ line two")
     tmux.keys("Enter")
-    tmux.until("You asked: 你好 👋 e\u0301", "word199")
+    tmux.until("You asked: 你好 👋 e\u0301", "word99")
     paste = tmp_path / "paste"
     paste.write_text("pasted words of a line\n" * 9000 + "the very last")
     assert paste.stat().st_size > 200_000
@@ -347,7 +347,7 @@ def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path
     tmux.keys("Enter")
     tmux.until("stop the reply")
     tmux.resize(120, 40)
-    tmux.until("You asked: pasted words of a line", "word199")
+    tmux.until("You asked: pasted words of a line", "word99")
     tmux.keys("C-c")
     tmux.until("press Ctrl+C again to quit")
     tmux.keys("C-c")
