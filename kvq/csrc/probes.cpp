@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attend.h"
 #include "rotary.h"
 #include "visibility.h"
 
@@ -66,7 +67,7 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
     for (int t = 0; t < tokens; t++) {
-        const int32_t token = arena_.state->tokens + tail.depth(tail.first_row() + t);
+        const int32_t token = tail.branch().at + tail.depth(tail.first_row() + t);
         const int at = slot(token);
         if (at < 0) continue;
         if (a.layer == 0) arena_.probes[at] = {token, static_cast<int32_t>(positions[t])};
@@ -85,9 +86,14 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     }
 }
 
+void Probes::forget_tokens(int first) {
+    for (int i = 0; i < slots(); i++)
+        if (arena_.probes[i].token >= first) arena_.probes[i].token = -1;
+}
+
 void Probes::forget_from(const Tail& tail, int kept_rows) {
     for (int row = kept_rows; kept() && row < tail.branch().rows; row++) {
-        const int32_t token = arena_.state->tokens + tail.depth(row);
+        const int32_t token = tail.branch().at + tail.depth(row);
         const int at = slot(token);
         if (at >= 0 && arena_.probes[at].token == token) arena_.probes[at].token = -1;
     }
@@ -96,7 +102,7 @@ void Probes::forget_from(const Tail& tail, int kept_rows) {
 void Probes::settle(const Tail& tail, const int32_t* rows, int count) {
     if (!kept() || tail.branch().chain) return;
     for (int i = 0; i < count; i++) {
-        const int at = slot(arena_.state->tokens + i);
+        const int at = slot(tail.branch().at + i);
         if (at >= 0 && !tail.newest_of_depth(rows ? rows[i] : i)) arena_.probes[at].token = -1;
     }
 }
@@ -168,24 +174,25 @@ struct Observation {
 
     template <class Look>
     void each_page(Look&& look) {
-        for (int c = 0; c < pages.columns(); c++) {
-            const Entry& e = pages.entry(stream, c);
+        for (int i = 0; i < pages.views(); i++) {
+            const View& view = pages.view_at(i);
+            const Entry& e = pages.entry(stream, view.column);
             const uint64_t* masks;
-            if (e.k_bits && sight.page(pages.column(c), masks))
-                look(c, rotated.queries(block, pages.column(c).delta), pages.view(e, false), masks);
+            if (e.k_bits && sight.page(view, masks))
+                look(view.column, rotated.queries(block, view.delta), pages.view(e, false), masks);
         }
     }
 
     // Attention over everything, for the weights' denominator and the output.
-    void attend(const Tail& tail, const int32_t* positions) {
+    void attend(const Tail& tail, const int32_t* positions, const int32_t* deltas) {
         const Kernels& kernel = kernels();
         const int dim = block.head_dim;
         for (int i = 0; i < tail.used(); i += kPageTokens) {
             const int count = std::min(kPageTokens, tail.used() - i);
             const uint64_t* masks;
             if (sight.committed(positions + i, count, masks))
-                kernel.tile(block, tail.rows(stream, 0) + int64_t{i} * dim,
-                            tail.rows(stream, 1) + int64_t{i} * dim, count, masks);
+                attend_tile(block, sight, rotated, tail.rows(stream, 0) + int64_t{i} * dim,
+                            tail.rows(stream, 1) + int64_t{i} * dim, deltas + i, count, masks);
         }
         each_page([&](int, const float* q, const PageView& page, const uint64_t* masks) {
             kernel.page(block, q, page, masks);
@@ -217,7 +224,8 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
                      float* queries) const {
     int slots[probe_slots(KVQ_MOST_DRAFT_TOKENS)];
     const int count = usable(tokens, slots);
-    const int64_t columns = pages.columns(), heads = arena_.config().kv_heads;
+    const int columns = pages.columns();
+    const int64_t heads = arena_.config().kv_heads;
     const int64_t dim = arena_.config().head_dim, streams = arena_.streams();
     std::memset(facts, 0,
                 sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * streams * columns));
@@ -230,31 +238,36 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
         load(block, sight, layer, s % static_cast<int>(heads), slots, count);
         Observation seen_by{block, sight, layer,
                             pages, s,     Rotated(layer.inv_freq, layer.attention.rotary_pairs)};
-        seen_by.attend(tail, arena_.tail_positions);
+        seen_by.attend(tail, arena_.tail_positions, arena_.tail_deltas);
         const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
         average(block, unit, queries + s * dim, queries + (streams + s) * dim,
                 queries + (2 * streams + s) * dim);
         const auto fact = [&](int which, int64_t c) -> float& {
             return facts[(which * streams + s) * columns + c];
         };
+        // What views of one page see adds up; the rows are those that see most of them.
         seen_by.each_page([&](int c, const float* q, const PageView& page, const uint64_t* masks) {
             PageEvidence seen;
             kernels().evidence(block, q, page, masks, unit, seen);
-            if (!seen.rows) return;
-            // What was summed over rows becomes a mean.
-            const float rows = static_cast<float>(seen.rows), mass = seen.mass / rows;
-            fact(KVQ_MASS, c) = mass;
-            fact(KVQ_KEY_ERROR, c) = seen.key_error / rows;
-            fact(KVQ_VALUE_ERROR, c) = seen.value_error / rows;
-            fact(KVQ_EVICT_ERROR, c) = seen.evict_error / rows;
-            const Entry& e = pages.entry(s, c);
-            const uint8_t fallen = static_cast<uint8_t>(std::max(1, e.peak_mass - kPeakStep));
-            const float before = e.mean_mass ? mass_of(e.mean_mass) : mass;
-            pages.remember(s, c, std::max(mass_code(mass), fallen),
-                           mass_code(before + kMeanShare * (mass - before)));
+            fact(KVQ_MASS, c) += seen.mass;
+            fact(KVQ_KEY_ERROR, c) += seen.key_error;
+            fact(KVQ_VALUE_ERROR, c) += seen.value_error;
+            fact(KVQ_EVICT_ERROR, c) += seen.evict_error;
+            float& rows = fact(KVQ_PEAK_MASS, c);
+            rows = std::max(rows, static_cast<float>(seen.rows));
         });
-        for (int64_t c = 0; c < columns; c++) {
-            const Entry& e = pages.entry(s, static_cast<int>(c));
+        for (int c = 0; c < columns; c++) {
+            const Entry& e = pages.entry(s, c);
+            if (const float rows = fact(KVQ_PEAK_MASS, c); rows > 0) {
+                // What was summed over rows becomes a mean.
+                for (int which : {KVQ_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR})
+                    fact(which, c) /= rows;
+                const float mass = fact(KVQ_MASS, c);
+                const uint8_t fallen = static_cast<uint8_t>(std::max(1, e.peak_mass - kPeakStep));
+                const float before = e.mean_mass ? mass_of(e.mean_mass) : mass;
+                pages.remember(s, c, std::max(mass_code(mass), fallen),
+                               mass_code(before + kMeanShare * (mass - before)));
+            }
             fact(KVQ_PEAK_MASS, c) = e.k_bits ? mass_of(e.peak_mass) : 0.0f;
             fact(KVQ_MEAN_MASS, c) = e.k_bits ? mass_of(e.mean_mass) : 0.0f;
         }

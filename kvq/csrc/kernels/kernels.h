@@ -68,8 +68,8 @@ struct Kernels {
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.
     void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D].
-    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n,
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `page`.
+    void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
     // `page`; unit turns its products with keys into natural logits.
