@@ -94,9 +94,10 @@ int PageTable::split_column(int first, int last, int start, int stop, int by, Vi
         const int64_t token = before.first_token;
         before.mask &= low_bits(start - token);
         behind.mask &= ~low_bits(stop - token);
-        behind.delta += by, behind.first_token += by;
         if (before.mask) count = join(out, count, before);
-        if (behind.mask) count = join(out, count, behind);
+        if (!behind.mask) continue;
+        behind.delta += by, behind.first_token += by;
+        count = join(out, count, behind);
     }
     return count;
 }

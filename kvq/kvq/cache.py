@@ -274,6 +274,10 @@ class Cache:
         """Rolls back to the first `tokens` tokens."""
         self._engine.trim(tokens)
 
+    def why_not_edit(self) -> str | None:
+        """Why nothing in the middle can be replaced, or None: it always can."""
+        return None
+
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
 

@@ -142,9 +142,7 @@ class _Places:
     def views(self) -> list[View]:
         """Those of a page of these rows, as many as they have places."""
         found: dict[tuple[int, int, int], View] = {}
-        rows = zip(
-            self.tokens.tolist(), self.positions.tolist(), self.deltas.tolist(), strict=True
-        )
+        rows = zip(self.tokens.tolist(), self.positions.tolist(), self.deltas.tolist(), strict=True)
         for slot, (token, position, delta) in enumerate(rows):
             place = (position - delta - slot, delta, token - slot)
             view = found.setdefault(place, View(*place, mask=0))
