@@ -108,6 +108,15 @@ class Cache:
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
         return max(1, min(self.arena.draft_tokens, floats - 1 - self._engine.tail_rows))
 
+    @property
+    def tree_room(self) -> int:
+        """Rows of `draft_room` that may be a tree: those that are read with one tile of 64 rows.
+
+        Within it a row's result does not depend on where it stands, so that a path through a tree
+        has, bit for bit, what it would have alone.
+        """
+        return min(self.draft_room, PAGE_TOKENS - self._engine.tail_rows % PAGE_TOKENS)
+
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
     ) -> None:

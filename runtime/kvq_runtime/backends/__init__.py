@@ -106,8 +106,9 @@ class SequenceCache(Protocol):
     begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
     the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
-    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
-    exactly; the loop computes what is missing again.
+    its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
+    `tokens` tokens: fewer, where a cache cannot go back exactly; the loop computes what is missing
+    again.
     """
 
     @property
@@ -130,6 +131,9 @@ class SequenceCache(Protocol):
 
     @property
     def draft_room(self) -> int: ...
+
+    @property
+    def tree_room(self) -> int: ...
 
     def holdings(self) -> Holdings: ...
 
@@ -202,12 +206,14 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
+    `offers` is what a drafter may need beyond passes over chains: "trees", guesses that branch.
     """
 
     name: str
     cache_kind: str
     model: ModelFacts
     weight_bytes_per_step: int
+    offers: frozenset[str]
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

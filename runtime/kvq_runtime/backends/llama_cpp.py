@@ -47,6 +47,7 @@ class LlamaCppBackend:
     """One model; every session is a context of its own."""
 
     name = "llama.cpp"
+    offers = frozenset[str]()
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         reason = self.missing()

@@ -19,6 +19,7 @@ class PagedBackend:
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
     cache_kind: str
+    offers = frozenset({"trees"})
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
