@@ -433,9 +433,7 @@ class NativeCache:
     def key_squares(self, layer: int) -> NDArray[np.float32]:
         count = self._held.columns
         squares = np.zeros((self.arena.shape.num_kv_heads, count, PAGE_TOKENS), np.float32)
-        _check(
-            self._library.kvq_cache_key_squares(self.handle, layer, count, pointer(squares))
-        )
+        _check(self._library.kvq_cache_key_squares(self.handle, layer, count, pointer(squares)))
         return squares
 
     def page(self, layer: int, head: int, column: int) -> bytes:

@@ -480,8 +480,9 @@ class ReferenceCache:
                 ]
                 rows = np.concatenate([look.rows for look in looks])
                 outputs = np.concatenate([look.outputs for look in looks])
-                queries[:, layer, head] = rows.mean(axis=0), *(
-                    np.square(x).mean(axis=0) for x in (rows, outputs)
+                queries[:, layer, head] = (
+                    rows.mean(axis=0),
+                    *(np.square(x).mean(axis=0) for x in (rows, outputs)),
                 )
                 self._record(layer, head, looks[0], looks[1], facts[:, layer, head])
         return facts, queries
@@ -553,9 +554,8 @@ class ReferenceCache:
     def constants(self, layer: int) -> tuple[Half, Half]:
         """Scales and minima of a layer float16: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
         heads, dim = self.arena.shape.num_kv_heads, self.arena.shape.head_dim
-        out = tuple(
-            np.zeros((heads, len(self.table), 2, size), np.float16) for size in (dim, PAGE_TOKENS)
-        )
+        pages = (heads, len(self.table), 2)
+        out = np.zeros((*pages, dim), np.float16), np.zeros((*pages, PAGE_TOKENS), np.float16)
         for head, c, page in self._layer_pages(layer):
             for side in (KEYS, VALUES):
                 out[side][head, c] = page.scale[side], page.minimum[side]

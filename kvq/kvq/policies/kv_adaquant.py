@@ -5,8 +5,8 @@ Frobenius norm of the weights that make them, and raises from the least width wh
 error per bit. Widths only fall here, so the same greedy runs from the top: lower the side of the
 layer that adds least error per bit. Pages of a layer go oldest first inside a rung, and when all is
 at 2 bits the oldest pages are evicted. Norms are those of the weights as stored; a model that was
-exported without calibration has none and gets a prior: keys as if their norm were 2^`KEY_BITS` times
-the values' (the paper's measured ratios are 2^1.0 to 2^2.6), the first and last two layers
+exported without calibration has none and gets a prior: keys as if their norm were 2^`KEY_BITS`
+times the values' (the paper's measured ratios are 2^1.0 to 2^2.6), the first and last two layers
 2^`EDGE_BITS` times the others'.
 
 Option `measured=1` puts in the place of norms what calibration measured: the divergence when one
@@ -27,8 +27,8 @@ from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
 from kvq.policies.spend import held_pages
 
-KEY_BITS = 1
-EDGE_BITS = 2
+KEY_BITS = 2
+EDGE_BITS = 4
 EDGE_LAYERS = 2
 
 Losses = NDArray[np.float64]  # [L, 2, widths]: side 0 are the keys

@@ -45,7 +45,8 @@ class L2Norm(Scorer):
         """[Hk, C]: short keys of each page, and a fraction that says how short the shortest is."""
         held = evidence.widths[layer, :, :, 0] > 0
         squares = np.where(held[..., None], evidence.key_squares(layer), np.inf)
-        ordered = np.sort(squares.reshape(len(held), -1), axis=1)
+        every = squares.reshape(len(held), -1)
+        ordered = np.sort(np.pad(every, ((0, 0), (0, 1)), constant_values=np.inf), axis=1)
         count = np.rint(self.low * squares.shape[-1] * held.sum(axis=1)).astype(int)
         threshold = np.take_along_axis(ordered, np.maximum(count - 1, 0)[:, None], axis=1)
         short = (squares <= threshold[..., None]).sum(axis=-1)
