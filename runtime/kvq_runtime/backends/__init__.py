@@ -103,11 +103,11 @@ class SequenceCache(Protocol):
     A pass is `begin`, the pass, and `commit` or `rewind`; several passes may add to one branch.
     `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
-    begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`. `commit(path)` keeps these rows, each
-    the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
-    `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
-    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
-    exactly; the loop computes what is missing again.
+    begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`.
+    `commit(path)` keeps these rows, each the parent of the next; `rewind(n)` keeps the first n rows
+    as they are, and the branch open. `draft_room` is how many rows a pass may have so that each
+    gets what it would get in a pass of its own. `trim` keeps at most the first `tokens` tokens:
+    fewer, where a cache cannot go back exactly; the loop computes what is missing again.
     """
 
     @property

@@ -128,8 +128,9 @@ class RuleCache:
 class RuleBackend:
     """After the tokens t comes the token `rule(t)`, or one chosen by the logits [V] it gives.
 
-    `rule_of` holds other rules for passes of a mode. `passes` are the passes made, each a list of the ids of its sequences, and `caches` the caches
-    opened. `on_pass` is called before each pass: it may wait or raise.
+    `rule_of` holds other rules for passes of a mode. `passes` are the passes made, each a list of
+    the ids of its sequences, and `caches` the caches opened. `on_pass` is called before each pass:
+    it may wait or raise.
     """
 
     name = cache_kind = "rule"

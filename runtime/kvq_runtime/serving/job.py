@@ -34,7 +34,7 @@ class Job:
     """What one client asked for. Made by its handler, worked on by the pool's thread alone.
 
     Setting `cancelled`, from anywhere, ends it before its next pass. `waits` is the pool's own:
-    it has a slot, but what that holds cannot be put aside yet; `call` is what it asks of its next pass.
+    it has a slot, but what that holds cannot be put aside yet; `call` is what it asks for next.
     """
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
