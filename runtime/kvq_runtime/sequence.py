@@ -341,12 +341,12 @@ class Branch(Generic[C]):
         self._cache.rewind(num_rows)
         del self._ids[num_rows:], self._depths[num_rows:], self._guessed[num_rows:]
         self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
+        self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
 
     def forget(self) -> None:
         """Forgets every row that was not committed."""
         if self._ids:
-            self._cache.rewind(0)
-            self._ids = []
+            self.rewind(0)
 
     def _begin(
         self,
