@@ -120,7 +120,8 @@ FLAGS: dict[str, Flag] = {
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
-    "task": Flag("what to measure", choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
+    "task": Flag("what to measure",
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",

@@ -1,4 +1,4 @@
-"""Several drafts at places in texts: how near the best of k comes to what stands there, and its time.
+"""Several drafts at places in texts: how near the best of k comes to the truth, and its time.
 
 A place is `context` tokens of a text; what stands there next is the truth. All methods write at
 the same places, one after the other at each, so that what the machine does to one it does to all.
