@@ -5,6 +5,7 @@ pool of many, a test with logits made by hand) runs those and comes back with th
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,11 +16,12 @@ from kvq.errors import UsageError
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.config import Sampling
-from kvq_runtime.constraint import Constraint, Grammar, Grammars
+from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide
 from kvq_runtime.drafter import NO_DRAFT, Draft
 from kvq_runtime.healing import Beginning
-from kvq_runtime.sampling import likeliest, log_probability, sample
+from kvq_runtime.sampling import candidates, draw, likeliest, log_probability
 from kvq_runtime.stop_strings import StopStrings
+from kvq_runtime.verify import accept
 
 Cancel = Callable[[], bool]
 
@@ -150,6 +152,17 @@ class GenerationOptions:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
 
+    def ends(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """The tokens that end the answer."""
+        return vocabulary.stop_ids if self.stop_ids is None else self.stop_ids
+
+    def beginning(self, vocabulary: Vocabulary) -> Beginning | Guide:
+        """What may come next at the answer's start. Raises `UsageError` as `Generation` does."""
+        beginning = Beginning(vocabulary.pieces, self.begin_with)
+        if self.grammar is None:
+            return beginning
+        return self.grammar.guide(beginning, self.ends(vocabulary))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
@@ -186,13 +199,8 @@ class Generation:
         self._room = room
         self._new = 0
         self._generator = generator
-        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
-        beginning = Beginning(vocabulary.pieces, options.begin_with)
-        self._beginning = (
-            beginning
-            if options.grammar is None
-            else options.grammar.guide(beginning, self._stop_ids)
-        )
+        self._stop_ids = options.ends(vocabulary)
+        self._beginning = options.beginning(vocabulary)
         self._detokenizer = vocabulary.detokenizer()
         if options.shown:
             self._detokenizer.show(options.shown)
@@ -229,37 +237,51 @@ class Generation:
         """Chooses tokens along `draft` while they agree with it, and one more.
 
         `logits` float32 [1 + len(draft.ids), V]: after the text, and after each drafted token.
-        Every token is sampled as plain decoding samples it, with the same random numbers in the
-        same order, so the answer is the same with any draft. `cancel` is asked after each token.
+        Along a draft without probabilities every token is sampled as plain decoding samples it,
+        with the same random numbers in the same order, so the answer is the same; along others it
+        has the same distribution, see `verify.accept`. `cancel` is asked after each token.
         """
         place, path, steps, prompt_tokens = -1, list[int](), list[Step](), 0
         while True:
-            token, step = self._choose(logits[place + 1], cancel)
+            own = logits[place + 1]
+            token, guess = accept(*self._candidates(own), draft, place, self._generator)
+            step = self._step(own, token, cancel)
             prompt_tokens += step is None
             steps += [] if step is None else [step]
-            drafted = draft.after(place, token)
-            if self.finish_reason is not None or drafted is None:
+            if self.finish_reason is not None or guess is None:
                 return Taken(
                     path=tuple(path), token=token, steps=tuple(steps), prompt_tokens=prompt_tokens
                 )
-            path.append(drafted)
-            place = drafted
+            path.append(guess)
+            place = guess
 
-    def _choose(self, logits: NDArray[np.float32], cancel: Cancel) -> tuple[int, Step | None]:
-        """The next token, and its step unless it only spells the prompt's end."""
-        options, allowed = self._options, self._beginning.allowed
-        token = sample(logits, options.sampling, self._history, self._generator, allowed)
+    def foresight(self) -> "Foresight":
+        """A sampler that stands where this answer does and goes on along guesses."""
+        return Foresight(
+            self._options.sampling, self._history, copy(self._beginning), self._generator
+        )
+
+    def _candidates(
+        self, logits: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What may come next, and how likely."""
+        allowed = self._beginning.allowed
+        return candidates(logits, self._options.sampling, self._history, allowed)
+
+    def _step(self, logits: NDArray[np.float32], token: int, cancel: Cancel) -> Step | None:
+        """Takes `token` as the next; its step unless it only spells the prompt's end."""
+        options = self._options
         self._history.append(token)
         self._room -= 1
         text = self._stops.feed(self._detokenizer.push(token))
         if self._beginning.take(token) and self._room > 0:
             self.finish_reason = "cancelled" if cancel() else None
-            return token, None
+            return None
         self._new += 1
         self.finish_reason = self._reason(token, cancel)
         if self.finish_reason is not None:
             text += self._rest()
-        return token, Step(
+        return Step(
             token=token,
             text=text,
             logprob=log_probability(logits, token) if options.logprobs else None,
@@ -280,3 +302,33 @@ class Generation:
             return ""
         rest = self._stops.feed(self._detokenizer.flush())
         return rest if self._stops.found is not None else rest + self._stops.flush()
+
+
+class Foresight:
+    """See `drafter.Foresight`. Its random numbers are the answer's next ones, never used twice."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        history: Sequence[int],
+        beginning: Beginning | Guide,
+        generator: np.random.Generator,
+    ) -> None:
+        self._sampling = sampling
+        self._history = list(history)
+        self._beginning = beginning
+        self._generator = generator
+
+    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
+        """See `drafter.Foresight`."""
+        ids, probabilities = candidates(
+            logits, self._sampling, self._history, self._beginning.allowed
+        )
+        token = draw(ids, probabilities, self._generator)
+        self._history.append(token)
+        self._beginning.take(token)
+        if self._sampling.greedy:
+            return token, None
+        dense = np.zeros(len(logits), np.float64)
+        dense[ids] = probabilities
+        return token, dense

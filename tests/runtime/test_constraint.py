@@ -61,13 +61,14 @@ def answer(
     tokenizer: str = "byte level",
     seed: int = 0,
     wanted: Sequence[int] = (),
-    drafts: bool = False,
+    drafts: str = "none",
     room: int = 4000,
     **options: Any,
 ) -> tuple[str, str, list[Step]]:
     """The text, why it ended and its steps, of a model of random logits that likes `wanted`.
 
-    `drafts`: three tokens are guessed at a time, some right, some wrong, some against the rules.
+    `drafts` certain: three tokens are guessed at a time, some right, some wrong, some against the
+    rules; drawn: a poorer model guesses along the rules (`Generation.foresight`).
     """
     vocabulary = VOCABULARIES[tokenizer]
     size = TOKENIZERS[tokenizer].vocab_size + 3  # a model's vocabulary may be padded
@@ -81,6 +82,7 @@ def answer(
     assert generation.exact_rows == 0
     chosen: list[int] = []
     steps: list[Step] = []
+    kept = 0
 
     def logits(place: int) -> np.ndarray:
         row = np.random.default_rng([seed, place]).standard_normal(size).astype(np.float32)
@@ -88,17 +90,26 @@ def answer(
             row[wanted[place]] += 50
         return row
 
-    def plain(place: int) -> list[int]:
-        """What the model likes best, as a drafter would guess it."""
-        return [int(np.argmax(logits(place + ahead))) for ahead in range(3)]
+    def drafted(place: int) -> Draft:
+        if drafts == "none" or generation.room < 5:
+            return Draft()
+        if drafts == "certain":
+            return Draft(ids=tuple(int(np.argmax(logits(place + ahead))) for ahead in range(3)))
+        foresight = generation.foresight()
+        poorer = [foresight.choose(0.5 * logits(place + ahead)) for ahead in range(2)]
+        return Draft(
+            ids=tuple(token for token, _ in poorer),
+            probabilities=np.stack([row for _, row in poorer if row is not None]),
+        )
 
     while generation.finish_reason is None:
-        place = len(chosen)
-        draft = Draft(ids=tuple(plain(place))) if drafts and generation.room > 4 else Draft()
-        rows = np.stack([logits(place + row) for row in range(len(draft.ids) + 1)])
+        draft = drafted(len(chosen))
+        rows = np.stack([logits(len(chosen) + row) for row in range(len(draft.ids) + 1)])
         taken = generation.take(rows, draft)
+        kept += len(taken.path)
         chosen += [*(draft.ids[one] for one in taken.path), taken.token]
         steps += taken.steps
+    assert kept > 0 or drafts != "drawn"
     return "".join(step.text for step in steps), generation.finish_reason, steps
 
 
@@ -166,9 +177,17 @@ def test_the_answer_is_the_same_with_drafts(seed: int) -> None:
     schema = {"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 2, "maxItems": 9}
     for sampling in (GREEDY, HOT):
         alone = answer(Constraint.json(schema), seed=seed, sampling=sampling)
-        drafted = answer(Constraint.json(schema), seed=seed, sampling=sampling, drafts=True)
+        drafted = answer(Constraint.json(schema), seed=seed, sampling=sampling, drafts="certain")
         assert alone[:2] == drafted[:2]
     jsonschema.validate(json.loads(alone[0]), schema)
+
+
+def test_drawn_drafts_keep_to_the_grammar_too() -> None:
+    schema = {"type": "array", "items": {"enum": ["one", "two", 3]}, "minItems": 3, "maxItems": 9}
+    for seed in range(8):
+        text, reason, _ = answer(Constraint.json(schema), seed=seed, drafts="drawn")
+        assert reason == "stop"
+        jsonschema.validate(json.loads(text), schema)
 
 
 def test_what_the_model_wants_is_taken_where_it_fits() -> None:

@@ -10,9 +10,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_runtime.backends import Rows
 from kvq_runtime.generation import Step
-from kvq_runtime.sequence import Work
+from kvq_runtime.sequence import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
@@ -35,7 +34,7 @@ class Job:
     """What one client asked for. Made by its handler, worked on by the pool's thread alone.
 
     Setting `cancelled`, from anywhere, ends it before its next pass. `waits` is the pool's own:
-    it has a slot, but what that holds cannot be put aside yet; `rows` are those of its next pass.
+    it has a slot, but what that holds cannot be put aside yet; `call` is what it asks for next.
     """
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
@@ -43,7 +42,7 @@ class Job:
         self.outbox = outbox
         self.cancelled = False
         self.waits = False
-        self.rows: Rows[Any] | None = None
+        self.call: Call[Any] | None = None
         self.progress = (0, sum(map(len, request.prompts)))
         self._arrived = monotonic()
         self._queued_s = 0.0
@@ -65,7 +64,7 @@ class Job:
     @property
     def brief(self) -> bool:
         """Whether its next rows are few, as those of an answer are and a prompt's are not."""
-        return self.rows is not None and len(self.rows.ids) <= BRIEF_ROWS
+        return self.call is not None and len(self.call.rows.ids) <= BRIEF_ROWS
 
     @property
     def ready(self) -> bool:
@@ -76,7 +75,7 @@ class Job:
         """Everything the request asked for."""
         request, session = self.request, slot.session
         self._stats_of = session
-        self._drafts_before = session.drafts
+        self._drafts_before = session.drafted
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
