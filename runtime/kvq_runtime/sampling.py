@@ -16,6 +16,7 @@ __all__ = [
     "Sampling",
     "candidates",
     "distribution",
+    "draw",
     "likeliest",
     "log_probability",
     "sample",
@@ -36,11 +37,15 @@ def sample(
     generator: np.random.Generator,
     allowed: Ids | None = None,
 ) -> int:
-    """Token drawn from `distribution(logits, sampling, history, allowed)`.
+    """Token drawn from `distribution(logits, sampling, history, allowed)`."""
+    return draw(*candidates(logits, sampling, history, allowed), generator)
 
-    Greedy sampling leaves `generator` untouched; everything else draws one uniform number.
+
+def draw(ids: Ids, probabilities: NDArray[np.float64], generator: np.random.Generator) -> int:
+    """One of `ids` with its probability.
+
+    A single one leaves `generator` untouched; everything else draws one uniform number.
     """
-    ids, probabilities = candidates(logits, sampling, history, allowed)
     if len(ids) == 1:
         return int(ids[0])
     cumulative = np.cumsum(probabilities)

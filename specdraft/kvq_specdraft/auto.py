@@ -1,7 +1,7 @@
 """The gate: drafts as far as what is measured here says that it pays, and else not at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.costs import PassCosts
@@ -51,7 +51,7 @@ class Auto:
                 tokens += chance
                 rate = self._rate(tokens, count)
                 if rate > best_rate:
-                    best, best_rate = replace(draft, ids=draft.ids[:count]), rate
+                    best, best_rate = draft.first(count), rate
         return best
 
     def observe(self, outcome: Round) -> None:

@@ -5,9 +5,22 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvq_runtime.drafter import Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Round
 from kvq_specdraft.auto import Auto, Candidate
 from kvq_specdraft.costs import PassCosts
+
+
+def outcome(
+    tokens: tuple[int, ...], rows: int, seconds: float, draft: Draft = NO_DRAFT, right: int = 0
+) -> Round:
+    return Round(
+        draft=draft,
+        path=tuple(range(right)),
+        tokens=tokens,
+        logits=np.zeros((1 + len(draft.ids), 8), np.float32),
+        rows=rows,
+        seconds=seconds,
+    )
 
 
 def decode(
@@ -27,15 +40,7 @@ def decode(
             right += 1
         rows = 1 + others + len(draft.ids)
         tokens = tuple(answer[at : at + right + 1])
-        drafter.observe(
-            Round(
-                tokens=tokens,
-                drafted=len(draft.ids),
-                accepted=right,
-                rows=rows,
-                seconds=seconds(rows),
-            )
-        )
+        drafter.observe(outcome(tokens, rows, seconds(rows), draft, right))
         drafter.follow(len(prompt) + at, tokens)
         at += len(tokens)
         total += seconds(rows)
@@ -127,7 +132,7 @@ class Fixed:
 
 
 def told(candidate: Candidate, *tokens: int) -> None:
-    candidate.observe(Round(tokens=tokens, drafted=0, accepted=0, rows=1, seconds=1.0))
+    candidate.observe(outcome(tokens, 1, 1.0))
 
 
 def test_chances_are_counted_whether_a_draft_was_used_or_not() -> None:
