@@ -94,8 +94,7 @@ class Round:
 class Drafter(Protocol):
     """Guesses how one text goes on. It is told how the text changes, and never reads it again.
 
-    What its guesses need of a backend beyond passes over chains it says in `needs`, a frozenset of
-    what `Backend.offers` may have; a drafter without it needs nothing.
+    One whose guesses branch has an attribute `branches`, which is True: not every backend takes it.
     """
 
     def follow(self, kept: int, new: Sequence[int]) -> None:

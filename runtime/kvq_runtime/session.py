@@ -4,7 +4,8 @@ The step reads the same with and without drafts: what is due and what is drafted
 model in one pass, the generation takes the logits, and what agrees with them is committed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic
@@ -16,8 +17,11 @@ from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
+from kvq_runtime.alternatives import Alternative, Asked, Writer
 from kvq_runtime.backends import Backend, C
+from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
+from kvq_runtime.constraint import Constraint
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import (
     IDS_ONLY,
@@ -39,6 +43,11 @@ def unseen(done: int, total: int) -> None:
     """The progress nobody watches."""
 
 
+def no_names(name: str) -> Writer:
+    """Whoever opens a session may give it the names of writers; without one there are none."""
+    raise UsageError(f"the method {name!r} is not known here: give the method itself, a Writer")
+
+
 class Session(Generic[C]):
     """One sequence that prompts are given to and answers are generated from.
 
@@ -52,6 +61,7 @@ class Session(Generic[C]):
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
+        self.writers: Callable[[str], Writer] = no_names
         self._drafter: Drafter | None = None
         self._drafter_is_new = True
         self._backend = backend
@@ -72,12 +82,11 @@ class Session(Generic[C]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
-        missing = getattr(drafter, "needs", frozenset[str]()) - self._backend.offers
-        if missing:
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
             raise BackendError(
                 f"--draft {type(drafter).__name__.lower()} is not possible on the "
-                f"{self._backend.name} backend, which has no {', '.join(sorted(missing))}; choose "
-                "lookup, suffix or none, or run a bundle with an ONNX graph"
+                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
+                "suffix or none, or run a bundle with an ONNX graph"
             )
         self._drafter, self._drafter_is_new = drafter, True
 
@@ -92,7 +101,7 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafts(self) -> tuple[int, int]:
+    def drafted(self) -> tuple[int, int]:
         """Tokens drafted and tokens of these kept, as `stats` has them."""
         return self._meter.drafted_tokens, self._meter.accepted_tokens
 
@@ -141,9 +150,12 @@ class Session(Generic[C]):
         stop_ids: Iterable[int] | None = None,
         logprobs: bool = False,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> Iterator[Step]:
         """Yields new tokens; `GenerationOptions` says what each argument asks for.
+
+        The whole answer fits `constraint`, unless `max_tokens` or the context cut it short.
 
         Ends also when `cancel`, asked after every token, says yes; the last step says why. A
         generation cancelled before its first token yields nothing and leaves the session as it
@@ -157,6 +169,7 @@ class Session(Generic[C]):
                 stop_ids=None if stop_ids is None else frozenset(stop_ids),
                 logprobs=logprobs,
                 begin_with=begin_with,
+                grammar=None if constraint is None else self._vocabulary.grammar(constraint),
             )
         )
         if not self._catch_up(unseen, cancel):
@@ -167,8 +180,64 @@ class Session(Generic[C]):
         if not generation.begun:
             self._keep(given)
 
-    def begin(self, options: GenerationOptions) -> Generation:
-        """The answer that goes on from here. Raises `UsageError` where there is no room for one."""
+    def drafts(
+        self,
+        count: int = 3,
+        length: int = 10,
+        *,
+        method: Writer | str = "auto",
+        sampling: Sampling | None = None,
+        stop_strings: Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        begin_with: bytes = b"",
+        cancel: Cancel = never,
+    ) -> list[Alternative]:
+        """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
+
+        The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
+        `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
+        that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
+        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        """
+        options = GenerationOptions(
+            max_tokens=length,
+            sampling=Sampling() if sampling is None else sampling,
+            stop_strings=tuple(stop_strings),
+            stop_ids=None if stop_ids is None else frozenset(stop_ids),
+            begin_with=begin_with,
+        )
+        writer = self.writers(method) if isinstance(method, str) else method
+        if not self._catch_up(unseen, cancel):
+            return []
+        return self.sequence.run(self.drafting(count, options, writer, cancel))
+
+    def drafting(
+        self, count: int, options: GenerationOptions, writer: Writer, cancel: Cancel = never
+    ) -> Work[C, list[Alternative]]:
+        """The work of `drafts`, where nothing is pending."""
+        self.begin(options)  # refuses what no answer could go on from
+        asked = Asked(
+            self._vocabulary,
+            options,
+            count=count,
+            branch_rows=self.config.draft_tokens,
+            room=self.sequence.room,
+            history=self.tokens,
+            generator=self._generator,
+            cancel=cancel,
+            recorded=self._backend.model.drafts_method,
+        )
+        with self.sequence.branch() as branch:
+            lines = yield from writer.writing(branch, asked)
+        return [asked.finished(line) for line in lines]
+
+    def begin(
+        self, options: GenerationOptions, generator: np.random.Generator | None = None
+    ) -> Generation:
+        """The answer that goes on from here. Raises `UsageError` where there is no room for one.
+
+        `generator` None: the session's own, which goes on.
+        """
         if len(self.sequence) == 0:
             raise UsageError("there is nothing to continue; give a prompt first")
         if self.sequence.room < 1:
@@ -181,7 +250,7 @@ class Session(Generic[C]):
             options,
             history=self.tokens,
             room=self.sequence.room,
-            generator=self._generator,
+            generator=self._generator if generator is None else generator,
         )
 
     def stepping(
@@ -218,6 +287,20 @@ class Session(Generic[C]):
             drafted_s += watch.lap()
             self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
         return taken.steps, drafted_s + passed.seconds + chosen_s
+
+    def fits_beside(self, answers: int, max_tokens: int | None) -> bool:
+        """Whether so many answers of so many tokens can be written side by side; see `beside`."""
+        room = min(self.config.draft_tokens, self.sequence.room)
+        possible = self._backend.takes_trees and max_tokens is not None
+        return answers > 1 and possible and answers * (max_tokens or 0) <= room
+
+    @contextmanager
+    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; nothing of them is kept in the end."""
+        generators = map(np.random.default_rng, seeds)
+        answers = [self.begin(options, generator) for generator in generators]
+        with self.sequence.branch() as branch:
+            yield Beside(branch, answers)
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""

@@ -39,7 +39,7 @@ class Auto:
     save, and pays for asking and for guesses that are wrong. While it is empty nobody is asked.
     """
 
-    needs = frozenset({"trees"})
+    branches = True
 
     def __post_init__(self) -> None:
         self._candidates = (Candidate(Lookup()), Candidate(Suffix()), Candidate(Recycle()))

@@ -32,7 +32,7 @@ class Lookahead:
     window: int = 4
     most: int = 2
 
-    needs = frozenset({"trees"})
+    branches = True
 
     def __post_init__(self) -> None:
         least = {"ngram": 2, "window": 1, "most": 1}

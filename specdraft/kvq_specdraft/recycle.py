@@ -30,7 +30,7 @@ class Recycle:
     largest are exact. 32 bytes for each token of the vocabulary that was met.
     """
 
-    needs = frozenset({"trees"})
+    branches = True
 
     def __post_init__(self) -> None:
         self._text = array("i")

@@ -133,8 +133,11 @@ class LlamaCppCache:
             evicted_share=self._layout.evicted_share(self.tokens),
         )
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
+        assert view == "full"
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(
