@@ -125,7 +125,7 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure",
-        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts", "edit")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
