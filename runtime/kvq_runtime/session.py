@@ -130,13 +130,13 @@ class Session(Generic[C]):
             self._keep(before)
             raise
 
-    def align(self, ids: Sequence[int]) -> int:
+    def align(self, ids: Sequence[int], *, edits: bool = False) -> int:
         """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
 
         What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
         """
         self._check_length(len(ids), held=0)
-        cached = self.sequence.align(ids)
+        cached = self.sequence.align(ids, edits=edits)
         self._prompt_end = len(ids)
         self._meter.prompt(len(ids))
         return cached
@@ -158,10 +158,7 @@ class Session(Generic[C]):
         A token is stale when text on its left has changed since it was encoded. `cancel` is asked
         before each piece. See `Sequence.refresh`.
         """
-        left = self.config.context_tokens if max_tokens is None else max_tokens
-        while left > 0 and not cancel() and (self.sequence.due() or self.sequence.staleness.stale):
-            left -= max(1, self.sequence.run(self.sequence.refreshing(left)))
-        return self.sequence.staleness.stale
+        return self.sequence.refresh(max_tokens, cancel)
 
     def generate(
         self,

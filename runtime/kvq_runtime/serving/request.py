@@ -37,7 +37,8 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. `draft` False: without drafts.
+    may. `draft` False: without drafts. `edits`: what follows a change of an earlier prompt is kept
+    as it was computed (PIE), not only what stands before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -58,6 +59,7 @@ class GenerationRequest:
     endings: tuple[bytes, ...] = ()
     owner: str = ""
     draft: bool = True
+    edits: bool = False
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
