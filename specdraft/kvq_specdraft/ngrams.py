@@ -53,7 +53,8 @@ class Ngrams:
                 header: dict[str, Any] = json.loads(file.readline())
                 start = file.tell()
             whole: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-            tables = {n: _table(whole[start:], header["tables"][str(n)]) for n in ORDERS}
+            laid_out: dict[str, dict[str, list[int]]] = header["tables"]
+            tables = {n: _table(whole[start:], laid_out[str(n)]) for n in ORDERS}
             facts = int(header["vocab_size"]), str(header["tokenizer"]), int(header["text_tokens"])
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None

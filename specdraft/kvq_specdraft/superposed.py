@@ -112,7 +112,11 @@ class Superposed:
             ] or greedy
             for i, mixture in enumerate(mixed, len(going)):
                 mixture.grow(passed.logits[i], first + i)
+        # What the greedy line says needs no rows of its own, nor what would come after the last.
         lines = [line for mixture in mixtures for line in mixture.all if line.ids]
+        lines = [line for line in lines if all(line.ids != other.ids for other in greedy)]
+        if len(mixtures) == 1:
+            lines = sorted(lines, key=lambda line: -line.score)[: asked.count - len(greedy)]
         lines = yield from rescored(branch, [*greedy, *lines], asked)
         return distinct(lines, asked)[: asked.count]
 

@@ -48,7 +48,7 @@ def serve_engine(
     engine: Engine, session_options: Mapping[str, Any], config: ServeConfig
 ) -> ServedModel:
     """What is served of an opened engine."""
-    session_options = {"draft_tokens": DRAFT_TOKENS} | session_options
+    session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
     first = engine.session(**session_options)
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()
