@@ -13,7 +13,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import KvqError, UsageError
+from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
@@ -82,6 +82,12 @@ class Session(Generic[C]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+            raise BackendError(
+                f"--draft {type(drafter).__name__.lower()} is not possible on the "
+                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
+                "suffix or none, or run a bundle with an ONNX graph"
+            )
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -433,7 +439,7 @@ class Session(Generic[C]):
         else:
             draft = drafter.propose(room)
         self._check(draft, room)
-        return draft
+        return draft if draft.is_chain else draft.first(self.sequence.cache.tree_room - len(due))
 
     def _check(self, draft: Draft, room: int) -> None:
         """Raises `UsageError` for a draft that cannot be."""

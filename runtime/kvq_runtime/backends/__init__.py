@@ -108,8 +108,9 @@ class SequenceCache(Protocol):
     begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`.
     `commit(path)` keeps these rows, each the parent of the next; `rewind(n)` keeps the first n rows
     as they are, and the branch open. `draft_room` is how many rows a pass may have so that each
-    gets what it would get in a pass of its own. `trim` keeps at most the first `tokens` tokens:
-    fewer, where a cache cannot go back exactly; the loop computes what is missing again.
+    gets what it would get in a pass of its own, `tree_room` how many of these where they are no
+    chain. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    exactly; the loop computes what is missing again.
     """
 
     @property
@@ -132,6 +133,9 @@ class SequenceCache(Protocol):
 
     @property
     def draft_room(self) -> int: ...
+
+    @property
+    def tree_room(self) -> int: ...
 
     def holdings(self) -> Holdings: ...
 

@@ -119,6 +119,11 @@ class LlamaCppCache:
         """Rows of a branch: nothing is quantised later than it is written."""
         return self._config.draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same; a pass of rows that branch is refused."""
+        return self._config.draft_tokens
+
     def holdings(self) -> Holdings:
         """One width for every token; nothing is lost but what a window has left behind."""
         plan = self._config.plan

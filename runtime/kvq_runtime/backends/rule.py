@@ -61,6 +61,11 @@ class RuleCache:
         """Rows of a branch: a rule sees no pages."""
         return self._draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same."""
+        return self._draft_tokens
+
     def holdings(self) -> Holdings:
         """Made up, so that a report of them can be told from nothing."""
         return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
