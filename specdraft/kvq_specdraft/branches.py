@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.alternatives import Asked, Line, log_normalizers, step
 from kvq_runtime.backends import C
-from kvq_runtime.sampling import sample
+from kvq_runtime.sampling import largest, sample
 from kvq_runtime.sequence import Branch, Work
 
 Choose = Callable[[list[Line], NDArray[np.float32], Asked], list[Line]]
@@ -51,9 +51,11 @@ class Branches:
 def _first(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
     """The likeliest next token of each; of a line of none yet, the likeliest k make k lines."""
     if lines[0].ids:
-        best = [int(np.argmax(line.allowed(own))) for line, own in zip(lines, logits, strict=True)]
-        return _grown(lines, logits, best, asked)
-    tokens = largest(lines[0].allowed(logits[0]), asked.count)
+        next_ones = [
+            int(np.argmax(line.allowed(own))) for line, own in zip(lines, logits, strict=True)
+        ]
+        return _grown(lines, logits, next_ones, asked)
+    tokens = best(lines[0].allowed(logits[0]), asked.count)
     # Its score stays above all others', whatever is added to it.
     greedy = replace(lines[0], score=inf)
     starts = [greedy, *[lines[0]] * (len(tokens) - 1)]
@@ -86,7 +88,7 @@ def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[
     found = list[tuple[float, int, int, float]]()
     rows = zip(lines, logits, log_normalizers(logits).tolist(), strict=True)
     for number, (line, own, normalizer) in enumerate(rows):
-        for token in largest(line.allowed(own), 2 * asked.count):
+        for token in best(line.allowed(own), 2 * asked.count):
             logprob = float(own[token]) - normalizer
             found.append((-line.score - logprob, number, token, logprob))
     grown, going = list[Line](), 0
@@ -101,10 +103,9 @@ def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[
 KINDS: dict[str, Choose] = {"first": _first, "samples": _samples, "beam": _beam}
 
 
-def largest(scores: NDArray[np.floating], count: int) -> list[int]:
+def best(scores: NDArray[np.floating], count: int) -> list[int]:
     """Places of the `count` largest scores, largest first and ties by place; none of minus inf."""
-    few = min(count, len(scores))
-    least = np.partition(scores, -few)[-few]
-    places = np.flatnonzero(scores >= least)
-    places = places[np.argsort(-scores[places], kind="stable")][:few]
-    return [int(place) for place in places if scores[place] > -np.inf]
+    if count < len(scores):
+        return largest(scores, count).tolist()
+    places = np.argsort(-scores, kind="stable")
+    return places[np.isfinite(scores[places])].tolist()

@@ -71,9 +71,10 @@ class Ngrams:
         for n, table in self.tables.items():
             if len(text) < n - 1:
                 continue
-            context = _hashes(np.array([text[1 - n :]], np.int64))[0]
-            place = int(np.searchsorted(table["contexts"], context))
-            if place == len(table["contexts"]) or table["contexts"][place] != context:
+            context = _hashes(np.array([list(text[1 - n :])], np.int64))[0]
+            contexts: NDArray[np.uint64] = table["contexts"]
+            place = int(np.searchsorted(contexts, context))
+            if place == len(contexts) or contexts[place] != context:
                 continue
             known = slice(*table["starts"][place : place + 2])
             counts = _counts(table["counts"][known])
