@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "../kernels/kernels.h"
@@ -50,12 +51,51 @@ struct Scratch {
     std::vector<uint8_t> exact, more;
 };
 
+// Units of work in lanes, one per core: a lane's units lie next to each other, so that what one
+// fetches ahead is what the same core reads next. Who is done with a lane helps with the others.
+class Lanes {
+public:
+    explicit Lanes(size_t units)
+        : lanes_(std::min<size_t>({units, kMostLanes, cores()})) {
+        for (size_t lane = 0; lane < lanes_; lane++) {
+            next_[lane].place.store(units * lane / lanes_, std::memory_order_relaxed);
+            next_[lane].end = units * (lane + 1) / lanes_;
+        }
+    }
+    size_t count() const { return lanes_; }
+
+    template <class Work>
+    void run(size_t first, Work& work) {
+        for (size_t i = 0; i < lanes_; i++) {
+            Lane& lane = next_[(first + i) % lanes_];
+            for (size_t unit; (unit = lane.place.fetch_add(1)) < lane.end;) work(unit);
+        }
+    }
+
+private:
+    static constexpr size_t kMostLanes = 32;
+    struct alignas(64) Lane {
+        std::atomic<size_t> place;
+        size_t end;
+    };
+    static size_t cores() {
+        static const size_t count = std::max(1u, std::thread::hardware_concurrency());
+        return count;
+    }
+
+    const size_t lanes_;
+    Lane next_[kMostLanes];
+};
+
 template <class Work>
 void dispatch(const Dispatch& pool, size_t count, Work work) {
     if (count == 0) return;
     if (count == 1) return work(0);
+    Lanes lanes(count);
+    auto lane = [&](size_t i) { lanes.run(i, work); };
     pool.run(
-        pool.context, [](void* user, size_t i) { (*static_cast<Work*>(user))(i); }, count, &work);
+        pool.context, [](void* user, size_t i) { (*static_cast<decltype(lane)*>(user))(i); },
+        lanes.count(), &lane);
 }
 
 class Product {
