@@ -5,7 +5,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +108,15 @@ class Cache:
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
         return max(1, min(self.arena.draft_tokens, floats - 1 - self._engine.tail_rows))
 
+    @property
+    def tree_room(self) -> int:
+        """Rows of `draft_room` that may be a tree: those that are read with one tile of 64 rows.
+
+        Within it a row's result does not depend on where it stands, so that a path through a tree
+        has, bit for bit, what it would have alone.
+        """
+        return min(self.draft_room, PAGE_TOKENS - self._engine.tail_rows % PAGE_TOKENS)
+
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
     ) -> None:
@@ -175,7 +184,8 @@ class Cache:
             tokens=self._boundary,
             head_dim=self.shape.head_dim,
             attention=self._attention() if self.arena.probes else None,
-            constants=self._constants() if "constants" in self.policy.needs else None,
+            constants=self._constants,
+            key_squares=self._engine.key_squares,
             sensitivity=self.sensitivity,
         )
 
@@ -189,20 +199,11 @@ class Cache:
 
     def _attention(self) -> Attention:
         facts, queries = self._engine.evidence(self._boundary)
-        return Attention(
-            mass=facts[0],
-            peak_mass=facts[1],
-            mean_mass=facts[2],
-            key_error=facts[3],
-            value_error=facts[4],
-            evict_error=facts[5],
-            query_mean=queries[0],
-            query_square=queries[1],
-            output_square=queries[2],
-        )
+        names = (field.name for field in fields(Attention))
+        return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
 
-    def _constants(self) -> Constants:
-        keys, values = (part.astype(np.float32) for part in self._engine.constants())
+    def _constants(self, layer: int) -> Constants:
+        keys, values = (part.astype(np.float32) for part in self._engine.constants(layer))
         return Constants(
             key_min=keys[..., 1, :],
             key_range=255 * keys[..., 0, :],

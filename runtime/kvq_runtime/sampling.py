@@ -19,6 +19,8 @@ __all__ = [
     "Sampling",
     "candidates",
     "distribution",
+    "draw",
+    "largest",
     "likeliest",
     "log_probability",
     "sample",
@@ -27,9 +29,9 @@ __all__ = [
 Floats = NDArray[np.floating]
 Ids = NDArray[np.int64]
 
-_ROWS = 64
 # Top-p's histogram: steps, and nats below the largest logit. What is less likely weighs nothing.
 _STEPS, _SPAN = 4096, 64.0
+_GROUP = 32
 
 
 def sample(
@@ -39,11 +41,15 @@ def sample(
     generator: np.random.Generator,
     allowed: Ids | None = None,
 ) -> int:
-    """Token drawn from `distribution(logits, sampling, history, allowed)`.
+    """Token drawn from `distribution(logits, sampling, history, allowed)`."""
+    return draw(*candidates(logits, sampling, history, allowed), generator)
 
-    Greedy sampling leaves `generator` untouched; everything else draws one uniform number.
+
+def draw(ids: Ids, probabilities: NDArray[np.float64], generator: np.random.Generator) -> int:
+    """One of `ids` with its probability.
+
+    A single one leaves `generator` untouched; everything else draws one uniform number.
     """
-    ids, probabilities = candidates(logits, sampling, history, allowed)
     if len(ids) == 1:
         return int(ids[0])
     cumulative = np.cumsum(probabilities)
@@ -81,17 +87,17 @@ def candidates(
 
 def log_probability(logits: Floats, token: int) -> float:
     """Natural log of the model's own probability of `token`, before any filter."""
-    largest, total = _scale(logits)
-    return float(logits[token] - largest) - total
+    peak, total = _scale(logits)
+    return float(logits[token] - peak) - total
 
 
 def likeliest(logits: Floats, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens with `log_probability`, likeliest first, ties by id."""
     if count == 0:
         return ()
-    ids = _largest(logits, count) if count < len(logits) else _descending(logits)
-    largest, total = _scale(logits)
-    return tuple((int(token), float(logits[token] - largest) - total) for token in ids)
+    ids = largest(logits, count) if count < len(logits) else _descending(logits)
+    peak, total = _scale(logits)
+    return tuple((int(token), float(logits[token] - peak) - total) for token in ids)
 
 
 def _scale(logits: Floats) -> tuple[float, float]:
@@ -107,7 +113,7 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
     if sampling.greedy:
         return np.array([best], np.int64), np.ones(1)
     if 0 < sampling.top_k < len(logits):
-        ids = _largest(logits, sampling.top_k)
+        ids = largest(logits, sampling.top_k)
         ids = ids[_likely(logits[ids], sampling.top_p, sampling.min_p)]
     else:
         ids = _likely(logits, sampling.top_p, sampling.min_p)
@@ -148,19 +154,35 @@ def _penalized(logits: Floats, sampling: Sampling, history: Sequence[int]) -> Fl
     return logits
 
 
-def _largest(logits: Floats, count: int) -> Ids:
-    """Ids of the `count` largest logits, largest first and ties by id; minus infinity left out."""
-    ids = np.arange(len(logits))
-    if count < len(logits) // _ROWS:
-        # At least `count` logits reach the count-th largest of the columns' maxima.
-        whole = len(logits) // _ROWS * _ROWS
-        columns = ids[:whole].reshape(_ROWS, -1)
-        maxima = logits[:whole].reshape(_ROWS, -1).max(axis=0)
-        least = np.partition(maxima, -count)[-count]
-        ids = np.append(columns[:, maxima >= least].ravel(), ids[whole:])
-        ids = np.sort(ids[logits[ids] >= least])
+def largest(logits: Floats, count: int) -> Ids:
+    """Ids of the `count` largest logits, largest first and ties by id; of all, in order of id.
+
+    Logits of minus infinity are left out.
+    """
+    if count >= len(logits):
+        ids = np.arange(len(logits))
+        return ids[np.isfinite(logits)]
+    ids = _reaching(logits, count)
     ids = ids[_descending(logits[ids])][:count]
     return ids[np.isfinite(logits[ids])]
+
+
+def _reaching(logits: Floats, count: int) -> Ids:
+    """Ids, in order, of at least the `count` largest logits, and of few more.
+
+    Logits are grouped by their place's remainder, which makes maxima of whole rows at once; at
+    least `count` logits reach the count-th largest of the groups' maxima.
+    """
+    groups = len(logits) // _GROUP
+    if count >= groups:
+        return np.arange(len(logits))
+    whole = logits[: groups * _GROUP]
+    maxima = whole.reshape(_GROUP, groups).max(axis=0)
+    least = np.partition(maxima, -count)[-count]
+    found = np.flatnonzero(maxima >= least)
+    ids = (found + groups * np.arange(_GROUP)[:, None]).ravel()
+    ids = np.concatenate([ids, np.arange(len(whole), len(logits))])
+    return np.sort(ids[logits[ids] >= least])
 
 
 def _descending(logits: Floats) -> Ids:
@@ -174,14 +196,14 @@ def _likely(logits: Floats, top_p: float, min_p: float) -> Ids:
     The nucleus: the fewest logits, largest first, whose probabilities sum to `top_p`. `min_p`: as
     likely as that times the largest, or likelier.
     """
-    largest = logits.max()
-    least = largest + float(np.log(min_p)) if min_p > 0 else np.finfo(logits.dtype).min
+    top = logits.max()
+    least = top + float(np.log(min_p)) if min_p > 0 else np.finfo(logits.dtype).min
     places = np.flatnonzero(logits >= least)
     if top_p >= 1:
         return places
-    weights = np.exp(logits - largest)
+    weights = np.exp(logits - top)
     wanted = top_p * float(weights.sum(dtype=np.float64))
-    return places[_fewest(largest - logits[places], weights[places], wanted)]
+    return places[_fewest(top - logits[places], weights[places], wanted)]
 
 
 def _fewest(depths: Floats, weights: Floats, wanted: float) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ The tokens a sequence holds and those its cache holds differ by a pending end: w
 chosen but has not been through the model. A pass adds rows to a *branch*, which forgets all that
 is not committed: a prompt's piece commits every row, a verified draft the rows that were right.
 
-What needs the model is written as a generator that yields `Rows` and is sent a `Passed`, so that
+What needs a model is written as a generator that yields a `Call` and is sent a `Passed`, so that
 one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are served by one code.
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
-from kvq_runtime.backends import Backend, C, Pass, Rows
+from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
 
 Ids = collections.abc.Sequence[int]
@@ -39,7 +39,24 @@ class Passed:
     rows: int
 
 
-Work = Generator[Rows[C], Passed, T]
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call(Generic[C]):
+    """What one sequence asks for: a pass of `rows` through the model of `backend`."""
+
+    backend: Backend[C]
+    rows: Rows[C]
+    rope_long: bool = False
+
+    def joins(self, other: "Call[Any]") -> bool:
+        """Whether both can be parts of one pass."""
+        return (
+            self.backend is other.backend
+            and self.rows.mode == other.rows.mode
+            and self.rope_long == other.rope_long
+        )
+
+
+Work = Generator[Call[C], Passed, T]
 
 
 class SharedPassError(Exception):
@@ -155,7 +172,7 @@ class Sequence(Generic[C]):
     @contextmanager
     def branch(self) -> Generator["Branch[C]"]:
         """Rows after the cached tokens; those that are not committed inside are forgotten."""
-        branch = Branch(self.cache, self._logits, self._commit)
+        branch = Branch(self.cache, self._logits, self._commit, self._call)
         try:
             yield branch
         finally:
@@ -193,14 +210,14 @@ class Sequence(Generic[C]):
     def run(self, work: Work[C, T]) -> T:
         """What `work` returns, each of its passes made for this sequence alone."""
         try:
-            rows = next(work)
+            call = next(work)
             while True:
                 try:
-                    passed = forward_all(self._backend, (rows,), rope_long=self.rope_long)[0]
+                    passed = forward_all((call,))[0]
                 except BaseException as error:  # noqa: BLE001  the branch must forget its rows
-                    rows = work.throw(error)
+                    call = work.throw(error)
                 else:
-                    rows = work.send(passed)
+                    call = work.send(passed)
         except StopIteration as end:
             return end.value
 
@@ -234,6 +251,9 @@ class Sequence(Generic[C]):
             self._closed = True
             self._cache.close()
 
+    def _call(self, rows: Rows[C]) -> Call[C]:
+        return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
+
     def _commit(self, ids: list[int], logits: Logits | None) -> None:
         """A branch's path is cached now."""
         first = self.cache.tokens - len(ids)
@@ -255,16 +275,24 @@ class Branch(Generic[C]):
         cache: C,
         held: Logits | None,
         adopt: Callable[[list[int], Logits | None], None],
+        call: Callable[[Rows[C]], Call[C]],
     ) -> None:
         self.logits: Logits = np.zeros((0, 0), np.float32)
         self._cache = cache
         self._adopt = adopt
+        self._call = call
         self._first = cache.tokens
         self._ids: list[int] = []
         self._depths: list[int] = []
         self._mixed = False
+        self._guessed: list[bool] = []
         self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added and not forgotten."""
+        return len(self._ids)
 
     def extend(
         self,
@@ -274,6 +302,7 @@ class Branch(Generic[C]):
         rows: Ids | None = None,
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
         exact_rows: int = 0,
+        mode: Mode = WHOLE,
     ) -> Work[C, Passed]:
         """Adds `ids` as rows of one pass; `logits` are then those of `rows`, all by default.
 
@@ -281,17 +310,18 @@ class Branch(Generic[C]):
         chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
         of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
-        not all exact serve this pass only.
+        not all exact serve this pass only. Rows of a `mode` that is not `WHOLE` can only be
+        rewound.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
             new = [row - first for row in wanted if row >= first]
             try:
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
             except SharedPassError:
                 self.rewind(first)
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
             self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
         self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
         if passed is None:
@@ -303,6 +333,7 @@ class Branch(Generic[C]):
         rows = list(path)
         if rows and self._mixed:
             raise UsageError("rows of mixed embeddings stand for no tokens and cannot be kept")
+        assert not any(self._guessed[row] for row in rows)
         if self._ids:
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
@@ -313,14 +344,14 @@ class Branch(Generic[C]):
     def rewind(self, num_rows: int) -> None:
         """Forgets all but the first `num_rows` rows, so that a pass may write them anew."""
         self._cache.rewind(num_rows)
-        del self._ids[num_rows:], self._depths[num_rows:]
+        del self._ids[num_rows:], self._depths[num_rows:], self._guessed[num_rows:]
         self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
+        self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
 
     def forget(self) -> None:
         """Forgets every row that was not committed."""
         if self._ids:
-            self._cache.rewind(0)
-            self._ids = []
+            self.rewind(0)
 
     def _begin(
         self,
@@ -329,32 +360,46 @@ class Branch(Generic[C]):
         wanted: list[int],
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
         exact_rows: int,
-    ) -> Rows[C]:
+        mode: Mode,
+    ) -> Call[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
-        self._cache.begin(len(ids), parents)
+        self._cache.begin(len(ids), parents, view=mode.view)
         self._ids += ids
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._mixed |= mixed is not None
+        self._guessed.extend([mode != WHOLE] * len(ids))
         self._whole &= exact_rows == 0
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
-        return Rows(
-            cache=self._cache,
-            ids=(mixed or table)[0],
-            weights=(mixed or table)[1],
-            positions=self._first + np.array(self._depths[first:], np.int64),
-            wanted=np.array(wanted, np.int64),
-            exact_rows=exact_rows,
+        return self._call(
+            Rows(
+                cache=self._cache,
+                ids=(mixed or table)[0],
+                weights=(mixed or table)[1],
+                positions=self._first + np.array(self._depths[first:], np.int64),
+                wanted=np.array(wanted, np.int64),
+                exact_rows=exact_rows,
+                mode=mode,
+            )
         )
 
 
-def forward_all(
-    backend: Backend[C], rows: collections.abc.Sequence[Rows[C]], *, rope_long: bool
-) -> list[Passed]:
+def forward_all(calls: collections.abc.Sequence[Call[Any]]) -> list[Passed]:
+    """What one or many sequences asked for, in as few passes as their models and modes allow."""
+    answers = dict[int, Passed]()
+    for place, first in enumerate(calls):
+        if place not in answers:
+            together = [i for i in range(place, len(calls)) if first.joins(calls[i])]
+            answers |= zip(together, _forward([calls[i] for i in together]), strict=True)
+    return [answers[place] for place in range(len(calls))]
+
+
+def _forward(calls: collections.abc.Sequence[Call[C]]) -> list[Passed]:
     """One pass over the rows of one or many sequences, and what it gave each of them."""
     started = perf_counter()
-    logits = backend.forward(Pass(rows=tuple(rows), rope_long=rope_long))
+    rows, first = [call.rows for call in calls], calls[0]
+    logits = first.backend.forward(Pass(rows=tuple(rows), rope_long=first.rope_long))
     seconds = perf_counter() - started
     for part, own in zip(logits, rows, strict=True):
         if len(part) != len(own.wanted):

@@ -119,6 +119,11 @@ class LlamaCppCache:
         """Rows of a branch: nothing is quantised later than it is written."""
         return self._config.draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same; a pass of rows that branch is refused."""
+        return self._config.draft_tokens
+
     def holdings(self) -> Holdings:
         """One width for every token; nothing is lost but what a window has left behind."""
         plan = self._config.plan
@@ -128,8 +133,11 @@ class LlamaCppCache:
             evicted_share=self._layout.evicted_share(self.tokens),
         )
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
+        assert view == "full"
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(

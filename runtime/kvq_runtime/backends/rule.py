@@ -15,7 +15,7 @@ from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BudgetError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ModelFacts, Pass, Rows
+from kvq_runtime.backends import Mode, ModelFacts, Pass, Rows
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 # The logit of the rule's token; all others are 0.
@@ -61,11 +61,18 @@ class RuleCache:
         """Rows of a branch: a rule sees no pages."""
         return self._draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same."""
+        return self._draft_tokens
+
     def holdings(self) -> Holdings:
         """Made up, so that a report of them can be told from nothing."""
         return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+    def begin(
+        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+    ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)
         if self.tokens + first + tokens > self.capacity_tokens:
@@ -77,7 +84,7 @@ class RuleCache:
         assert piece or first + tokens <= self._draft_tokens
         assert len(self._begun) == tokens
         assert all(-1 <= parent < first + i for i, parent in enumerate(self._begun))
-        self.calls.append(f"begin {tokens}")
+        self.calls.append(f"begin {tokens}" + " hi" * (view == "hi"))
 
     def extend(self, ids: Sequence[int]) -> None:
         """The pass that was begun brings `ids`."""
@@ -126,12 +133,14 @@ class RuleCache:
 class RuleBackend:
     """After the tokens t comes the token `rule(t)`, or one chosen by the logits [V] it gives.
 
-    `passes` are the passes made, each a list of the ids of its sequences, and `caches` the caches
-    opened. `on_pass` is called before each pass: it may wait or raise.
+    `rule_of` holds other rules for passes of a mode. `passes` are the passes made, each a list of
+    the ids of its sequences, and `caches` the caches opened. `on_pass` is called before each pass:
+    it may wait or raise.
     """
 
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
+    takes_trees = True
 
     def __init__(
         self,
@@ -152,6 +161,7 @@ class RuleBackend:
             kv=KvPlan(),
         )
         self.rule = rule
+        self.rule_of: dict[Mode, Callable[[Sequence[int]], int | NDArray[np.float32]]] = {}
         self.on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None
         self.passes: list[list[list[int]]] = []
         self.caches: list[RuleCache] = []
@@ -170,6 +180,7 @@ class RuleBackend:
             context_tokens=request.context_tokens or 1000,
             budget_bytes=request.kv_budget.num_bytes or 1 << 20,
             chunk_tokens=request.chunk_tokens,
+            draft_tokens=request.draft_tokens,
             seed=request.seed,
         )
 
@@ -180,6 +191,9 @@ class RuleBackend:
         )
         self.caches.append(cache)
         return cache
+
+    def check_mode(self, mode: Mode) -> None:
+        """See `Backend.check_mode`; every mode is possible."""
 
     def forward(self, one_pass: Pass[RuleCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
@@ -196,7 +210,7 @@ class RuleBackend:
         texts = [cache.text(first + row) for row in range(len(ids))]
         assert rows.positions.tolist() == [len(text) - 1 for text in texts]
         for row, logit in zip(map(int, rows.wanted), logits, strict=True):
-            answer = self.rule(texts[row])
+            answer = self.rule_of.get(rows.mode, self.rule)(texts[row])
             if isinstance(answer, int):
                 logit[answer] = RULE_LOGIT
             else:
