@@ -124,11 +124,15 @@ FLAGS: dict[str, Flag] = {
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
-    "task": Flag("what to measure", choices=("ppl", "kld", "passkey", "retrieval", "fim")),
+    "task": Flag("what to measure",
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
         "{kvq_apps.evaluation.asked:Asked.trials}", metavar="N"),
+    "drafts": Flag("drafts to write, so many side by side", "3", metavar="N,.."),
+    "drafts-method": Flag("how several drafts are written: auto, branches, superposed, spliced; "
+        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True),
     "limit": Flag("lines to fill in at most",
         "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
         "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),
@@ -149,8 +153,9 @@ FLAGS: dict[str, Flag] = {
     # benchmarking
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
-        "without a model, --context tokens long; drafts: all drafters against plain decoding",
-        choices=("speed", "serve", "chat", "drafts")),
+        "without a model, --context tokens long; drafts: all drafters against plain decoding; "
+        "several: several drafts at once against one",
+        choices=("speed", "serve", "chat", "drafts", "several")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
