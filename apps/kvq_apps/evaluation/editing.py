@@ -28,6 +28,8 @@ KINDS = ("insert", "delete", "replace")
 LINES = (1, 5, 12)
 WINDOW_LINES = 90
 FOLLOWING_TOKENS = 48
+# The first tokens of a text, which a cache keeps in float16, do not move.
+FIRST_EDITED_TOKEN = 8
 # Of every so many cases one has this many edits in a row, and no refresh between them.
 ROW_EVERY, EDITS_IN_A_ROW = 10, 10
 
@@ -76,6 +78,8 @@ def edit_cases(
         longest = max(len(case.before), len(case.after)) + sum(
             len(change.new_ids) for change in case.changes
         )
+        if min(change.start for change in case.changes) < FIRST_EDITED_TOKEN:
+            continue
         if longest + len(case.following) <= context_tokens:
             cases.append(case)
         elif window > 3 * LINES[-1]:
