@@ -64,7 +64,7 @@ FLAGS: dict[str, Flag] = {
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
-    "predict": Flag("new tokens at most", "{kvq_apps.commands.run:DEFAULT_PREDICT}",
+    "predict": Flag("new tokens at most", "{kvq_runtime.config:DEFAULT_MAX_TOKENS}",
         setting="model.predict", metavar="N", synonyms=("-n",)),
     "stop": Flag("end before this text; may be repeated", metavar="TEXT", repeats=True),
     "system": Flag("system message; uses the model's chat template", setting="chat.system",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
 
-DEFAULT_PREDICT = 256
 # More than any text has on average; a prompt of fewer is counted as a whole.
 CHARACTERS_PER_TOKEN = 16
 CONSTRAINT_FLAGS = ("json-schema", "grammar", "regex")
@@ -181,6 +180,8 @@ def _answer(
     pieces: Callable[[str], None] | None,
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
+    from kvq_runtime.config import DEFAULT_MAX_TOKENS
+
     answer = _Answer()
     with output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048) as progress:
         complete = session.prefill(ids, progress=progress, cancel=cancel)
@@ -188,7 +189,7 @@ def _answer(
         output.print_note("")
         return answer
     steps = session.generate(
-        arguments.predict if arguments.predict is not None else DEFAULT_PREDICT,
+        arguments.predict if arguments.predict is not None else DEFAULT_MAX_TOKENS,
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
