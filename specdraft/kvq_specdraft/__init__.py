@@ -10,7 +10,9 @@ from kvq_runtime.drafter import Drafter
 
 DRAFTERS = {
     "auto": "kvq_specdraft.auto:Auto",
+    "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
+    "recycle": "kvq_specdraft.recycle:Recycle",
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 
