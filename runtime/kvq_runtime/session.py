@@ -72,6 +72,9 @@ class Session(Generic[C]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
+        if isinstance(drafter, ComputingDrafter):
+            drafter.open(self._backend, self.config)
+        self._close_drafter()
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -288,11 +291,15 @@ class Session(Generic[C]):
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
+            draft_bytes=(
+                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
+            ),
         )
 
     def close(self) -> None:
-        """Frees the cache's memory."""
+        """Frees the cache's memory, and what its drafter holds."""
         self.sequence.close()
+        self._close_drafter()
 
     def __repr__(self) -> str:
         config = self.config
@@ -307,6 +314,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_drafter(self) -> None:
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

@@ -8,6 +8,8 @@ from kvq.named import named
 from kvq_runtime.drafter import Drafter
 
 DRAFTERS = {
+    "early": "kvq_specdraft.early:Early",
+    "quantspec": "kvq_specdraft.quantspec:QuantSpec",
     "auto": "kvq_specdraft.auto:Auto",
     "lookup": "kvq_specdraft.lookup:Lookup",
     "suffix": "kvq_specdraft.suffix:Suffix",
