@@ -9,6 +9,8 @@ from typing import Self
 
 from kvq_apps.model_path import resolve_model
 from kvq_runtime import engine
+from kvq_runtime.alternatives import Writer
+from kvq_specdraft import writer_named
 
 
 class Engine(engine.Engine):
@@ -27,3 +29,7 @@ class Engine(engine.Engine):
         """
         found = resolve_model(None if path is None else str(path))
         return super().open(found, threads=threads, backend=backend)
+
+    def writer(self, name: str) -> Writer:
+        """The method of `Session.drafts` called `NAME` or `NAME:option=value,...`."""
+        return writer_named(name)

@@ -289,6 +289,11 @@ class Branch(Generic[C]):
         self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
 
+    @property
+    def rows(self) -> int:
+        """How many rows were added and not forgotten."""
+        return len(self._ids)
+
     def extend(
         self,
         ids: Ids,

@@ -16,6 +16,7 @@ from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
+from kvq_runtime.alternatives import Alternative, Asked, Writer
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
@@ -39,6 +40,11 @@ def unseen(done: int, total: int) -> None:
     """The progress nobody watches."""
 
 
+def no_names(name: str) -> Writer:
+    """Whoever opens a session may give it the names of writers; without one there are none."""
+    raise UsageError(f"the method {name!r} is not known here: give the method itself, a Writer")
+
+
 class Session(Generic[C]):
     """One sequence that prompts are given to and answers are generated from.
 
@@ -52,6 +58,7 @@ class Session(Generic[C]):
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
+        self.writers: Callable[[str], Writer] = no_names
         self._drafter: Drafter | None = None
         self._drafter_is_new = True
         self._backend = backend
@@ -88,7 +95,7 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafts(self) -> tuple[int, int]:
+    def drafted(self) -> tuple[int, int]:
         """Tokens drafted and tokens of these kept, as `stats` has them."""
         return self._meter.drafted_tokens, self._meter.accepted_tokens
 
@@ -162,6 +169,57 @@ class Session(Generic[C]):
             yield from self.sequence.run(self.stepping(generation, cancel))[0]
         if not generation.begun:
             self._keep(given)
+
+    def drafts(
+        self,
+        count: int = 3,
+        length: int = 10,
+        *,
+        method: Writer | str = "auto",
+        sampling: Sampling | None = None,
+        stop_strings: Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        begin_with: bytes = b"",
+        cancel: Cancel = never,
+    ) -> list[Alternative]:
+        """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
+
+        The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
+        `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
+        that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
+        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        """
+        options = GenerationOptions(
+            max_tokens=length,
+            sampling=Sampling() if sampling is None else sampling,
+            stop_strings=tuple(stop_strings),
+            stop_ids=None if stop_ids is None else frozenset(stop_ids),
+            begin_with=begin_with,
+        )
+        writer = self.writers(method) if isinstance(method, str) else method
+        if not self._catch_up(unseen, cancel):
+            return []
+        return self.sequence.run(self.drafting(count, options, writer, cancel))
+
+    def drafting(
+        self, count: int, options: GenerationOptions, writer: Writer, cancel: Cancel = never
+    ) -> Work[C, list[Alternative]]:
+        """The work of `drafts`, where nothing is pending."""
+        self.begin(options)  # refuses what no answer could go on from
+        asked = Asked(
+            self._vocabulary,
+            options,
+            count=count,
+            branch_rows=self.config.draft_tokens,
+            room=self.sequence.room,
+            history=self.tokens,
+            generator=self._generator,
+            cancel=cancel,
+            recorded=self._backend.model.drafts_method,
+        )
+        with self.sequence.branch() as branch:
+            lines = yield from writer.writing(branch, asked)
+        return [asked.finished(line) for line in lines]
 
     def begin(self, options: GenerationOptions) -> Generation:
         """The answer that goes on from here. Raises `UsageError` where there is no room for one."""

@@ -37,7 +37,7 @@ from kvq_runtime.session import Session
 from tiny import CHATML, byte_level_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> None:

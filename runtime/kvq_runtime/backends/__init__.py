@@ -76,6 +76,7 @@ class ModelFacts:
 
     `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
+    `drafts_method` writes several drafts best on this model, where that was measured.
     """
 
     name: str
@@ -86,6 +87,7 @@ class ModelFacts:
     fingerprint: str
     kv: KvPlan
     short_rope_tokens: int | None = None
+    drafts_method: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

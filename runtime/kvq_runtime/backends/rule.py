@@ -175,6 +175,7 @@ class RuleBackend:
             context_tokens=request.context_tokens or 1000,
             budget_bytes=request.kv_budget.num_bytes or 1 << 20,
             chunk_tokens=request.chunk_tokens,
+            draft_tokens=request.draft_tokens,
             seed=request.seed,
         )
 

@@ -75,7 +75,7 @@ class Job:
         """Everything the request asked for."""
         request, session = self.request, slot.session
         self._stats_of = session
-        self._drafts_before = session.drafts
+        self._drafts_before = session.drafted
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
