@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft")
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft", "draft-model")
     flags.add_flags(parser, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
