@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq_runtime.backends import C
+from kvq_runtime.constraint import Guide
 from kvq_runtime.generation import Cancel, GenerationOptions, Vocabulary, never
 from kvq_runtime.healing import Beginning
 from kvq_runtime.sequence import Branch, Work
@@ -48,7 +49,7 @@ class Line:
     what its method ranks it by. `new` of its tokens are not the forced beginning's.
     """
 
-    beginning: Beginning
+    beginning: Beginning | Guide
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     row: int = -1
@@ -100,9 +101,8 @@ class Asked:
         self.cancel = cancel
         self.recorded = recorded
         self._vocabulary = vocabulary
-        given = options.stop_ids
-        self._stop_ids = vocabulary.stop_ids if given is None else given
-        self._start = Line(beginning=Beginning(vocabulary.pieces, options.begin_with))
+        self._stop_ids = options.ends(vocabulary)
+        self._start = Line(beginning=options.beginning(vocabulary))
 
     @property
     def start(self) -> Line:
@@ -138,6 +138,8 @@ class Asked:
             score=score,
             new=new,
         )
+        if beginning.ended:
+            return replace(grown, finish_reason="stop")
         if self.options.stop_strings and self._cut(self._text(grown.ids))[1]:
             return replace(grown, finish_reason="stop")
         return replace(grown, finish_reason="length") if new >= self.length else grown

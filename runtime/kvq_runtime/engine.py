@@ -44,6 +44,7 @@ class Engine:
         self.files = files
         self.backend = backends.open_backend(backend, files, threads=self.threads)
         self._tokenizer = self.backend.tokenizer()
+        self.vocabulary = Vocabulary.of(self._tokenizer, self.model.stop_ids)
         self._longest_context = self.model.context_length
         self._closed = False
 
@@ -200,7 +201,7 @@ class Engine:
         session: Session[Any] = Session(
             backend=self.backend,
             config=config,
-            vocabulary=Vocabulary.of(self._tokenizer, self.model.stop_ids),
+            vocabulary=self.vocabulary,
         )
         session.drafter = None if draft is None else draft()
         session.writers = self.writer

@@ -16,6 +16,7 @@ from kvq.errors import UsageError
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide
 from kvq_runtime.drafter import NO_DRAFT, Draft
 from kvq_runtime.healing import Beginning
 from kvq_runtime.sampling import candidates, draw, likeliest, log_probability
@@ -54,6 +55,10 @@ class Detokenizer(Protocol):
         """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
         ...
 
+    def show(self, control: frozenset[int]) -> None:
+        """These control tokens have a text too."""
+        ...
+
     def push(self, token: int) -> str:
         """Text that `token` completed."""
         ...
@@ -69,6 +74,9 @@ class NoText:
     def skip(self, num_bytes: int) -> None:
         """There is nothing to leave out."""
 
+    def show(self, control: frozenset[int]) -> None:
+        """There is nothing to show."""
+
     def push(self, token: int) -> str:
         """Always empty."""
         return ""
@@ -83,13 +91,15 @@ class Vocabulary:
     """What a generation knows of the model's tokens.
 
     `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
-    `encode` turns a text into tokens, `start` says that nothing stands before it.
+    `encode` turns a text into tokens, `start` says that nothing stands before it; `grammars` reads
+    constraints.
     """
 
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Callable[[], Detokenizer] = NoText
     pieces: Callable[[], PieceIndex] = PieceIndex
     encode: Callable[..., list[int]] | None = None
+    grammars: Grammars | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> "Vocabulary":
@@ -101,7 +111,14 @@ class Vocabulary:
             detokenizer=lambda: IncrementalDetokenizer(tokenizer),
             pieces=lambda: tokenizer.pieces,
             encode=tokenizer.encode,
+            grammars=Grammars(tokenizer),
         )
+
+    def grammar(self, constraint: Constraint) -> Grammar:
+        """`constraint`, read for this vocabulary; raises what `Grammars.read` raises."""
+        if self.grammars is None:
+            raise UsageError("this model has no tokenizer, so an answer cannot be constrained")
+        return self.grammars.read(constraint)
 
 
 IDS_ONLY = Vocabulary()
@@ -115,8 +132,9 @@ class GenerationOptions:
     `stop_ids` (None: the model's end tokens), or before any of `stop_strings`. `begin_with` is
     the end of a prompt that was not prefilled, see `healing.heal`: the first tokens are chosen
     among those that spell it. Those that lie within it count as the prompt's and make no step;
-    of the first that reaches beyond it only the rest is text. `draft` False: the session's drafter
-    is not asked; the answer is the same.
+    of the first that reaches beyond it only the rest is text. What comes after follows `grammar`
+    to its end (`Vocabulary.grammar` reads one). The text has the control tokens of `shown`.
+    `draft` False: the session's drafter is not asked; the answer is the same.
     """
 
     max_tokens: int | None = None
@@ -126,11 +144,24 @@ class GenerationOptions:
     logprobs: bool = False
     top_logprobs: int = 0
     begin_with: bytes = b""
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
     draft: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
+
+    def ends(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """The tokens that end the answer."""
+        return vocabulary.stop_ids if self.stop_ids is None else self.stop_ids
+
+    def beginning(self, vocabulary: Vocabulary) -> Beginning | Guide:
+        """What may come next at the answer's start. Raises `UsageError` as `Generation` does."""
+        beginning = Beginning(vocabulary.pieces, self.begin_with)
+        if self.grammar is None:
+            return beginning
+        return self.grammar.guide(beginning, self.ends(vocabulary))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,9 +199,11 @@ class Generation:
         self._room = room
         self._new = 0
         self._generator = generator
-        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
-        self._beginning = Beginning(vocabulary.pieces, options.begin_with)
+        self._stop_ids = options.ends(vocabulary)
+        self._beginning = options.beginning(vocabulary)
         self._detokenizer = vocabulary.detokenizer()
+        if options.shown:
+            self._detokenizer.show(options.shown)
         if options.begin_with:
             self._detokenizer.skip(len(options.begin_with))
         self._stops = StopStrings(options.stop_strings)
@@ -257,7 +290,7 @@ class Generation:
         )
 
     def _reason(self, token: int, cancel: Cancel) -> str | None:
-        if token in self._stop_ids or self._stops.found is not None:
+        if token in self._stop_ids or self._stops.found is not None or self._beginning.ended:
             return "stop"
         if self._new == self._options.max_tokens or self._room <= 0:
             return "length"
@@ -278,7 +311,7 @@ class Foresight:
         self,
         sampling: Sampling,
         history: Sequence[int],
-        beginning: Beginning,
+        beginning: Beginning | Guide,
         generator: np.random.Generator,
     ) -> None:
         self._sampling = sampling

@@ -19,6 +19,7 @@ from kvq_runtime import snapshot
 from kvq_runtime.alternatives import Alternative, Asked, Writer
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
+from kvq_runtime.constraint import Constraint
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import (
     IDS_ONLY,
@@ -144,9 +145,12 @@ class Session(Generic[C]):
         stop_ids: Iterable[int] | None = None,
         logprobs: bool = False,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> Iterator[Step]:
         """Yields new tokens; `GenerationOptions` says what each argument asks for.
+
+        The whole answer fits `constraint`, unless `max_tokens` or the context cut it short.
 
         Ends also when `cancel`, asked after every token, says yes; the last step says why. A
         generation cancelled before its first token yields nothing and leaves the session as it
@@ -160,6 +164,7 @@ class Session(Generic[C]):
                 stop_ids=None if stop_ids is None else frozenset(stop_ids),
                 logprobs=logprobs,
                 begin_with=begin_with,
+                grammar=None if constraint is None else self._vocabulary.grammar(constraint),
             )
         )
         if not self._catch_up(unseen, cancel):
