@@ -18,7 +18,8 @@ LIMITS = {7: 24.32, 63: 103.4}
 def answered(opened: Session[Any], prompt: Sequence[int], count: int, **settings: Any) -> list[Any]:
     opened.align(prompt)
     opened.prefill()
-    return list(opened.generate(count, **({"sampling": GREEDY} | settings)))
+    asked: dict[str, Any] = {"sampling": GREEDY} | settings
+    return list(opened.generate(count, **asked))
 
 
 def same_cache(one: Cache, other: Cache) -> None:
