@@ -126,11 +126,15 @@ FLAGS: dict[str, Flag] = {
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
-    "task": Flag("what to measure", choices=("ppl", "kld", "passkey", "retrieval", "fim")),
+    "task": Flag("what to measure",
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
         "{kvq_apps.evaluation.asked:Asked.trials}", metavar="N"),
+    "drafts": Flag("drafts to write, so many side by side", "3", metavar="N,.."),
+    "drafts-method": Flag("how several drafts are written: auto, branches, superposed, spliced; "
+        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True),
     "limit": Flag("lines to fill in at most",
         "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
         "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),

@@ -129,8 +129,14 @@ int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* f
     return with_cache(
         handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t* keys, uint16_t* values) {
-    return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
+int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, uint16_t* keys,
+                        uint16_t* values) {
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.constants(layer, columns, keys, values); });
+}
+int kvq_cache_key_squares(int64_t handle, int32_t layer, int32_t columns, float* squares) {
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.key_squares(layer, columns, squares); });
 }
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                        uint8_t* bytes) {

@@ -277,12 +277,13 @@ void Cache::entering(uint8_t* widths) const {
     std::memcpy(widths, arena_.entering, size_t{2} * static_cast<size_t>(arena_.streams()));
 }
 
-int Cache::constants(int columns, uint16_t* keys, uint16_t* values) const {
-    if (columns != pages_.columns()) return KVQ_BAD_ARGUMENT;
+int Cache::constants(int layer, int columns, uint16_t* keys, uint16_t* values) const {
+    if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
+        return KVQ_BAD_ARGUMENT;
     const size_t key_bytes = k_constant_bytes(config().head_dim);
     uint8_t* key = reinterpret_cast<uint8_t*>(keys);
     uint8_t* value = reinterpret_cast<uint8_t*>(values);
-    for (int s = 0; s < arena_.streams(); s++) {
+    for (int s = layer * config().kv_heads; s < (layer + 1) * config().kv_heads; s++) {
         for (int c = 0; c < columns; c++, key += key_bytes, value += v_constant_bytes()) {
             const Entry& e = pages_.entry(s, c);
             if (e.k_bits) {
@@ -292,6 +293,29 @@ int Cache::constants(int columns, uint16_t* keys, uint16_t* values) const {
                 std::memset(key, 0, key_bytes);
                 std::memset(value, 0, v_constant_bytes());
             }
+        }
+    }
+    return KVQ_OK;
+}
+
+// The squares of a key's products with the unit vectors.
+int Cache::key_squares(int layer, int columns, float* squares) const {
+    if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
+        return KVQ_BAD_ARGUMENT;
+    const int dim = config().head_dim, heads = config().kv_heads;
+    std::memset(squares, 0, sizeof(float) * size_t(heads) * size_t(columns) * kPageTokens);
+    alignas(64) float products[kBlockRows * kPageTokens];
+    Block block;
+    for (int first = 0; first < dim; first += kBlockRows) {
+        block.start(kBlockRows, dim, 0.0f);
+        std::fill(block.q, block.q + kBlockRows * dim, 0.0f);
+        for (int r = 0; r < kBlockRows; r++) block.q[r * dim + first + r] = 1.0f;
+        for (int page = 0; page < heads * columns; page++) {
+            const Entry& e = pages_.entry(layer * heads + page / columns, page % columns);
+            if (!e.k_bits) continue;
+            kernels().logits(pages_.view(e, false), block, block.q, products);
+            for (int i = 0; i < kBlockRows * kPageTokens; i++)
+                squares[int64_t{page} * kPageTokens + i % kPageTokens] += products[i] * products[i];
         }
     }
     return KVQ_OK;

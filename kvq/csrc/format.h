@@ -51,14 +51,14 @@ struct Column {
 };
 static_assert(sizeof(Column) == 24);
 
-// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The two masses are the page's
+// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The last two are the page's
 // history of attention received, as `mass_code` (0: never observed).
 struct Entry {
     uint32_t granule[2 * kGranulesPerSide];  // K then V
     uint32_t constants;
     uint8_t k_bits;
     uint8_t v_bits;
-    uint8_t peak_mass;
+    uint8_t peak_weight;
     uint8_t mean_mass;
 };
 static_assert(sizeof(Entry) == 40);

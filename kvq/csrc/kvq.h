@@ -111,18 +111,22 @@ KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 KVQ_EXPORT int kvq_cache_columns(int64_t handle, int32_t columns, int64_t *facts, uint8_t *widths);
 /* Widths the next pages close at, uint8 [layers, kv_heads, 2]. */
 KVQ_EXPORT int kvq_cache_entering(int64_t handle, uint8_t *widths);
-/* What the newest probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
+/* What probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
    columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
    mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */
 enum kvq_evidence_fact {
-    KVQ_MASS, KVQ_PEAK_MASS, KVQ_MEAN_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR,
-    KVQ_EVIDENCE_FACTS
+    KVQ_MASS, KVQ_RECENT_MASS, KVQ_TOTAL_MASS, KVQ_PEAK_WEIGHT, KVQ_MEAN_MASS, KVQ_KEY_ERROR,
+    KVQ_VALUE_ERROR, KVQ_EVICT_ERROR, KVQ_EVIDENCE_FACTS
 };
 KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float *facts,
                                   float *queries);
-/* Every page's constants as stored, float16: keys [layers, kv_heads, columns, 2, head_dim] and
-   values [layers, kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
-KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t *keys, uint16_t *values);
+/* Constants of a layer's pages as stored, float16: keys [kv_heads, columns, 2, head_dim] and values
+   [kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, uint16_t *keys,
+                                   uint16_t *values);
+/* Squared lengths of the keys of a layer's pages as they are read, float32 [kv_heads, columns, 64]; 0
+   where a page is evicted. */
+KVQ_EXPORT int kvq_cache_key_squares(int64_t handle, int32_t layer, int32_t columns, float *squares);
 /* Copies one page's bytes: constants, then its granules in order; returns the byte count or -1. */
 KVQ_EXPORT int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                                   uint8_t *bytes);

@@ -85,7 +85,7 @@ void PageTable::release(Entry& e) {
     }
     pool_.give_constant(e.constants);
     e.constants = kNone;
-    e.k_bits = e.v_bits = e.peak_mass = e.mean_mass = 0;
+    e.k_bits = e.v_bits = e.peak_weight = e.mean_mass = 0;
 }
 
 // Stores one side of a page from its hi4 and lo4 planes, which are changed at 2 bits.
@@ -200,9 +200,9 @@ int PageTable::mask(int column, uint64_t mask) {
     return KVQ_OK;
 }
 
-void PageTable::remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass) {
+void PageTable::remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass) {
     Entry& e = entry_at(stream, column);
-    e.peak_mass = peak_mass;
+    e.peak_weight = peak_weight;
     e.mean_mass = mean_mass;
 }
 
@@ -241,7 +241,7 @@ void PageTable::restore(int stream, int column, const uint8_t* widths_and_histor
     Entry& e = entry_at(stream, column);
     if (widths_and_history[0]) {
         take(e, widths_and_history[0], widths_and_history[1]);
-        e.peak_mass = widths_and_history[2];
+        e.peak_weight = widths_and_history[2];
         e.mean_mass = widths_and_history[3];
         return;
     }

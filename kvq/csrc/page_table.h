@@ -33,7 +33,7 @@ public:
     int shift(int column, int32_t delta);
     int mask(int column, uint64_t mask);
     // What was seen of a page: its history of attention received.
-    void remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass);
+    void remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass);
 
     // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
     PageView view(const Entry& e, bool hi_view) const;

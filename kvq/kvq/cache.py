@@ -5,7 +5,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +175,8 @@ class Cache:
             tokens=self._boundary,
             head_dim=self.shape.head_dim,
             attention=self._attention() if self.arena.probes else None,
-            constants=self._constants() if "constants" in self.policy.needs else None,
+            constants=self._constants,
+            key_squares=self._engine.key_squares,
             sensitivity=self.sensitivity,
         )
 
@@ -189,20 +190,11 @@ class Cache:
 
     def _attention(self) -> Attention:
         facts, queries = self._engine.evidence(self._boundary)
-        return Attention(
-            mass=facts[0],
-            peak_mass=facts[1],
-            mean_mass=facts[2],
-            key_error=facts[3],
-            value_error=facts[4],
-            evict_error=facts[5],
-            query_mean=queries[0],
-            query_square=queries[1],
-            output_square=queries[2],
-        )
+        names = (field.name for field in fields(Attention))
+        return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
 
-    def _constants(self) -> Constants:
-        keys, values = (part.astype(np.float32) for part in self._engine.constants())
+    def _constants(self, layer: int) -> Constants:
+        keys, values = (part.astype(np.float32) for part in self._engine.constants(layer))
         return Constants(
             key_min=keys[..., 1, :],
             key_range=255 * keys[..., 0, :],

@@ -81,11 +81,15 @@ class CacheEngine(Protocol):
     def entering(self) -> NDArray[np.uint8]: ...
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
-        """What probes among the first `tokens` tokens see: [6, L, Hk, C] and [3, L, Hk, D]."""
+        """What probes among the first `tokens` tokens see: [8, L, Hk, C] and [3, L, Hk, D]."""
         ...
 
-    def constants(self) -> tuple[Half, Half]:
-        """Scales and minima: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
+    def constants(self, layer: int) -> tuple[Half, Half]:
+        """Scales and minima of a layer: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
+        ...
+
+    def key_squares(self, layer: int) -> Float:
+        """Squared lengths of a layer's keys as read, [Hk, C, 64]; 0 where a page is evicted."""
         ...
 
     def page(self, layer: int, head: int, column: int) -> bytes: ...

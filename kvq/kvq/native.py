@@ -22,7 +22,7 @@ from kvq.sizing import Arena, Geometry, Regions
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
 ABI = 5
-EVIDENCE_FACTS = 6
+EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
 log = logging.getLogger("kvq")
@@ -119,7 +119,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
     "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, c_int32, _HALVES, _HALVES)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES)),
+    "kvq_cache_key_squares": (c_int32, (c_int64, c_int32, c_int32, _FLOATS)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
@@ -421,14 +422,19 @@ class NativeCache:
         _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
-    def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+    def constants(self, layer: int) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
         shape, count = self.arena.shape, self._held.columns
-        pages = (shape.num_layers, shape.num_kv_heads, count, 2)
-        keys = np.zeros((*pages, shape.head_dim), np.float16)
-        values = np.zeros((*pages, PAGE_TOKENS), np.float16)
+        keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float16)
+        values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float16)
         pointers = pointer(keys), pointer(values)
-        _check(self._library.kvq_cache_constants(self.handle, count, *pointers))
+        _check(self._library.kvq_cache_constants(self.handle, layer, count, *pointers))
         return keys, values
+
+    def key_squares(self, layer: int) -> NDArray[np.float32]:
+        count = self._held.columns
+        squares = np.zeros((self.arena.shape.num_kv_heads, count, PAGE_TOKENS), np.float32)
+        _check(self._library.kvq_cache_key_squares(self.handle, layer, count, pointer(squares)))
+        return squares
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim

@@ -5,7 +5,7 @@ page loses bits is told from outside.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 from zipfile import BadZipFile
@@ -17,13 +17,13 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
+    NEWEST_PROBES,
     PROBE_ROWS,
     PROBE_STRIDE,
-    PROBES,
     constant_bytes,
     granule_bytes,
+    newest_slots,
     page_bytes,
-    ring_slots,
 )
 from kvq.reference import (
     KEYS,
@@ -45,6 +45,7 @@ from kvq.reference import (
     page_errors,
     planes,
     rotate,
+    sample_slot,
     sampled_token,
     split_heads,
 )
@@ -62,7 +63,7 @@ class Page:
     scale: tuple[Half, Half]
     minimum: tuple[Half, Half]
     bits: tuple[int, int]
-    peak_mass: int = 0
+    peak_weight: int = 0
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
@@ -99,6 +100,19 @@ class _Probe:
     token: int
     position: int
     rows: Half
+
+
+@dataclass(slots=True)
+class _Look:
+    """What probe rows [R, D] with these outputs [R, D] saw of every page of a stream.
+
+    `seen` [6] a page: rows that see any of it, then, summed over these, the mass they give it, but
+    of single tokens' weights the largest, and their key, value and eviction errors.
+    """
+
+    rows: Float
+    outputs: Float
+    seen: list[NDArray[np.float64]] = field(default_factory=lambda: [])
 
 
 @dataclass(slots=True)
@@ -418,112 +432,151 @@ class ReferenceCache:
 
     def _probe_slot(self, token: int) -> int | None:
         """Where a token's query is kept, if it is a recent or a sampled probe."""
-        recent, sampled = ring_slots(self.arena.draft_tokens)
+        newest = newest_slots(self.arena.draft_tokens)
         if token % PROBE_STRIDE == 0:
-            return token // PROBE_STRIDE % recent
+            return token // PROBE_STRIDE % newest
         run = token // PAGE_TOKENS
-        return recent + run % sampled if token == sampled_token(run) else None
+        sample = sample_slot(run) if token == sampled_token(run) else None
+        return None if sample is None else newest + sample
 
-    def _usable_probes(self, tokens: int) -> list[_Probe]:
-        """The newest probes among the first `tokens` tokens, oldest first."""
-        runs = range((tokens - 1) // PAGE_TOKENS, -1, -1)
-        sampled = [token for token in map(sampled_token, runs) if token < tokens]
-        last = (tokens - 1) // PROBE_STRIDE
-        recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
-        wanted = sorted([*sampled[:PROBES], *recent] if tokens else [])
-        held = [
-            self._probes.get(slot) for slot in map(self._probe_slot, wanted) if slot is not None
-        ]
-        return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
+    def _probes_of(self, tokens: Sequence[int]) -> list[_Probe]:
+        """Those probes that are still kept, in the order of their tokens."""
+        kept = {probe.token: probe for probe in self._probes.values()}
+        return [kept[token] for token in sorted(tokens) if token in kept]
+
+    def _newest_probes(self, tokens: int) -> list[_Probe]:
+        """The newest among the first `tokens` tokens."""
+        last = -(-tokens // PROBE_STRIDE)
+        first = max(0, last - NEWEST_PROBES)
+        return self._probes_of([i * PROBE_STRIDE for i in range(first, last)])
+
+    def _sampled_probes(self, tokens: int) -> list[_Probe]:
+        """Those among the first `tokens` tokens whose slot no draft can have overwritten."""
+        horizon = tokens + 2 * self.arena.draft_tokens
+        newest: dict[int, int] = {}
+        for run in range(horizon // PAGE_TOKENS + 1):
+            slot = sample_slot(run)
+            if slot is not None and sampled_token(run) < horizon:
+                newest[slot] = sampled_token(run)
+        return self._probes_of([token for token in newest.values() if token < tokens])
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
         """What the probes among the first `tokens` tokens see.
 
-        Returns facts float32 [6, L, Hk, C] and queries float32 [3, L, Hk, D].
-
-        Facts in order: mass, peak mass, mean mass, key, value and eviction error. Of the queries
-        their mean, their mean square, and the mean square of their attention's output.
+        Returns facts float32 [8, L, Hk, C] in the order of `kvq.policies.Attention`'s fields, and
+        queries float32 [3, L, Hk, D]: of the queries their mean, their mean square, and the mean
+        square of their attention's output.
         """
         self._check_between_passes()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
-        probes = self._usable_probes(tokens)
-        facts = np.zeros((6, shape.num_layers, heads, len(self.table)), np.float32)
+        kinds = [self._newest_probes(tokens), self._sampled_probes(tokens)]
+        facts = np.zeros((8, shape.num_layers, heads, len(self.table)), np.float32)
         queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
-        for layer in range(shape.num_layers if probes else 0):
+        for layer in range(shape.num_layers if any(kinds) else 0):
             for head in range(heads):
-                group = slice(
-                    head * shape.num_heads // heads, (head + 1) * shape.num_heads // heads
+                looks = [
+                    self._look(layer, head, *self._probe_rows(layer, head, probes))
+                    for probes in kinds
+                ]
+                rows = np.concatenate([look.rows for look in looks])
+                outputs = np.concatenate([look.outputs for look in looks])
+                queries[:, layer, head] = (
+                    rows.mean(axis=0),
+                    *(np.square(x).mean(axis=0) for x in (rows, outputs)),
                 )
-                rows = np.concatenate([p.rows[layer, group] for p in probes]).astype(np.float32)
-                where = np.repeat([p.position for p in probes], shape.num_heads // heads)
-                # Many query heads: evenly spaced rows, so that probes and heads take turns.
-                count = min(len(rows), PROBE_ROWS)
-                taken = np.arange(count) * len(rows) // count
-                rows, where = rows[taken], where[taken]
-                queries[0, layer, head] = rows.mean(axis=0)
-                queries[1, layer, head] = np.square(rows).mean(axis=0)
-                outputs = self._observe(layer, head, rows, where, facts)
-                queries[2, layer, head] = np.square(outputs).mean(axis=0)
+                self._record(layer, head, looks[0], looks[1], facts[:, layer, head])
         return facts, queries
 
-    def _observe(
-        self, layer: int, head: int, rows: Float, where: NDArray[np.int64], facts: Float
-    ) -> Float:
-        """Fills the facts of one stream's pages from probe rows [R, D]; returns their outputs."""
+    def _probe_rows(
+        self, layer: int, head: int, probes: Sequence[_Probe]
+    ) -> tuple[Float, NDArray[np.int64]]:
+        """Rows [R, D] of a KV head and their positions: many are thinned out evenly."""
+        shape = self.arena.shape
+        group = shape.num_heads // shape.num_kv_heads
+        own = slice(head * group, (head + 1) * group)
+        rows = np.array([p.rows[layer, own] for p in probes], np.float32)
+        rows = rows.reshape(-1, shape.head_dim)
+        where = np.repeat(np.array([p.position for p in probes], np.int64), group)
+        count = min(len(rows), PROBE_ROWS)
+        taken = np.arange(count) * len(rows) // max(count, 1)
+        return rows[taken], where[taken]
+
+    def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> _Look:
+        """What probe rows [R, D] see of a stream's pages."""
         params, inv_freq = self._layers[layer]
         keys = self._keys(params, head, inv_freq, "full", branch=False)
         seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
         weights = attention_weights(params, keys.logits(rows), seen)
-        outputs = weights @ keys.values
+        look = _Look(rows, weights @ keys.values)
         start = 0
-        stream = layer * params.num_kv_heads + head
-        for c, column in enumerate(self.table):
-            page = column.pages[stream]
+        for column in self.table:
+            page = column.pages[layer * params.num_kv_heads + head]
             if page is None:
+                look.seen.append(np.zeros(6))
                 continue
             part = slice(start, start + PAGE_TOKENS)
             start += PAGE_TOKENS
             sees = seen[:, part].any(axis=1)
-            if sees.any():
-                mass = weights[sees, part].sum(axis=1)
-                heavy = np.nonzero(sees)[0][mass >= OBSERVED_MASS]
-                turned = rows
-                if column.delta:
-                    back = np.full(len(rows), -column.delta, np.int64)
-                    turned = rotate(rows[:, None], back, inv_freq)[:, 0]
-                errors = page_errors(
-                    weights[heavy, part],
-                    turned[heavy],
-                    outputs[heavy],
-                    keys.values[part],
-                    page.scale[KEYS].astype(np.float32),
-                    page.scale[VALUES].astype(np.float32),
-                )
-                mean = float(mass.mean())
-                facts[0, layer, head, c] = mean
-                facts[3:, layer, head, c] = errors.sum(axis=0) / sees.sum()
-                page.peak_mass = max(mass_code(mean), 1, page.peak_mass - PEAK_STEP)
-                before = mass_of(page.mean_mass) if page.mean_mass else mean
-                page.mean_mass = mass_code(before + MEAN_SHARE * (mean - before))
-            facts[1, layer, head, c] = mass_of(page.peak_mass)
-            facts[2, layer, head, c] = mass_of(page.mean_mass)
-        return outputs
+            mass = weights[:, part].sum(axis=1)
+            heavy = sees & (mass >= OBSERVED_MASS)
+            back = np.full(len(rows), -column.delta, np.int64)
+            errors = page_errors(
+                weights[heavy, part],
+                rotate(rows[:, None], back, inv_freq)[heavy, 0],
+                look.outputs[heavy],
+                keys.values[part],
+                page.scale[KEYS].astype(np.float32),
+                page.scale[VALUES].astype(np.float32),
+            )
+            peak = weights[:, part].max(initial=0)
+            look.seen.append(np.array([sees.sum(), mass.sum(), peak, *errors.sum(axis=0)]))
+        return look
 
-    def constants(self) -> tuple[Half, Half]:
-        """Scales and minima float16: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
-        shape = self.arena.shape
-        pages = (shape.num_layers, shape.num_kv_heads, len(self.table), 2)
-        out = (
-            np.zeros((*pages, shape.head_dim), np.float16),
-            np.zeros((*pages, PAGE_TOKENS), np.float16),
-        )
+    def _record(self, layer: int, head: int, newest: _Look, sampled: _Look, facts: Any) -> None:
+        """Fills the facts [8, C] of one stream's pages from what two kinds of rows saw."""
+        stream = layer * self.arena.shape.num_kv_heads + head
         for c, column in enumerate(self.table):
-            for stream, page in enumerate(column.pages):
-                layer, head = divmod(stream, shape.num_kv_heads)
-                for side in (KEYS, VALUES):
-                    if page:
-                        out[side][layer, head, c] = page.scale[side], page.minimum[side]
+            page = column.pages[stream]
+            if page is None:
+                continue
+            new, old = newest.seen[c], sampled.seen[c]
+            if rows := new[0] + old[0]:
+                recent = float(new[1] / max(new[0], 1))
+                total = float(old[1] / max(len(sampled.rows), 1))
+                facts[:3, c] = (new[1] + old[1]) / rows, recent, total
+                facts[5:, c] = (new[3:] + old[3:]) / rows
+                peak = mass_code(max(new[2], old[2]))
+                page.peak_weight = max(1, peak, page.peak_weight - PEAK_STEP)
+                before = mass_of(page.mean_mass) if page.mean_mass else recent
+                page.mean_mass = mass_code(before + MEAN_SHARE * (recent - before))
+            facts[3:5, c] = mass_of(page.peak_weight), mass_of(page.mean_mass)
+
+    def constants(self, layer: int) -> tuple[Half, Half]:
+        """Scales and minima of a layer float16: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
+        heads, dim = self.arena.shape.num_kv_heads, self.arena.shape.head_dim
+        pages = (heads, len(self.table), 2)
+        out = np.zeros((*pages, dim), np.float16), np.zeros((*pages, PAGE_TOKENS), np.float16)
+        for head, c, page in self._layer_pages(layer):
+            for side in (KEYS, VALUES):
+                out[side][head, c] = page.scale[side], page.minimum[side]
         return out
+
+    def key_squares(self, layer: int) -> Float:
+        """Squared lengths of a layer's keys as read, [Hk, C, 64]; 0 where a page is evicted."""
+        heads = self.arena.shape.num_kv_heads
+        squares = np.zeros((heads, len(self.table), PAGE_TOKENS), np.float32)
+        for head, c, page in self._layer_pages(layer):
+            squares[head, c] = np.square(page.read(KEYS, "full")).sum(axis=1)
+        return squares
+
+    def _layer_pages(self, layer: int) -> Iterator[tuple[int, int, Page]]:
+        """(head, column, page) of a layer's pages that are held."""
+        for head in range(self.arena.shape.num_kv_heads):
+            stream = self._stream(layer, head)
+            for c, column in enumerate(self.table):
+                page = column.pages[stream]
+                if page is not None:
+                    yield head, c, page
 
     # -- changes between forward passes --
 
@@ -665,7 +718,7 @@ class ReferenceCache:
 
     def _save_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
         masses = [
-            (page.peak_mass, page.mean_mass) if page else (0, 0)
+            (page.peak_weight, page.mean_mass) if page else (0, 0)
             for column in self.table
             for page in column.pages
         ]
@@ -693,7 +746,7 @@ class ReferenceCache:
         for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
             for page, (peak, mean) in zip(column.pages, masses, strict=True):
                 if page:
-                    page.peak_mass, page.mean_mass = peak, mean
+                    page.peak_weight, page.mean_mass = peak, mean
 
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""

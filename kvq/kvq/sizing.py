@@ -19,7 +19,7 @@ from kvq.config import (
     KvPlan,
 )
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import ALIGNMENT, aligned, format_bytes, granule_bytes, page_bytes, ring_slots
+from kvq.formats import ALIGNMENT, aligned, format_bytes, granule_bytes, page_bytes, probe_slots
 from kvq.policies import policy_named
 
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
@@ -119,7 +119,7 @@ class Geometry:
     def regions_for(self, columns: int, pool_bytes: int) -> Regions:
         """Everything but pages: state, tables, tail, probes, scratch."""
         shape, dim = self.shape, self.shape.head_dim
-        slots = sum(ring_slots(self.draft_tokens)) if self.probes else 0
+        slots = probe_slots(self.draft_tokens) if self.probes else 0
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
             state=STATE_BYTES,

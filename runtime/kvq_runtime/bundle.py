@@ -32,7 +32,7 @@ from kvq_runtime.graph_check import check_graph
 FORMAT = "kvq-bundle"
 # What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
 # versions have other weights and inputs.
-VERSION = 3
+VERSION = 4
 GGUF_VERSION = 2
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
@@ -188,7 +188,7 @@ class Manifest:
             policy=str(kv.get("policy", DEFAULT_POLICY)),
             sensitivity=None
             if sensitivity is None
-            else Sensitivity.from_json(sensitivity, config.num_layers),
+            else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
                 for name, row in data["files"].items()

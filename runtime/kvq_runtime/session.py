@@ -4,7 +4,8 @@ The step reads the same with and without drafts: what is due and what is drafted
 model in one pass, the generation takes the logits, and what agrees with them is committed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic
@@ -18,6 +19,7 @@ from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.alternatives import Alternative, Asked, Writer
 from kvq_runtime.backends import Backend, C
+from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
@@ -226,8 +228,13 @@ class Session(Generic[C]):
             lines = yield from writer.writing(branch, asked)
         return [asked.finished(line) for line in lines]
 
-    def begin(self, options: GenerationOptions) -> Generation:
-        """The answer that goes on from here. Raises `UsageError` where there is no room for one."""
+    def begin(
+        self, options: GenerationOptions, generator: np.random.Generator | None = None
+    ) -> Generation:
+        """The answer that goes on from here. Raises `UsageError` where there is no room for one.
+
+        `generator` None: the session's own, which goes on.
+        """
         if len(self.sequence) == 0:
             raise UsageError("there is nothing to continue; give a prompt first")
         if self.sequence.room < 1:
@@ -240,7 +247,7 @@ class Session(Generic[C]):
             options,
             history=self.tokens,
             room=self.sequence.room,
-            generator=self._generator,
+            generator=self._generator if generator is None else generator,
         )
 
     def stepping(
@@ -277,6 +284,20 @@ class Session(Generic[C]):
             drafted_s += watch.lap()
             self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
         return taken.steps, drafted_s + passed.seconds + chosen_s
+
+    def fits_beside(self, answers: int, max_tokens: int | None) -> bool:
+        """Whether so many answers of so many tokens can be written side by side; see `beside`."""
+        room = min(self.config.draft_tokens, self.sequence.room)
+        possible = self._backend.takes_trees and max_tokens is not None
+        return answers > 1 and possible and answers * (max_tokens or 0) <= room
+
+    @contextmanager
+    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; nothing of them is kept in the end."""
+        generators = map(np.random.default_rng, seeds)
+        answers = [self.begin(options, generator) for generator in generators]
+        with self.sequence.branch() as branch:
+            yield Beside(branch, answers)
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""

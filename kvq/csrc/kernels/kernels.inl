@@ -413,9 +413,11 @@ void read_values(const PageView& page, int head_dim, const Constants& v, float* 
     }
 }
 
-// Attention weights [64] of row r over the page, 0 where it cannot look; returns their sum.
-inline float page_weights(const Block& block, int r, const float* logits, uint64_t bits, float* p) {
-    F total = set1(0.0f);
+// Attention weights [64] of row r over the page, 0 where it cannot look; returns their sum and
+// raises `peak` to the largest.
+inline float page_weights(const Block& block, int r, const float* logits, uint64_t bits, float* p,
+                          float& peak) {
+    F total = set1(0.0f), largest = set1(peak);
     const F inverse = set1(block.sum[r] > 0.0f ? 1.0f / block.sum[r] : 0.0f);
     for (int i = 0; i < kPageTokens / 8; i++) {
         F x = load(logits + 8 * i);
@@ -424,7 +426,9 @@ inline float page_weights(const Block& block, int r, const float* logits, uint64
         const F seen = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), weight, set1(0.0f));
         store(p + 8 * i, seen);
         total = total + seen;
+        largest = max(largest, seen);
     }
+    peak = reduce_max(largest);
     return reduce_add(total);
 }
 
@@ -440,7 +444,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const uint64_t bits = mask_of(visible, r);
         if (!bits) continue;
         alignas(64) float p[kPageTokens];
-        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p);
+        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p, seen.peak);
         seen.rows++;
         seen.mass += mass;
         if (mass < kvq::kObservedMass) continue;

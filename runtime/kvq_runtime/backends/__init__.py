@@ -231,12 +231,14 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest.
     """
 
     name: str
     cache_kind: str
     model: ModelFacts
     weight_bytes_per_step: int
+    takes_trees: bool
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

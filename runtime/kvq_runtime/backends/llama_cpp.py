@@ -49,6 +49,7 @@ class LlamaCppBackend:
     """One model; every session is a context of its own."""
 
     name = "llama.cpp"
+    takes_trees = False
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         reason = self.missing()

@@ -20,6 +20,7 @@ class PagedBackend:
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
     cache_kind: str
+    takes_trees = True
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)

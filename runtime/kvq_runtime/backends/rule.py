@@ -135,6 +135,7 @@ class RuleBackend:
 
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
+    takes_trees = True
 
     def __init__(
         self,

@@ -84,6 +84,10 @@ class Job:
                 self._finish(index, "length")
                 index += 1
                 continue
+            if session.fits_beside(request.choices, request.max_tokens):
+                yield from self._side_by_side(session, index, begin_with, decoding)
+                index += request.choices
+                continue
             for choice in range(request.choices):
                 session.rollback(len(session.tokens) - len(ids))
                 session.reseed(request.seed + choice)
@@ -137,6 +141,24 @@ class Job:
             done, left = left, len(slot.session.sequence.due())
             self._encoded += done - left
             self.progress = (self.progress[0] + done - left, self.progress[1])
+
+    def _side_by_side(
+        self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
+    ) -> Work[Any, None]:
+        """All choices of a prompt, a token of each in every pass; see `beside`."""
+        request, started = self.request, monotonic()
+        options = request.options(begin_with)
+        with session.beside([request.seed + i for i in range(request.choices)], options) as beside:
+            indents = [IndentLimit(request.indent) for _ in range(request.choices)]
+            while beside.going:
+                steps, seconds = yield from beside.stepping()
+                self._measure(seconds, sum(step is not None for _, step in steps), 0)
+                for choice, step in steps:
+                    if step is None:
+                        continue
+                    args = index + choice, step, indents[choice], started, decoding.stop_ids
+                    if self._write(*args) is not None:
+                        beside.leave(choice)
 
     def _answer(
         self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding

@@ -735,6 +735,32 @@ def test_answers_written_side_by_side_are_those_written_alone(tiny: Server) -> N
     assert len(set(alone)) > 6
 
 
+def test_choices_of_one_prompt_are_what_they_are_in_turn(rule: Rule) -> None:
+    def choices(count: int, length: int, **more: Any) -> list[dict[str, Any]]:
+        body = {"prompt": "The quick brown fox", "max_tokens": length, "seed": 5, "n": count}
+        settings = {"temperature": 1.2, "top_k": 0, "top_p": 1, "min_p": 0, "logprobs": 2}
+        reply = ask(server, COMPLETIONS, body | settings | more).json
+        found: list[dict[str, Any]] = reply["choices"]
+        written = sum(len(one["logprobs"]["tokens"]) for one in found)
+        assert reply["usage"]["completion_tokens"] - written in range(count + 1)  # ends are hidden
+        return found
+
+    with running(rule.load, sessions=1) as server:
+        # 16 tokens of each of 4 fit the rows of a branch; 17 do not, and are written in turn.
+        together, apart = choices(4, 16), choices(4, 17)
+        letter = together[0]["text"][2]
+        stopped = choices(4, 16, stop=[letter])
+    assert len({one["text"] for one in together}) == 4
+    assert [len(own[0]) for own in rule.backend.passes[1:16]] == [4] * 15
+    for one, longer in zip(together, apart, strict=True):
+        assert longer["text"].startswith(one["text"])
+        for key in ("tokens", "token_logprobs", "top_logprobs"):
+            assert longer["logprobs"][key][:16] == one["logprobs"][key]
+    for one, whole in zip(stopped, together, strict=True):
+        assert one["text"] == whole["text"].split(letter)[0]
+        assert one["finish_reason"] == ("stop" if letter in whole["text"] else "length")
+
+
 # Who may ask (SRV-7, SRV-8)
 
 
