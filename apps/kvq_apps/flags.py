@@ -81,8 +81,9 @@ FLAGS: dict[str, Flag] = {
         switch=True),
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
-    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, quantspec, "
-        "skip, early, none; the answer stays the same", "none", setting="model.draft",
+    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, recycle, "
+        "lookahead, quantspec, skip, early, none; the answer stays the same", "none",
+        setting="model.draft",
         metavar="NAME[:OPTION=VALUE,..]"),
     "draft-model": Flag("guess with a smaller model of the same vocabulary", metavar="NAME"),
     # sampling

@@ -24,14 +24,19 @@ class Draft:
     `parents[i]` is the place of an earlier token of the draft, or -1 for the end of the text.
     `probabilities` float [len(ids), V]: row i is what token i was drawn from, given that those
     guessed earlier at the same place are wrong; None: no guess was drawn, each is certain.
-    `confidence`, 0 to 1, is what its drafter thinks of the first token; it is to be compared with
-    the same drafter's only.
+    `chances`, 0 to 1, are what the drafter thinks of each token if the one before it is right, to
+    be compared with the same drafter's only; none where it has no opinion.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     probabilities: NDArray[np.floating] | None = field(default=None, compare=False)
-    confidence: float = 0.0
+    chances: tuple[float, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return self.parents is None or self.parents == tuple(range(-1, len(self.ids) - 1))
 
     def places_after(self, place: int) -> list[int]:
         """Places of the tokens guessed right after `place` (-1: the text), in their order."""
@@ -45,14 +50,15 @@ class Draft:
 
     def first(self, count: int) -> "Draft":
         """Its first `count` tokens, of which none follows a later one."""
-        if count == len(self.ids):
+        if count >= len(self.ids):
             return self
+        count = max(0, count)
         parents, rows = self.parents, self.probabilities
         return Draft(
             ids=self.ids[:count],
             parents=None if parents is None else parents[:count],
             probabilities=None if rows is None else rows[:count],
-            confidence=self.confidence,
+            chances=self.chances[:count],
         )
 
 
@@ -88,7 +94,10 @@ class Round:
 
 
 class Drafter(Protocol):
-    """Guesses how one text goes on. It is told how the text changes, and never reads it again."""
+    """Guesses how one text goes on. It is told how the text changes, and never reads it again.
+
+    One whose guesses branch has an attribute `branches`, which is True: not every backend takes it.
+    """
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """The text is now its first `kept` tokens as they were, and then `new`."""
