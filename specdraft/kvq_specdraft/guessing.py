@@ -79,7 +79,7 @@ class Guessing:
         return Draft(
             ids=tuple(ids),
             probabilities=np.array(drawn) if drawn else None,
-            confidence=self._pace.first_chance,
+            chances=self._pace.chances,
         )
 
     def observe(self, outcome: Round) -> None:

@@ -55,16 +55,20 @@ class Pace:
     """Decides before every guess whether to make it, and learns from what became of them."""
 
     def __init__(self, *, most: int, least: float) -> None:
-        self.first_chance = 0.0
         self._most = most
         self._least = least
-        self._chances = Chances()
+        self._right = Chances()
         self._costs = PassCosts()
         self._guess_s = 0.0
         self._rows = 1  # of a pass without a guess of ours
         self._rounds = 0
         self._likelihoods: list[float] = []
         self._expected, self._all_right = 1.0, 1.0
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """Of each guess of this round, that it is right if those before it are."""
+        return tuple(map(self._right.of, self._likelihoods))
 
     def begin(self, room: int) -> int:
         """How many guesses the coming round may have; 0: none pays."""
@@ -85,15 +89,13 @@ class Pace:
         self._likelihoods.append(likelihood)
         before = self._guess_s
         self._guess_s += 0.1 * (min(seconds, 2 * before) - before) if before else seconds
-        chance = self._chances.of(likelihood)
+        chance = self._right.of(likelihood)
         self._all_right *= chance
         self._expected += self._all_right
-        if len(self._likelihoods) == 1:
-            self.first_chance = chance
         if self._least:
             return self._all_right >= self._least
         count = len(self._likelihoods)
-        gained = self._all_right * self._chances.mean
+        gained = self._all_right * self._right.mean
         more = self._seconds(count + 1) - self._seconds(count)
         return gained * self._seconds(count) > self._expected * more
 
@@ -103,7 +105,7 @@ class Pace:
         self._costs.record(outcome.rows, outcome.seconds)
         pairs = zip(self._likelihoods, outcome.draft.ids, outcome.tokens, strict=False)
         for likelihood, guess, token in pairs:
-            self._chances.count(likelihood, guess == token)
+            self._right.count(likelihood, guess == token)
             if guess != token:
                 break
 
@@ -112,7 +114,7 @@ class Pace:
         expected, all_right = float(self._rows), 1.0
         best, best_rate = 0, MARGIN * expected * self._speed(0)
         for count in range(1, most + 1):
-            all_right *= self._chances.mean
+            all_right *= self._right.mean
             expected += all_right
             rate = expected * self._speed(count)
             if rate > best_rate:
