@@ -49,7 +49,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
     flags.add_flags(
-        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters", "drafts",
+        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
+        "drafts",
         drafts="numbers of drafts to write at once (default: 1,3,5)",
     )  # fmt: skip
     measuring.add_argument(
