@@ -31,7 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft")
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
+    flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
@@ -226,6 +227,7 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "tokens_per_round": stats.tokens_per_round,
+        "draft_bytes": stats.draft_bytes,
         "kv_bytes": stats.kv_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
         "kv_budget": stats.kv_budget,
