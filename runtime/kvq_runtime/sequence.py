@@ -74,7 +74,7 @@ class SharedPassError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceState(Generic[C]):
+class SequenceState:
     """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache.
 
     `ages` int32: see `Staleness`.
@@ -360,7 +360,7 @@ class Sequence(Generic[C]):
         other.restore(self.state())
         return other
 
-    def state(self) -> SequenceState[C]:
+    def state(self) -> SequenceState:
         """A copy of everything held."""
         return SequenceState(
             tokens=np.array(self._tokens, np.int64),
@@ -369,7 +369,7 @@ class Sequence(Generic[C]):
             ages=self._staleness.ages.copy(),
         )
 
-    def restore(self, state: SequenceState[C]) -> None:
+    def restore(self, state: SequenceState) -> None:
         """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
         self.cache.load_state(state.cache)
         self.adopt(state.tokens.tolist(), state.logits, state.ages)

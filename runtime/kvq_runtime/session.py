@@ -88,6 +88,9 @@ class Session(Generic[C]):
                 f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
                 "suffix or none, or run a bundle with an ONNX graph"
             )
+        if isinstance(drafter, ComputingDrafter):
+            drafter.open(self._backend, self.config)
+        self._close_drafter()
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -401,11 +404,15 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
+            draft_bytes=(
+                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
+            ),
         )
 
     def close(self) -> None:
-        """Frees the cache's memory."""
+        """Frees the cache's memory, and what its drafter holds."""
         self.sequence.close()
+        self._close_drafter()
 
     def __repr__(self) -> str:
         config = self.config
@@ -420,6 +427,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_drafter(self) -> None:
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

@@ -363,6 +363,14 @@ def test_a_drafter_follows_rollback_align_and_restore() -> None:
 class Itself(Guesser):
     """Guesses with the model itself, in rows that are forgotten before the check (QS-4)."""
 
+    held_bytes = 0
+
+    def open(self, backend: object, config: SessionConfig) -> None:
+        self.opened = config
+
+    def close(self) -> None:
+        del self.opened
+
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         foresight, ids, rows = ground.foresight(), list[int](), list[Any]()
         next_ids = list(ground.due)
@@ -391,6 +399,9 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> 
         assert session.tokens == tokens
     assert len(steps) == 16
     assert session.stats().draft_ms > 0
+    assert drafter.opened is session.config
+    session.close()
+    assert not hasattr(drafter, "opened")
 
 
 @pytest.mark.parametrize(
