@@ -152,10 +152,8 @@ class Job:
             indents = [IndentLimit(request.indent) for _ in range(request.choices)]
             while beside.going:
                 steps, seconds = yield from beside.stepping()
-                self._measure(seconds, sum(step is not None for _, step in steps), 0)
+                self._measure(seconds, len(steps), 0)
                 for choice, step in steps:
-                    if step is None:
-                        continue
                     args = index + choice, step, indents[choice], started, decoding.stop_ids
                     if self._write(*args) is not None:
                         beside.leave(choice)
