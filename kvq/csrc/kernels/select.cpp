@@ -3,22 +3,10 @@
 #include <cstring>
 #include <string>
 
-#include "../linear/linear.h"
 #include "kernels.h"
 
 namespace kvq {
 namespace {
-
-// AVX-VNNI serves products of weights; attention beside them is that of AVX2.
-const Kernels* avxvnni_kernels() {
-    if (!avxvnni_linear() || !avx2_kernels()) return nullptr;
-    static const Kernels table = [] {
-        Kernels same = *avx2_kernels();
-        same.name = avxvnni_linear()->name;
-        return same;
-    }();
-    return &table;
-}
 
 using Getter = const Kernels* (*)();
 constexpr Getter kBestFirst[] = {avx512vnni_kernels, avxvnni_kernels, avx2_kernels, neon_kernels,
