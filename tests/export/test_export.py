@@ -686,7 +686,7 @@ def test_the_matrices_that_lose_most_are_kept_at_8_bits(tmp_path: Path) -> None:
 def test_wishes_for_wide_matrices_that_cannot_be(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
     options = ExportOptions(quality=False, weights=WeightFormat(sensitive=99))
-    with pytest.raises(UsageError, match="--sensitive 99 .* have 8 matrices"):
+    with pytest.raises(UsageError, match=r"--sensitive 99 .* have 8 matrices"):
         export_model(source, tmp_path / "bundle", options)
     with pytest.raises(UsageError, match="--wbits 8 keeps all there"):
         WeightFormat(bits=8, sensitive=1)
