@@ -17,7 +17,7 @@ class SessionStats:
     kept. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`.
+    `kvq.cache.Holdings`. `kv_read_share`: of the pages steps could see the share they read.
     """
 
     prompt_tokens: int
@@ -39,6 +39,7 @@ class SessionStats:
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    kv_read_share: float
 
 
 class Meter:
@@ -128,6 +129,7 @@ class Meter:
             mean_k_bits=holdings.mean_k_bits,
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
+            kv_read_share=holdings.read_share,
         )
 
 
