@@ -34,6 +34,22 @@ bool negligible(const Block& block, const float* q, const PageView& page) {
 
 }  // namespace
 
+void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16_t* k,
+                 const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks) {
+    // Rows that have moved alike meet the same queries.
+    uint64_t left = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+    while (left) {
+        const int32_t delta = deltas ? deltas[__builtin_ctzll(left)] : 0;
+        uint64_t alike = 0;
+        for (int t = 0; t < count; t++)
+            alike |= static_cast<uint64_t>(!deltas || deltas[t] == delta) << t;
+        const bool all = alike == left && __builtin_popcountll(left) == count;
+        kernels().tile(block, rotated.queries(block, delta), k, v, count,
+                       all ? masks : sight.among(alike, masks));
+        left &= ~alike;
+    }
+}
+
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,
                      Reading& reading, const kvq_attention& a, const Inputs& in)
     : arena_(arena), pages_(pages), tail_(tail), reading_(reading), a_(a), in_(in) {
@@ -42,8 +58,8 @@ AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tai
     // Long passes have blocks enough to share out.
     const bool splits = in.tokens <= c.draft_tokens;
     splits_ = splits ? std::clamp(pages.columns() / kSplitColumns, 1, int{c.splits}) : 1;
-    if (splits && reading.selects() && pages.columns())
-        selection_ = Selection(reading.rule, a.kv_heads, in.tokens, pages.columns());
+    if (splits && reading.selects() && pages.views())
+        selection_ = Selection(reading.rule, a.kv_heads, in.tokens, pages.views());
 }
 
 const float* AttendJob::query(int kv_head, int row) const {
@@ -81,6 +97,7 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
 
 void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) const {
     const int64_t dim = a_.head_dim;
+    Rotated rotated(in_.inv_freq, a_.rotary_pairs);
     const auto tiles = [&](const uint16_t* k, const uint16_t* v, const int32_t* where, int total,
                            bool staged) {
         for (int i = 0; i < total; i += kPageTokens) {
@@ -88,7 +105,8 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
             const uint64_t* masks;
             if (staged ? sight.staged(tail_, i, where + i, count, masks)
                        : sight.tail(tail_, i, where + i, count, masks))
-                kernels().tile(block, k + i * dim, v + i * dim, count, masks);
+                attend_tile(block, sight, rotated, k + i * dim, v + i * dim,
+                            staged ? nullptr : arena_.tail_deltas + i, count, masks);
         }
     };
     const int stream = a_.layer * a_.kv_heads + kv_head;
@@ -100,14 +118,14 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
               in_.tokens, true);
 }
 
-// A token's page is worth what it may be to one of the head's queries, each measured against what
-// its best page may be.
+// A view of a page is worth what it may be to one of the head's queries, each measured against what
+// its best view may be.
 void AttendJob::choose(size_t unit) {
     const int kv_head = static_cast<int>(unit) / in_.tokens;
-    const int token = static_cast<int>(unit) % in_.tokens, columns = pages_.columns();
+    const int token = static_cast<int>(unit) % in_.tokens, views = pages_.views();
     const int stream = a_.layer * a_.kv_heads + kv_head;
     float* scores = selection_.scores(kv_head, token);
-    std::vector<float> bounds(static_cast<size_t>(kBlockRows) * static_cast<size_t>(columns));
+    std::vector<float> bounds(static_cast<size_t>(kBlockRows) * static_cast<size_t>(views));
     for (int done = 0; done < group(); done += kBlockRows) {
         Block block;
         Visibility sight(a_.window_tokens);
@@ -118,38 +136,41 @@ void AttendJob::choose(size_t unit) {
         float best[kBlockRows];
         std::fill(best, best + kBlockRows, kNothingSeen);
         const uint64_t* masks;
-        const auto seen = [&](int c) {
-            return pages_.entry(stream, c).k_bits && sight.page(pages_.column(c), masks);
+        const auto seen = [&](int i) {
+            const View& view = pages_.view_at(i);
+            return pages_.entry(stream, view.column).k_bits && sight.page(view, masks);
         };
-        for (int c = 0; c < columns; c++) {
-            if (!seen(c)) continue;
-            float* own = bounds.data() + int64_t{c} * kBlockRows;
-            kernels().bounds(block, rotated.queries(block, pages_.column(c).delta),
-                             pages_.view(pages_.entry(stream, c), false), selection_.rule().spread,
-                             own);
+        for (int i = 0; i < views; i++) {
+            if (!seen(i)) continue;
+            const View& view = pages_.view_at(i);
+            float* own = bounds.data() + int64_t{i} * kBlockRows;
+            kernels().bounds(block, rotated.queries(block, view.delta),
+                             pages_.view(pages_.entry(stream, view.column), false),
+                             selection_.rule().spread, own);
             for (int r = 0; r < block.rows; r++) best[r] = std::max(best[r], own[r]);
         }
-        for (int c = 0; c < columns; c++)
-            for (int r = 0; seen(c) && r < block.rows; r++)
-                scores[c] = std::max(scores[c], bounds[size_t(c * kBlockRows + r)] - best[r]);
+        for (int i = 0; i < views; i++)
+            for (int r = 0; seen(i) && r < block.rows; r++)
+                scores[i] = std::max(scores[i],
+                                     bounds[static_cast<size_t>(i * kBlockRows + r)] - best[r]);
     }
     selection_.choose(kv_head, token);
 }
 
-// Whether the token of any row has chosen the page.
-bool AttendJob::reads(const Block& block, int kv_head, int first, int column) const {
+// Whether the token of any row has chosen the view.
+bool AttendJob::reads(const Block& block, int kv_head, int first, int view) const {
     bool any = !selection_.active();
     for (int r = 0; !any && r < block.rows; r++)
-        any = selection_.reads(kv_head, (first + r) / group(), column);
+        any = selection_.reads(kv_head, (first + r) / group(), view);
     return any;
 }
 
-// Rows whose token has not chosen the page do not see it.
-void AttendJob::hide(const Block& block, int kv_head, int first, int column,
-                     const uint64_t*& masks, uint64_t* own) const {
+// Rows whose token has not chosen the view do not see it.
+void AttendJob::hide(const Block& block, int kv_head, int first, int view, const uint64_t*& masks,
+                     uint64_t* own) const {
     if (!selection_.active()) return;
     for (int r = 0; r < block.rows; r++) {
-        const bool reads = selection_.reads(kv_head, (first + r) / group(), column);
+        const bool reads = selection_.reads(kv_head, (first + r) / group(), view);
         own[r] = reads ? (masks ? masks[r] : ~uint64_t{0}) : 0;
     }
     masks = own;
@@ -161,23 +182,22 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
     const bool hi_view = tail_.branch().hi_view, step = in_.tokens <= arena_.config().draft_tokens;
     Rotated rotated(in_.inv_freq, a_.rotary_pairs);
     int64_t seen = 0, read = 0;
-    for (int c = begin; c < end; c++) {
-        const Entry& e = pages_.entry(stream, c);
-        if (!e.k_bits) continue;
-        const Column& column = pages_.column(c);
+    const int last = pages_.first_view(end);
+    for (int i = pages_.first_view(begin); i < last; i++) {
+        const View& view = pages_.view_at(i);
+        const Entry& e = pages_.entry(stream, view.column);
         const uint64_t* masks;
         uint64_t own[kBlockRows];
-        if (!sight.page(column, masks)) continue;
+        if (!e.k_bits || !sight.page(view, masks)) continue;
         seen++;
-        if (!reads(block, kv_head, first, c)) continue;
-        hide(block, kv_head, first, c, masks, own);
-        const float* q = rotated.queries(block, column.delta);
+        if (!reads(block, kv_head, first, i)) continue;
+        hide(block, kv_head, first, i, masks, own);
+        const float* q = rotated.queries(block, view.delta);
         const PageView page = pages_.view(e, hi_view);
-        if (step && reading_.rule.exact && negligible(block, q, page))
-            continue;
-        int next = c + 1;
-        while (next < end && !reads(block, kv_head, first, next)) next++;
-        if (next < end) pages_.prefetch(pages_.entry(stream, next), hi_view);
+        if (step && reading_.rule.exact && negligible(block, q, page)) continue;
+        int next = i + 1;
+        while (next < last && !reads(block, kv_head, first, next)) next++;
+        if (next < last) pages_.prefetch(pages_.entry(stream, pages_.view_at(next).column), hi_view);
         kernels().page(block, q, page, masks);
         read++;
     }

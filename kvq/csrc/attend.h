@@ -24,6 +24,10 @@ struct Inputs {
     float* out;                    // [tokens, heads * head_dim]
 };
 
+// Attends the block to up to 64 floating-point rows; `deltas`: how far each has moved, or null.
+void attend_tile(Block& block, class Visibility& sight, class Rotated& rotated, const uint16_t* k,
+                 const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks);
+
 // Everything the units of one sequence share.
 class AttendJob {
 public:
@@ -49,8 +53,8 @@ private:
     void attend_floats(Block& block, Visibility& sight, int kv_head) const;
     void attend_pages(Block& block, Visibility& sight, int kv_head, int first, int begin,
                       int end) const;
-    bool reads(const Block& block, int kv_head, int first, int column) const;
-    void hide(const Block& block, int kv_head, int first, int column, const uint64_t*& masks,
+    bool reads(const Block& block, int kv_head, int first, int view) const;
+    void hide(const Block& block, int kv_head, int first, int view, const uint64_t*& masks,
               uint64_t* own) const;
 
     const Arena& arena_;

@@ -6,18 +6,18 @@
 
 namespace kvq {
 
-Selection::Selection(const kvq_read& rule, int kv_heads, int tokens, int columns)
-    : rule_(rule), tokens_(tokens), columns_(columns) {
+Selection::Selection(const kvq_read& rule, int kv_heads, int tokens, int views)
+    : rule_(rule), tokens_(tokens), views_(views) {
     scores_.assign(at(kv_heads, 0), kNothingSeen);
 }
 
 void Selection::choose(int kv_head, int token) {
     float* scores = this->scores(kv_head, token);
-    const auto seen = columns_ - std::count(scores, scores + columns_, kNothingSeen);
+    const auto seen = views_ - std::count(scores, scores + views_, kNothingSeen);
     const auto kept =
         static_cast<size_t>(std::ceil(rule_.share * static_cast<float>(seen) - 1e-4f));
     if (kept >= static_cast<size_t>(seen)) return;
-    std::vector<int> order(static_cast<size_t>(columns_));
+    std::vector<int> order(static_cast<size_t>(views_));
     std::iota(order.begin(), order.end(), 0);
     std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
                      [&](int a, int b) {

@@ -1,5 +1,5 @@
-// Which pages a step reads: of every page what its keys could at most be worth to a query, and of
-// each KV head the best share of its pages. Sinks and tail are read always.
+// Which pages a step reads: of every view of one what its keys could at most be worth to a query, and
+// of each KV head the best share of them. Sinks and tail are read always.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -25,7 +25,7 @@ class Selection {
 public:
     // Nothing is chosen yet, and every page will be: `tokens` 0.
     Selection() = default;
-    Selection(const kvq_read& rule, int kv_heads, int tokens, int columns);
+    Selection(const kvq_read& rule, int kv_heads, int tokens, int views);
 
     bool active() const { return tokens_ > 0; }
     int tokens() const { return tokens_; }
@@ -34,19 +34,19 @@ public:
     float* scores(int kv_head, int token) { return scores_.data() + at(kv_head, token); }
     // Keeps the best share of them, of equal ones the older; all others are left out.
     void choose(int kv_head, int token);
-    bool reads(int kv_head, int token, int column) const {
-        return scores_[at(kv_head, token) + static_cast<size_t>(column)] > kNothingSeen;
+    bool reads(int kv_head, int token, int view) const {
+        return scores_[at(kv_head, token) + static_cast<size_t>(view)] > kNothingSeen;
     }
 
 private:
     size_t at(int kv_head, int token) const {
         return (static_cast<size_t>(kv_head) * static_cast<size_t>(tokens_) +
                 static_cast<size_t>(token)) *
-               static_cast<size_t>(columns_);
+               static_cast<size_t>(views_);
     }
 
     kvq_read rule_{1.0f, 1.0f, 0, 0};
-    int tokens_ = 0, columns_ = 0;
+    int tokens_ = 0, views_ = 0;
     std::vector<float> scores_;
 };
 

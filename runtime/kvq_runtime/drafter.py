@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq_runtime.backends import Backend
+from kvq_runtime.config import SessionConfig
 from kvq_runtime.sequence import Branch, Work
 
 
@@ -22,14 +24,19 @@ class Draft:
     `parents[i]` is the place of an earlier token of the draft, or -1 for the end of the text.
     `probabilities` float [len(ids), V]: row i is what token i was drawn from, given that those
     guessed earlier at the same place are wrong; None: no guess was drawn, each is certain.
-    `confidence`, 0 to 1, is what its drafter thinks of the first token; it is to be compared with
-    the same drafter's only.
+    `chances`, 0 to 1, are what the drafter thinks of each token if the one before it is right, to
+    be compared with the same drafter's only; none where it has no opinion.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     probabilities: NDArray[np.floating] | None = field(default=None, compare=False)
-    confidence: float = 0.0
+    chances: tuple[float, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return self.parents is None or self.parents == tuple(range(-1, len(self.ids) - 1))
 
     def places_after(self, place: int) -> list[int]:
         """Places of the tokens guessed right after `place` (-1: the text), in their order."""
@@ -43,14 +50,15 @@ class Draft:
 
     def first(self, count: int) -> "Draft":
         """Its first `count` tokens, of which none follows a later one."""
-        if count == len(self.ids):
+        if count >= len(self.ids):
             return self
+        count = max(0, count)
         parents, rows = self.parents, self.probabilities
         return Draft(
             ids=self.ids[:count],
             parents=None if parents is None else parents[:count],
             probabilities=None if rows is None else rows[:count],
-            confidence=self.confidence,
+            chances=self.chances[:count],
         )
 
 
@@ -86,7 +94,10 @@ class Round:
 
 
 class Drafter(Protocol):
-    """Guesses how one text goes on. It is told how the text changes, and never reads it again."""
+    """Guesses how one text goes on. It is told how the text changes, and never reads it again.
+
+    One whose guesses branch has an attribute `branches`, which is True: not every backend takes it.
+    """
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """The text is now its first `kept` tokens as they were, and then `new`."""
@@ -130,7 +141,25 @@ class Ground:
 
 @runtime_checkable
 class ComputingDrafter(Drafter, Protocol):
-    """A drafter that guesses with passes of its own, of this model or another."""
+    """A drafter that guesses with passes of its own, of this model or another.
+
+    A session opens it once, before anything else, and closes it. `held_bytes` is what it holds for
+    that session, beside the session's own cache.
+    """
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """Gets ready to draft for a session of this model.
+
+        Raises `UsageError` or `BackendError` for a model that it cannot draft for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what `open` took."""
+        ...
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """What `propose` would return, asked for in its place; yields the rows of its passes."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_READ
-from kvq.errors import KvqError, UsageError
+from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
@@ -83,6 +83,15 @@ class Session(Generic[C]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+            raise BackendError(
+                f"--draft {type(drafter).__name__.lower()} is not possible on the "
+                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
+                "suffix or none, or run a bundle with an ONNX graph"
+            )
+        if isinstance(drafter, ComputingDrafter):
+            drafter.open(self._backend, self.config)
+        self._close_drafter()
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -125,16 +134,35 @@ class Session(Generic[C]):
             self._keep(before)
             raise
 
-    def align(self, ids: Sequence[int]) -> int:
+    def align(self, ids: Sequence[int], *, edits: bool = False) -> int:
         """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
 
         What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
         """
         self._check_length(len(ids), held=0)
-        cached = self.sequence.align(ids)
+        cached = self.sequence.align(ids, edits=edits)
         self._prompt_end = len(ids)
         self._meter.prompt(len(ids))
         return cached
+
+    def edit(self, start: int, stop: int, new_ids: Sequence[int], *, reencode_tail: int = 1) -> int:
+        """Replaces tokens `start` to `stop`; how many tokens are kept as computed.
+
+        Only metadata changes: `new_ids` and the last `reencode_tail` tokens are pending, and
+        `prefill()` or the next answer runs them. See `Sequence.edit` for the rest.
+        """
+        kept = self.sequence.edit(start, stop, new_ids, reencode_tail=reencode_tail)
+        self._prompt_end = len(self.sequence)
+        self._meter.prompt(self.pending_tokens)
+        return kept
+
+    def refresh(self, max_tokens: int | None = None, *, cancel: Cancel = never) -> int:
+        """Encodes up to `max_tokens` stale tokens again, for idle time; how many are left.
+
+        A token is stale when text on its left has changed since it was encoded. `cancel` is asked
+        before each piece. See `Sequence.refresh`.
+        """
+        return self.sequence.refresh(max_tokens, cancel)
 
     def generate(
         self,
@@ -256,6 +284,8 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
+        while sequence.gaps:
+            yield from self.reading()
         due, held = sequence.due(), len(sequence)
         first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
@@ -357,6 +387,7 @@ class Session(Generic[C]):
                 logits=np.zeros(0, np.float32) if state.logits is None else state.logits,
                 generator=self._generator.bit_generator.state,
                 cache=state.cache,
+                ages=state.ages,
             ),
         )
 
@@ -382,11 +413,16 @@ class Session(Generic[C]):
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
+            edits=self.sequence.edit_counts,
+            draft_bytes=(
+                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
+            ),
         )
 
     def close(self) -> None:
-        """Frees the cache's memory."""
+        """Frees the cache's memory, and what its drafter holds."""
         self.sequence.close()
+        self._close_drafter()
 
     def __repr__(self) -> str:
         config = self.config
@@ -401,6 +437,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_drafter(self) -> None:
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""
@@ -443,7 +483,7 @@ class Session(Generic[C]):
         else:
             draft = drafter.propose(room)
         self._check(draft, room)
-        return draft
+        return draft if draft.is_chain else draft.first(self.sequence.cache.tree_room - len(due))
 
     def _check(self, draft: Draft, room: int) -> None:
         """Raises `UsageError` for a draft that cannot be."""
@@ -520,7 +560,8 @@ class Session(Generic[C]):
         """Everything is checked before anything is replaced."""
         found = snapshot.restored(what, state, vocab_size=self._backend.model.vocab_size)
         snapshot.fill(what, self.sequence.cache, found)
-        self.sequence.adopt(found.tokens, found.logits if len(found.logits) else None)
+        logits = found.logits if len(found.logits) else None
+        self.sequence.adopt(found.tokens, logits, found.ages)
         self._prompt_end = len(self.sequence)
         self._generator = found.generator
 

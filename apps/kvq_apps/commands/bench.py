@@ -26,6 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "shape")
     parser.add_argument(
+        "--wbits", type=int, choices=(4, 8), help="bits of the shape's weights [KVQ_WBITS]"
+    )
+    parser.add_argument(
         "--threads",
         metavar="N,..",
         type=flag_values.wholes,
@@ -46,7 +49,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
+    flags.add_flags(
+        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
+        "drafts",
+        drafts="numbers of drafts to write at once (default: 1,3,5)",
+    )  # fmt: skip
     measuring.add_argument(
         "--linear",
         metavar="NAME,..",
@@ -61,7 +68,11 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
-    suites = {"serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts}
+    suites = {
+        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several
+    }  # fmt: skip
+    if arguments.drafts is not None and arguments.suite != "several":
+        raise UsageError("--drafts needs --suite several, which writes several at once")
     return suites.get(arguments.suite, _run_speed)(arguments)
 
 
@@ -156,7 +167,8 @@ def _run_drafts(arguments: Namespace) -> int:
     from kvq_apps.bench import drafting, machine
 
     job = drafting.DraftJob(
-        replay=arguments.shape is not None, **options.given(arguments, repeat="repeat")
+        replay=arguments.shape is not None,
+        **options.given(arguments, repeat="repeat", right="right", drafters="drafters"),
     )
     files = _files(arguments)
     (threads,) = _threads(arguments)[:1]
@@ -169,6 +181,31 @@ def _run_drafts(arguments: Namespace) -> int:
         output.print_json(data)
     else:
         drafting.print_report(data)
+    return 0
+
+
+def _run_several(arguments: Namespace) -> int:
+    """The suite `several`."""
+    for flag in ("peer", "plot", "kv-policy"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite several knows no --{flag}; leave it out")
+    from kvq_apps.bench import machine, several
+
+    job = several.SeveralJob(
+        **options.given(arguments, repeat="repeat", drafts="drafts"),
+        **({"context": arguments.context[0]} if arguments.context else {}),
+    )
+    files = _files(arguments)
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+        data = several.measure(files, job, options.session_options(arguments), threads, progress)
+    data = {"suite": "several", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        several.print_report(data)
     return 0
 
 
@@ -212,7 +249,7 @@ def _files(arguments: Namespace) -> "ModelFiles":
     if len(written) > 1:
         raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
     if arguments.shape is not None:
-        return open_files(shape_bundle(arguments.shape))
+        return open_files(shape_bundle(arguments.shape, **options.given(arguments, bits="wbits")))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
