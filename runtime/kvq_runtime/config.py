@@ -17,6 +17,9 @@ from kvq.errors import UsageError
 if TYPE_CHECKING:
     from kvq.sizing import Arena
 
+# Of an answer whose length nobody said.
+DEFAULT_MAX_TOKENS = 256
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:

@@ -13,7 +13,7 @@ from kvq_runtime import backends, device
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import SessionRequest
+from kvq_runtime.config import DEFAULT_MAX_TOKENS, SessionRequest
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
@@ -23,8 +23,6 @@ from kvq_runtime.session import Session, no_names
 
 logger = logging.getLogger(__name__)
 
-# Of an answer whose length nobody said.
-DEFAULT_MAX_TOKENS = 256
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -15,7 +15,7 @@ class SessionStats:
     Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
     them, `tokens_per_round` tokens each on average, 1 without drafts; of the time of these rounds
     `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
-    kept. `bandwidth_gb_s` is (weight
+    kept. `draft_bytes` is what the drafter holds beside the cache. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
     `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`.
@@ -32,6 +32,7 @@ class SessionStats:
     draft_ms: float
     pass_ms: float
     choose_ms: float
+    draft_bytes: int
     kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
@@ -111,6 +112,7 @@ class Meter:
         bytes_per_token: float,
         holdings: Holdings,
         edits: EditCounts,
+        draft_bytes: int = 0,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
         decode_s = self.draft_s + self._pass_s + self._choose_s
@@ -126,6 +128,7 @@ class Meter:
             draft_ms=self.draft_s * 1e3,
             pass_ms=self._pass_s * 1e3,
             choose_ms=self._choose_s * 1e3,
+            draft_bytes=draft_bytes,
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,

@@ -26,6 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "shape")
     parser.add_argument(
+        "--wbits", type=int, choices=(4, 8), help="bits of the shape's weights [KVQ_WBITS]"
+    )
+    parser.add_argument(
         "--threads",
         metavar="N,..",
         type=flag_values.wholes,
@@ -46,7 +49,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
     flags.add_flags(
-        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "drafts",
+        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
+        "drafts",
         drafts="numbers of drafts to write at once (default: 1,3,5)",
     )  # fmt: skip
     measuring.add_argument(
@@ -162,7 +166,8 @@ def _run_drafts(arguments: Namespace) -> int:
     from kvq_apps.bench import drafting, machine
 
     job = drafting.DraftJob(
-        replay=arguments.shape is not None, **options.given(arguments, repeat="repeat")
+        replay=arguments.shape is not None,
+        **options.given(arguments, repeat="repeat", right="right", drafters="drafters"),
     )
     files = _files(arguments)
     (threads,) = _threads(arguments)[:1]
@@ -243,7 +248,7 @@ def _files(arguments: Namespace) -> "ModelFiles":
     if len(written) > 1:
         raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
     if arguments.shape is not None:
-        return open_files(shape_bundle(arguments.shape))
+        return open_files(shape_bundle(arguments.shape, **options.given(arguments, bits="wbits")))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 

@@ -226,6 +226,7 @@ def _facts(model: LlamaModel, file: GgufFile, tokenizer: Tokenizer | None) -> Mo
         name=file.name,
         context_length=file.context_length,
         vocab_size=model.library.functions.llama_vocab_n_tokens(model.vocabulary),
+        num_layers=file.num_layers,
         stop_ids=frozenset(() if tokenizer is None else tokenizer.eos_ids),
         fingerprint=file.fingerprint,
         kv=_possible_plan(file),

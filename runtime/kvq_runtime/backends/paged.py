@@ -102,6 +102,7 @@ def _facts(bundle: Bundle) -> ModelFacts:
         name=manifest.name,
         context_length=config.context_length,
         vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
         stop_ids=frozenset(manifest.eos_token_ids),
         fingerprint=_fingerprint(bundle),
         kv=manifest.kv,
