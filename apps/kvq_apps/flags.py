@@ -61,6 +61,9 @@ FLAGS: dict[str, Flag] = {
         metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]"),
+    "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
+        "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
+        setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]"),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
@@ -112,6 +115,8 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_export.config:GgufType")),
     "wbits": Flag("bits of linear weights: 4 or 8", "{kvq_export.config:WeightFormat.bits}",
         metavar="BITS"),
+    "sensitive": Flag("how many matrices to keep at 8 bits, those that lose most at 4",
+        "{kvq_export.config:WeightFormat.sensitive}", metavar="N"),
     "group": Flag("weights sharing a scale: 32, 64 or 128",
         "{kvq_export.config:WeightFormat.block}", metavar="N"),
     "embedding-bits": Flag("bits of the embedding: 8 or 4",
@@ -225,7 +230,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 
 KV_WIDTHS = ("kbits", "vbits")
-KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy")
+KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy", "kv-read")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip
