@@ -1,6 +1,6 @@
-r"""A text in an editor: positions in UTF-8, UTF-16 or UTF-32 units, and edits between two of them.
+"""A text in an editor: positions in UTF-8, UTF-16 or UTF-32 units, and edits between two of them.
 
-Lines end where the Language Server Protocol says: at `\n`, `\r\n` and `\r`, and nowhere else.
+Lines end where the Language Server Protocol says: at LF, CR LF and CR, and nowhere else.
 """
 
 import re
