@@ -124,7 +124,7 @@ def test_budget_flag_is_bytes_tokens_or_a_share(text: str | int, budget: Budget)
     ],
 )
 def test_other_budgets_are_refused_with_examples(text: str | int) -> None:
-    with pytest.raises(UsageError, match=r"--kv-budget .* is not possible: give bytes \(64MiB"):
+    with pytest.raises(UsageError, match=r"kv_budget .* is not possible: give bytes \(64MiB"):
         parse_budget(text)
 
 
