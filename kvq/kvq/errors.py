@@ -16,8 +16,8 @@ A message says what was asked, what is possible, and what to do. It is written o
 of the command line; outside of a command its text has the names of Python's arguments instead.
 """
 
+import collections.abc
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ARGUMENTS = {
@@ -35,7 +35,7 @@ _commands = 0
 
 
 @contextmanager
-def named_by_flags() -> Iterator[None]:
+def named_by_flags() -> collections.abc.Iterator[None]:
     """While inside, errors of this process name the flags of the command line."""
     global _commands  # noqa: PLW0603  one process is one command
     _commands += 1

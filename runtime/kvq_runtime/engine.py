@@ -251,7 +251,7 @@ class Engine:
         *,
         stream: bool,
     ) -> str | Iterator[Step]:
-        check_names("session", session, self.session)
+        check_names("session", session, type(self).session)
         steps = self._steps(ids, session, generation)
         return steps if stream else "".join(step.text for step in steps)
 
@@ -282,9 +282,10 @@ def check_text(what: str, text: object) -> None:
 
 def check_names(what: str, given: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Raises `UsageError` for a name in `given` that is no argument of `function`."""
-    taken = [name for name in signature(function).parameters if name != "self"]
+    parameters = signature(function).parameters.values()
+    taken = [one.name for one in parameters if one.name != "self"]
     unknown = next((name for name in given if name not in taken), None)
-    if unknown is None:
+    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
     fields = {field.name for field in dataclasses.fields(Sampling)}
     advice = f"give sampling=Sampling({unknown}=...)" if unknown in fields else "leave it out"
