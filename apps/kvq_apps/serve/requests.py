@@ -200,7 +200,8 @@ def native_request(fields: Fields, model: ModelView) -> GenerationRequest:
 def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """llama-server's `POST /infill`: `prompt` belongs to the end of `input_prefix`.
 
-    What does not fit is left out, farthest from the gap first, as that server does.
+    What does not fit is left out, farthest from the gap first, as that server does. Requests of one
+    editor are edits of one text, unless `x_kvq.exact` asks for a text computed in its order.
     """
     _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
     request = _native_request(fields, model)
@@ -224,6 +225,7 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
             transient=True,
+            edits=not fields.object("x_kvq").flag("exact", False),
         ),
         model,
         "input_prefix",

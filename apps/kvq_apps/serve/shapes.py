@@ -5,13 +5,14 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
     {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
-     prompt_tokens, cached_tokens, new_tokens, drafted_tokens, accepted_tokens, context_tokens,
-     context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
+     prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens,
+     context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
 `kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
 the tokens still held (the newest at 16), `evicted_share` is what was given up of the tokens of all
-layers and heads; `cached_tokens` of the prompt were held already; of the `drafted_tokens` that a
+layers and heads; `cached_tokens` of the prompt were held already, `edited` are new ones in the
+middle of an editor's text whose rest was kept; of the `drafted_tokens` that a
 drafter guessed `accepted_tokens` were right, `draft_n` and `draft_n_accepted` in the timings;
 `ttft_ms` counts from the request's arrival. In a stream both come with every chunk that has a
 `finish_reason`, and with the usage.
@@ -454,6 +455,7 @@ def _measures(answered: Answered, report: Report) -> Json:
             "evicted_share": report.evicted_share,
             "prompt_tokens": report.prompt_tokens,
             "cached_tokens": report.cached_tokens,
+            "edited": report.edited_tokens,
             "new_tokens": report.new_tokens,
             "drafted_tokens": report.drafted_tokens,
             "accepted_tokens": report.accepted_tokens,

@@ -38,7 +38,8 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. For `grammar`, `shown` and `draft` see `GenerationOptions`.
+    may. For `grammar`, `shown` and `draft` see `GenerationOptions`. `edits`: what follows a change
+    of an earlier prompt is kept as it was computed (PIE), not only what stands before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -61,6 +62,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
     draft: bool = True
+    edits: bool = False
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:

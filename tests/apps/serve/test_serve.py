@@ -1086,6 +1086,20 @@ def test_llama_vims_requests_are_understood(tiny: Server) -> None:
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
 
 
+def test_an_editors_next_infill_is_an_edit_of_the_text_before(tiny: Server) -> None:
+    """Only what changed is read again; `exact` reads all that follows."""
+    lines = [f"value_{number} = {number}\n" for number in range(12)]
+    body = {"input_prefix": "".join(lines), "input_suffix": "print(total)\n", "n_predict": 2}
+    ask(tiny, "/infill", body)
+    for exact, word in ((False, "other"), (True, "third")):
+        lines[6] = f"{word} = 1\n"
+        changed = body | {"input_prefix": "".join(lines), "x_kvq": {"exact": exact}}
+        told = ask(tiny, "/infill", changed).json["x_kvq"]
+        assert (told["edited"] == 0) == exact
+        read = told["prompt_tokens"] - told["cached_tokens"]
+        assert (read > told["prompt_tokens"] // 3) == exact
+
+
 def test_infill_drops_the_far_context_first(tiny: Server) -> None:
     near = {"input_prefix": "x = ", "input_suffix": "\n", "n_predict": 4, "temperature": 0}
     alone = ask(tiny, "/infill", near).json
