@@ -61,6 +61,9 @@ FLAGS: dict[str, Flag] = {
         metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]"),
+    "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
+        "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
+        setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]"),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
@@ -225,7 +228,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 
 KV_WIDTHS = ("kbits", "vbits")
-KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy")
+KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy", "kv-read")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip

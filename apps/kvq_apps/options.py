@@ -67,7 +67,8 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.session` as the KV flags and `--draft` ask for them."""
     return (
         kv_bits(arguments)
-        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size", policy="kv-policy")
+        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
+        | given(arguments, policy="kv-policy", kv_read="kv-read")
         | drafter(arguments)
     )
 
@@ -140,6 +141,10 @@ def check(name: str, value: Any) -> None:
             from kvq.policies import policy_named
 
             policy_named(value)
+        case "kv-read":
+            from kvq.selectors import rule_named
+
+            rule_named(value)
         case "draft":
             drafter(alone)
         case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):

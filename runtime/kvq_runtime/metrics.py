@@ -18,7 +18,8 @@ class SessionStats:
     kept. `draft_bytes` is what the drafter holds beside the cache. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`.
+    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`. `kv_read_share`: of the pages
+    steps could see the share they read.
     """
 
     prompt_tokens: int
@@ -41,6 +42,7 @@ class SessionStats:
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    kv_read_share: float
     edits: int
     edited_tokens: int
     recomputed_edits: int
@@ -137,6 +139,7 @@ class Meter:
             mean_k_bits=holdings.mean_k_bits,
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
+            kv_read_share=holdings.read_share,
             edits=edits.edits,
             edited_tokens=edits.edited_tokens,
             recomputed_edits=edits.recomputed_edits,

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import DEFAULT_READ
 from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
@@ -338,15 +339,24 @@ class Session(Generic[C]):
     def logits(
         self, ids: Sequence[int], *, progress: Progress = unseen
     ) -> Iterator[NDArray[np.float32]]:
-        """Appends `ids` and yields the logits float32 [n, V] of every one, chunk by chunk."""
+        """Appends `ids` and yields the logits float32 [n, V] of every one, chunk by chunk.
+
+        A session whose steps read less than all takes as many rows at a time as a step may have.
+        """
+        steps = self.config.read != DEFAULT_READ
+        rows = self.config.draft_tokens if steps else self.sequence.chunk_tokens
         if self.pending_tokens:
             self._catch_up(unseen, never)
         self._append_prompt(ids)
         while due := self.sequence.due():
             piece = due[: self.sequence.chunk_tokens]
-            with self.sequence.forward(piece) as branch:
-                branch.commit(range(len(piece)))
-                yield branch.logits
+            found: list[NDArray[np.float32]] = []
+            for start in range(0, len(piece), rows):
+                part = piece[start : start + rows]
+                with self.sequence.forward(part) as branch:
+                    branch.commit(range(len(part)))
+                    found.append(branch.logits)
+            yield np.concatenate(found)
             progress(len(ids) - self.pending_tokens, len(ids))
 
     def rollback(self, n_tokens: int) -> None:

@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import parse_budget, parse_kv
+from kvq.config import DEFAULT_READ, parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq_apps import flag_values, flags, options, output
 
@@ -41,7 +41,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
-        cache, "kv-policy", "kv-budget",
+        cache, "kv-read", "kv-policy", "kv-budget",
+        kv_read="also time steps that read less, each of several: 25%%,exact",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
@@ -126,7 +127,7 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    for flag in ("peer", "plot", "kv-policy"):
+    for flag in ("peer", "plot", "kv-policy", "kv-read"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite serve knows no --{flag}; leave it out")
     if arguments.linear:
@@ -160,7 +161,7 @@ def _run_serve(arguments: Namespace) -> int:
 
 def _run_drafts(arguments: Namespace) -> int:
     """The suite `drafts`."""
-    for flag in ("peer", "plot", "context", "kv-policy"):
+    for flag in ("peer", "plot", "context", "kv-policy", "kv-read"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
     from kvq_apps.bench import drafting, machine
@@ -260,6 +261,7 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
     return SpeedJob(
         contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
         kv=kv,
+        kv_read=_reads(arguments),
         kv_policy=policies,
         kv_budget=budget,
         peers=peers,
@@ -272,6 +274,18 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
             prefill_limit_s="prefill-limit",
         ),
     )
+
+
+def _reads(arguments: Namespace) -> tuple[str, ...]:
+    """Shares and selectors to time beside whole reads, only those of the command line."""
+    from kvq.selectors import rule_named
+
+    if not options.written(arguments, "kv-read"):
+        return ()
+    reads = tuple(dict.fromkeys(flag_values.policies(arguments.kv_read)))
+    for read in reads:
+        rule_named(read)
+    return tuple(read for read in reads if read != DEFAULT_READ)
 
 
 def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:

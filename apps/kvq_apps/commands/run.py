@@ -236,10 +236,13 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "mean_k_bits": stats.mean_k_bits,
         "mean_v_bits": stats.mean_v_bits,
         "evicted_share": stats.evicted_share,
+        "kv_read_share": stats.kv_read_share,
     }
 
 
 def _print_usage(report: dict[str, Any]) -> None:
+    share = report["kv_read_share"]
+    read = f", {share:.0%} of what could be read" if share < 1 else ""
     drafts = (
         f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
         f"{report['tokens_per_round']:.2f} tokens per pass"
@@ -253,5 +256,5 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
         f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
         f"mean bits {report['mean_k_bits']:.1f}:{report['mean_v_bits']:.1f}, "
-        f"{report['evicted_share']:.0%} evicted{drafts}"
+        f"{report['evicted_share']:.0%} evicted{read}{drafts}"
     )
