@@ -64,6 +64,9 @@ class Session(Generic[C]):
         self.writers: Callable[[str], Writer] = no_names
         self._drafter: Drafter | None = None
         self._drafter_is_new = True
+        self._computing: ComputingDrafter | None = None
+        # Rounds that the drafter is left alone for.
+        self._pause = 0
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -88,7 +91,8 @@ class Session(Generic[C]):
                 f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
                 "suffix or none, or run a bundle with an ONNX graph"
             )
-        self._drafter, self._drafter_is_new = drafter, True
+        self._drafter, self._drafter_is_new, self._pause = drafter, True, 0
+        self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -423,10 +427,10 @@ class Session(Generic[C]):
         """
         drafter, room = self._drafter, self.sequence.cache.draft_room - len(due)
         room = min(generation.room - 1, room)
-        if drafter is None or not generation.drafts or not due or room < 1:
+        if drafter is None or self._pause or not generation.drafts or not due or room < 1:
             return NO_DRAFT
         self._tell(drafter)
-        if isinstance(drafter, ComputingDrafter):
+        if self._computing is not None:
             ground = Ground(
                 branch=branch,
                 due=due,
@@ -434,7 +438,7 @@ class Session(Generic[C]):
                 exact_rows=generation.exact_rows,
                 foresight=generation.foresight,
             )
-            draft = yield from drafter.drafting(ground)
+            draft = yield from self._computing.drafting(ground)
             branch.forget()
         else:
             draft = drafter.propose(room)
@@ -471,7 +475,10 @@ class Session(Generic[C]):
 
     def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
         """Tells the drafter what the pass made of `draft`."""
-        if self._drafter is not None:
+        if self._pause:
+            self._pause -= 1
+        elif self._drafter is not None:
+            self._pause = draft.pause
             self._drafter.observe(
                 Round(
                     draft=draft,

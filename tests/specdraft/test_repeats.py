@@ -53,6 +53,19 @@ def test_all_runs_are_found_after_any_edits(history: list, least: int, longest: 
                 endless.append(endless[end + place])
 
 
+@PROPERTY
+@given(st.lists(token, max_size=9), st.lists(token, min_size=60, max_size=200), st.integers(1, 4))
+def test_many_tokens_at_once_are_as_one_by_one(before: list, many: list, least: int) -> None:
+    once, slowly = Repeats(least), Repeats(least)
+    for repeats in (once, slowly):
+        repeats.follow(0, before)
+    once.follow(len(before), many)
+    for place, token in enumerate(many):
+        slowly.follow(len(before) + place, [token])
+    assert (once._tokens, once._older) == (slowly._tokens, slowly._older)
+    assert once._newest == slowly._newest
+
+
 def test_forgetting_all_leaves_nothing_behind() -> None:
     repeats = Repeats(2)
     repeats.follow(0, [5, 6, 7, 5, 6])
