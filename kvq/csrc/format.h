@@ -41,15 +41,16 @@ static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits a
 static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
 static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
 
-// One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
-struct Column {
+// Tokens of one page, of all layers and heads, that have moved together. Slot i holds token
+// first_token + i, whose key was rotated to position pos0 + i and stands delta further now.
+struct View {
+    int32_t column;  // the page
     int32_t pos0;
     int32_t delta;
-    int32_t first_token;  // index in the sequence of the page's first token
-    int32_t reserved;
-    uint64_t mask;  // bit i: token i is visible
+    int32_t first_token;
+    uint64_t mask;  // bit i: slot i is visible, in this view
 };
-static_assert(sizeof(Column) == 24);
+static_assert(sizeof(View) == 24, "kvq/sizing.py counts these bytes too");
 
 // Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The last two are the page's
 // history of attention received, as `mass_code` (0: never observed).

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attend.h"
 #include "rotary.h"
 #include "visibility.h"
 
@@ -79,7 +80,7 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
     for (int t = 0; t < tokens; t++) {
-        const int32_t token = arena_.state->tokens + tail.depth(tail.first_row() + t);
+        const int32_t token = tail.branch().at + tail.depth(tail.first_row() + t);
         const int at = slot(token);
         if (at < 0) continue;
         if (a.layer == 0) arena_.probes[at] = {token, static_cast<int32_t>(positions[t])};
@@ -98,9 +99,14 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     }
 }
 
+void Probes::forget_tokens(int first) {
+    for (int i = 0; i < slots(); i++)
+        if (arena_.probes[i].token >= first) arena_.probes[i].token = -1;
+}
+
 void Probes::forget_from(const Tail& tail, int kept_rows) {
     for (int row = kept_rows; kept() && row < tail.branch().rows; row++) {
-        const int32_t token = arena_.state->tokens + tail.depth(row);
+        const int32_t token = tail.branch().at + tail.depth(row);
         const int at = slot(token);
         if (at >= 0 && arena_.probes[at].token == token) arena_.probes[at].token = -1;
     }
@@ -109,7 +115,7 @@ void Probes::forget_from(const Tail& tail, int kept_rows) {
 void Probes::settle(const Tail& tail, const int32_t* rows, int count) {
     if (!kept() || tail.branch().chain) return;
     for (int i = 0; i < count; i++) {
-        const int at = slot(arena_.state->tokens + i);
+        const int at = slot(tail.branch().at + i);
         if (at >= 0 && !tail.newest_of_depth(rows ? rows[i] : i)) arena_.probes[at].token = -1;
     }
 }
@@ -202,21 +208,25 @@ struct Observation {
     template <class Look>
     void page(int c, Look&& look) {
         const Entry& e = pages.entry(stream, c);
-        const uint64_t* masks;
-        if (block.rows && e.k_bits && sight.page(pages.column(c), masks))
-            look(rotated.queries(block, pages.column(c).delta), pages.view(e, false), masks);
+        if (!block.rows || !e.k_bits) return;
+        for (int i = pages.first_view(c); i < pages.views() && pages.view_at(i).column == c; i++) {
+            const View& view = pages.view_at(i);
+            const uint64_t* masks;
+            if (sight.page(view, masks))
+                look(rotated.queries(block, view.delta), pages.view(e, false), masks);
+        }
     }
 
     // Attention over everything, for the weights' denominator and the output.
-    void attend(const Tail& tail, const int32_t* positions) {
+    void attend(const Tail& tail, const int32_t* positions, const int32_t* deltas) {
         const Kernels& kernel = kernels();
         const int dim = block.head_dim;
         for (int i = 0; block.rows && i < tail.used(); i += kPageTokens) {
             const int count = std::min(kPageTokens, tail.used() - i);
             const uint64_t* masks;
             if (sight.committed(positions + i, count, masks))
-                kernel.tile(block, tail.rows(stream, 0) + int64_t{i} * dim,
-                            tail.rows(stream, 1) + int64_t{i} * dim, count, masks);
+                attend_tile(block, sight, rotated, tail.rows(stream, 0) + int64_t{i} * dim,
+                            tail.rows(stream, 1) + int64_t{i} * dim, deltas + i, count, masks);
         }
         for (int c = 0; c < pages.columns(); c++)
             page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
@@ -229,10 +239,15 @@ struct Observation {
     }
 
     PageEvidence look(int c) {
+        // What views of one page see adds up; the rows are those that see most of them.
         PageEvidence seen;
+        int rows = 0;
         page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
+            const int before = seen.rows;
             kernels().evidence(block, q, view, masks, unit(), seen);
+            rows = std::max(rows, seen.rows - before);
         });
+        seen.rows = rows;
         return seen;
     }
 
@@ -281,7 +296,7 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
         load(spread, s % static_cast<int>(heads), samples);
         const float share = 1.0f / static_cast<float>(recent.block.rows + spread.block.rows);
         for (Observation* one : {&recent, &spread}) {
-            one->attend(tail, arena_.tail_positions);
+            one->attend(tail, arena_.tail_positions, arena_.tail_deltas);
             one->average(share, queries + s * dim, queries + (streams + s) * dim,
                          queries + (2 * streams + s) * dim);
         }

@@ -36,6 +36,8 @@ public:
               const int64_t* positions, const float* inv_freq, const float* q_norm);
     // Rows of the branch from `kept` on are forgotten.
     void forget_from(const Tail& tail, int kept);
+    // Tokens from `first` on are no longer those that were seen.
+    void forget_tokens(int first);
     // A path is committed: a slot that another row of the same depth wrote last holds no probe.
     void settle(const Tail& tail, const int32_t* rows, int count);
     // Checks what a snapshot brought: no probe is used of layers that do not fit the cache.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kvq.cache import Holdings
+from kvq_runtime.staleness import EditCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +18,7 @@ class SessionStats:
     kept. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`.
+    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`.
     """
 
     prompt_tokens: int
@@ -39,6 +40,10 @@ class SessionStats:
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    edits: int
+    edited_tokens: int
+    recomputed_edits: int
+    stale_tokens: int
 
 
 class Meter:
@@ -105,6 +110,7 @@ class Meter:
         kv_budget: int,
         bytes_per_token: float,
         holdings: Holdings,
+        edits: EditCounts,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
         decode_s = self.draft_s + self._pass_s + self._choose_s
@@ -128,6 +134,10 @@ class Meter:
             mean_k_bits=holdings.mean_k_bits,
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
+            edits=edits.edits,
+            edited_tokens=edits.edited_tokens,
+            recomputed_edits=edits.recomputed_edits,
+            stale_tokens=edits.stale_tokens,
         )
 
 

@@ -4,11 +4,14 @@ The tokens a sequence holds and those its cache holds differ by a pending end: w
 chosen but has not been through the model. A pass adds rows to a *branch*, which forgets all that
 is not committed: a prompt's piece commits every row, a verified draft the rows that were right.
 
+An edit in the middle leaves gaps: tokens that are pending although tokens behind them are cached.
+
 What needs a model is written as a generator that yields a `Call` and is sent a `Passed`, so that
 one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are served by one code.
 """
 
 import collections.abc
+import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +21,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
+from kvq_runtime.staleness import Ages, EditCounts, Staleness
+
+logger = logging.getLogger(__name__)
+
+# A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
+MOST_GAPS = 16
 
 Ids = collections.abc.Sequence[int]
 Logits = NDArray[np.float32]
@@ -65,11 +74,15 @@ class SharedPassError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceState(Generic[C]):
-    """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache."""
+    """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache.
+
+    `ages` int32: see `Staleness`.
+    """
 
     tokens: NDArray[np.int64]
     logits: Logits | None
     cache: bytes
+    ages: Ages
 
 
 class Sequence(Generic[C]):
@@ -87,6 +100,8 @@ class Sequence(Generic[C]):
         self._unchanged = 0
         # Of the last cached token; None: it goes through the model again before one is chosen.
         self._logits: Logits | None = None
+        self._staleness = Staleness()
+        self._edits = [0, 0, 0]
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -113,7 +128,21 @@ class Sequence(Generic[C]):
     @property
     def pending_tokens(self) -> int:
         """Tokens at the end that have not been through the model yet."""
-        return len(self._tokens) - self.cache.tokens
+        return len(self._tokens) - self.cache.tokens + self._staleness.missing
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old the encoding of its tokens is."""
+        return self._staleness
+
+    @property
+    def edit_counts(self) -> EditCounts:
+        """What edits of this text were so far."""
+        edits, tokens, recomputed = self._edits
+        stale = self._staleness.stale
+        return EditCounts(
+            edits=edits, edited_tokens=tokens, recomputed_edits=recomputed, stale_tokens=stale
+        )
 
     @property
     def room(self) -> int:
@@ -128,18 +157,12 @@ class Sequence(Generic[C]):
 
     def append(self, ids: Iterable[int]) -> None:
         """Adds tokens to the pending end. Raises `UsageError` for one the model does not have."""
-        new = list(map(int, ids))
-        size = self._backend.model.vocab_size
-        wrong = next((token for token in new if not 0 <= token < size), None)
-        if wrong is not None:
-            raise UsageError(f"token {wrong} is not one of the model's: 0 to {size - 1}")
-        self._tokens += new
+        self._tokens += self._checked(ids)
 
     def keep(self, num_tokens: int) -> None:
         """Forgets all but the first `num_tokens` tokens."""
         if self.cache.tokens > num_tokens:
-            self.cache.trim(num_tokens)
-            self._logits = None
+            self._trim(num_tokens)
         self._rewrite(num_tokens, ())
 
     def rollback(self, num_tokens: int) -> None:
@@ -160,19 +183,117 @@ class Sequence(Generic[C]):
         self.append(ids[shared:])
         return len(ids) - len(self.due())
 
-    def due(self) -> list[int]:
-        """What must go through the model before a next token can be chosen.
+    def edit(self, start: int, stop: int, new_ids: Ids, *, reencode_tail: int = 1) -> int:
+        """Replaces tokens `start` to `stop` by `new_ids`; how many tokens are kept as computed.
 
-        The pending end, or the last token once more where its logits were dropped by a rollback.
+        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids` and the
+        last `reencode_tail` tokens of the text are pending afterwards, and no model runs here.
+        Several edits are made one after the other in the text as it then is, or from the last
+        place to the first; what is pending is encoded left to right. Where the cache cannot move
+        what follows, that is pending too: `edit_counts` tells, and a line in the log says why.
+        Raises `UsageError` for a place that is none, an unknown token, or a text too long.
+        """
+        new, held = self._checked(new_ids), self.cache.tokens
+        if not 0 <= start <= stop <= len(self._tokens):
+            raise UsageError(
+                f"tokens {start} to {stop} cannot be replaced; the text has {len(self._tokens)}"
+            )
+        if len(new) > stop - start + self.room:
+            raise UsageError(
+                f"the edited text has {len(self._tokens) - stop + start + len(new)} tokens and the "
+                f"context holds {self.config.context_tokens}; open the session with a larger one"
+            )
+        if start == stop and not new:
+            return held - self._staleness.missing
+        behind = self._tokens[stop:]
+        if stop >= held or not self._moved(start, stop, len(new)):
+            self.keep(start)
+        self._rewrite(start, [*new, *behind])
+        last = max(0, len(self._tokens) - max(reencode_tail, 0))
+        if self.cache.tokens > last:
+            self._trim(last)
+        self._logits = None
+        return self.cache.tokens - self._staleness.missing
+
+    def _moved(self, start: int, stop: int, count: int) -> bool:
+        """Whether what follows an edit in the middle of what is cached was kept and moved."""
+        self._edits[0] += 1
+        self._edits[1] += count
+        reason = self.cache.why_not_edit()
+        if reason is None and len(self._staleness.gaps) >= MOST_GAPS:
+            reason = f"{MOST_GAPS} edits wait for a pass"
+        held = self.cache.tokens
+        try:
+            if reason is None:
+                self.cache.edit(start, stop, count)
+        except CacheError as error:
+            reason = str(error)
+        if reason is None:
+            self._staleness.edited(start, stop, count, held)
+            return True
+        self._edits[2] += 1
+        logger.info("an edit computes %d tokens behind it again: %s", held - stop, reason)
+        return False
+
+    def refresh(self, max_tokens: int | None = None) -> int:
+        """Encodes up to `max_tokens` stale tokens again, left to right; how many are stale then.
+
+        For idle time: each call is one piece that may be the last. When none is stale the cache is
+        what a session that computed the whole text would have, but for where its pages begin.
+        """
+        left = self.config.context_tokens if max_tokens is None else max_tokens
+        while left > 0 and (self.due() or self._staleness.stale):
+            left -= max(1, self.run(self.refreshing(left)))
+        return self._staleness.stale
+
+    def refreshing(self, max_tokens: int) -> Work[C, int]:
+        """One piece of `refresh`: how many tokens it encoded, what was pending first."""
+        if not self.due() and self._staleness.stale:
+            self._open_stale(max_tokens)
+        before = len(self.due())
+        if before:
+            yield from self.advancing(max_tokens)
+        return before - len(self.due())
+
+    def _open_stale(self, max_tokens: int) -> None:
+        """The first stale tokens are pending again."""
+        start, end = self._staleness.stale_runs()[0]
+        stop, held = min(end, start + min(max_tokens, self.chunk_tokens)), self.cache.tokens
+        try:
+            if stop < held and self.cache.why_not_edit() is None:
+                self.cache.edit(start, stop, stop - start)
+                self._staleness.opened(start, stop, held)
+                self._logits = None
+                return
+        except CacheError as error:
+            logger.info("a refresh computes all that follows: %s", error)
+        self._trim(start)
+
+    def due(self) -> list[int]:
+        """What must go through the model before a next token can be chosen, left to right.
+
+        What is pending, or the last token once more where its logits were dropped by a rollback.
         """
         if self._tokens and not self.pending_tokens and self._logits is None:
-            self.cache.trim(len(self._tokens) - 1)
-        return self._tokens[self.cache.tokens :]
+            self._trim(len(self._tokens) - 1)
+        end = self._tokens[self.cache.tokens :]
+        for start, stop in reversed(self._staleness.gaps):
+            end[:0] = self._tokens[start:stop]
+        return end
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Pending tokens with cached ones behind them: (first, after the last) of each run."""
+        return self._staleness.gaps
 
     @contextmanager
-    def branch(self) -> Generator["Branch[C]"]:
-        """Rows after the cached tokens; those that are not committed inside are forgotten."""
-        branch = Branch(self.cache, self._logits, self._commit, self._call)
+    def branch(self, at: int | None = None) -> Generator["Branch[C]"]:
+        """Rows after the cached tokens; those that are not committed inside are forgotten.
+
+        `at`: they are the tokens from there on of a gap that an edit left.
+        """
+        held = self._logits if at is None else None
+        branch = Branch(self.cache, held, self._commit, self._call, at)
         try:
             yield branch
         finally:
@@ -180,13 +301,16 @@ class Sequence(Generic[C]):
 
     def advancing(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds."""
-        due = self.due()
-        count = min(len(due), self.chunk_tokens, max_tokens or len(due))
+        self.due()
+        end = self.cache.tokens, len(self._tokens)
+        start, stop = (self.gaps or [end])[0]
+        count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
-        with self.branch() as branch:
+        with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
-            passed = yield from branch.extend(due[:count], rows=[count - 1][: count == len(due)])
+            last = [count - 1][: start + count == len(self._tokens)]
+            passed = yield from branch.extend(self._tokens[start : start + count], rows=last)
             branch.commit(range(count))
         return passed.seconds
 
@@ -233,16 +357,18 @@ class Sequence(Generic[C]):
             tokens=np.array(self._tokens, np.int64),
             logits=None if self._logits is None else self._logits.copy(),
             cache=self.cache.state(),
+            ages=self._staleness.ages.copy(),
         )
 
     def restore(self, state: SequenceState[C]) -> None:
         """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
         self.cache.load_state(state.cache)
-        self.adopt(state.tokens.tolist(), state.logits)
+        self.adopt(state.tokens.tolist(), state.logits, state.ages)
 
-    def adopt(self, tokens: list[int], logits: Logits | None) -> None:
+    def adopt(self, tokens: list[int], logits: Logits | None, ages: Ages) -> None:
         """Takes `tokens`, of which its cache holds the first, and the last held one's logits."""
         self._rewrite(0, tokens)
+        self._staleness = Staleness(ages)
         self._logits = None if logits is None else logits.copy()
 
     def close(self) -> None:
@@ -254,12 +380,27 @@ class Sequence(Generic[C]):
     def _call(self, rows: Rows[C]) -> Call[C]:
         return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
 
-    def _commit(self, ids: list[int], logits: Logits | None) -> None:
-        """A branch's path is cached now."""
-        first = self.cache.tokens - len(ids)
+    def _commit(self, first: int, ids: list[int], logits: Logits | None) -> None:
+        """A branch's path, from token `first` on, is cached now."""
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
         self._tokens += ids[len(self._tokens) - first :]
-        self._logits = logits
+        self._staleness.encoded(first, first + len(ids))
+        self._logits = logits if first + len(ids) == self.cache.tokens else None
+
+    def _trim(self, num_tokens: int) -> None:
+        """The cache holds at most the first `num_tokens`, and no gap at its end."""
+        self.cache.trim(self._staleness.cut(num_tokens))
+        self._staleness.cut(self.cache.tokens)
+        self._logits = None
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """Tokens of the model. Raises `UsageError` for one it does not have."""
+        new = list(map(int, ids))
+        size = self._backend.model.vocab_size
+        wrong = next((token for token in new if not 0 <= token < size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is not one of the model's: 0 to {size - 1}")
+        return new
 
     def _rewrite(self, kept: int, new: Ids) -> None:
         """The text is now its first `kept` tokens, and then `new`."""
@@ -268,20 +409,25 @@ class Sequence(Generic[C]):
 
 
 class Branch(Generic[C]):
-    """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten."""
+    """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten.
+
+    `at`: in the gap at this token instead, which has room for all of them.
+    """
 
     def __init__(
         self,
         cache: C,
         held: Logits | None,
-        adopt: Callable[[list[int], Logits | None], None],
+        adopt: Callable[[int, list[int], Logits | None], None],
         call: Callable[[Rows[C]], Call[C]],
+        at: int | None = None,
     ) -> None:
         self.logits: Logits = np.zeros((0, 0), np.float32)
         self._cache = cache
         self._adopt = adopt
         self._call = call
-        self._first = cache.tokens
+        self._at = at
+        self._first = cache.tokens if at is None else at
         self._ids: list[int] = []
         self._depths: list[int] = []
         self._mixed = False
@@ -338,7 +484,7 @@ class Branch(Generic[C]):
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._of_row.get(last) if self._whole else None
-            self._adopt([self._ids[row] for row in rows], logits)
+            self._adopt(self._first, [self._ids[row] for row in rows], logits)
         self._ids = []
 
     def rewind(self, num_rows: int) -> None:
@@ -364,7 +510,7 @@ class Branch(Generic[C]):
     ) -> Call[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
-        self._cache.begin(len(ids), parents, view=mode.view)
+        self._cache.begin(len(ids), parents, view=mode.view, at=self._at)
         self._ids += ids
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)

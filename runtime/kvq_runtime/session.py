@@ -145,6 +145,28 @@ class Session(Generic[C]):
         self._meter.prompt(len(ids))
         return cached
 
+    def edit(self, start: int, stop: int, new_ids: Sequence[int], *, reencode_tail: int = 1) -> int:
+        """Replaces tokens `start` to `stop`; how many tokens are kept as computed.
+
+        Only metadata changes: `new_ids` and the last `reencode_tail` tokens are pending, and
+        `prefill()` or the next answer runs them. See `Sequence.edit` for the rest.
+        """
+        kept = self.sequence.edit(start, stop, new_ids, reencode_tail=reencode_tail)
+        self._prompt_end = len(self.sequence)
+        self._meter.prompt(self.pending_tokens)
+        return kept
+
+    def refresh(self, max_tokens: int | None = None, *, cancel: Cancel = never) -> int:
+        """Encodes up to `max_tokens` stale tokens again, for idle time; how many are left.
+
+        A token is stale when text on its left has changed since it was encoded. `cancel` is asked
+        before each piece. See `Sequence.refresh`.
+        """
+        left = self.config.context_tokens if max_tokens is None else max_tokens
+        while left > 0 and not cancel() and (self.sequence.due() or self.sequence.staleness.stale):
+            left -= max(1, self.sequence.run(self.sequence.refreshing(left)))
+        return self.sequence.staleness.stale
+
     def generate(
         self,
         max_tokens: int | None = None,
@@ -265,6 +287,8 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
+        while sequence.gaps:
+            yield from self.reading()
         due, held = sequence.due(), len(sequence)
         first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
@@ -357,6 +381,7 @@ class Session(Generic[C]):
                 logits=np.zeros(0, np.float32) if state.logits is None else state.logits,
                 generator=self._generator.bit_generator.state,
                 cache=state.cache,
+                ages=state.ages,
             ),
         )
 
@@ -382,6 +407,7 @@ class Session(Generic[C]):
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
+            edits=self.sequence.edit_counts,
         )
 
     def close(self) -> None:
@@ -523,7 +549,8 @@ class Session(Generic[C]):
         """Everything is checked before anything is replaced."""
         found = snapshot.restored(what, state, vocab_size=self._backend.model.vocab_size)
         snapshot.fill(what, self.sequence.cache, found)
-        self.sequence.adopt(found.tokens, found.logits if len(found.logits) else None)
+        logits = found.logits if len(found.logits) else None
+        self.sequence.adopt(found.tokens, logits, found.ages)
         self._prompt_end = len(self.sequence)
         self._generator = found.generator
 

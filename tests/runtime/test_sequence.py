@@ -56,6 +56,8 @@ text = st.lists(token, max_size=9)
             st.tuples(st.just("align"), text),
             st.tuples(st.just("forget"), text),
             st.tuples(st.just("fork"), st.none()),
+            st.tuples(st.just("edit"), st.tuples(st.integers(0, 50), st.integers(0, 4), text)),
+            st.tuples(st.just("refresh"), st.integers(0, 9)),
         ),
         max_size=14,
     )
@@ -86,6 +88,15 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
                 pass
             with sequence.forward(value[:8]) as branch:
                 assert len(branch.logits) == len(value[:8])
+        elif action == "edit" and len(tokens) < 40:
+            start = min(value[0], len(tokens))
+            stop = min(start + value[1], len(tokens))
+            kept = sequence.edit(start, stop, value[2])
+            tokens[start:stop] = value[2]
+            assert kept == len(tokens) - sequence.pending_tokens
+        elif action == "refresh":
+            stale = sequence.staleness.stale
+            assert sequence.refresh(value) <= stale
         elif action == "fork":
             other, sequence = sequence, sequence.fork()
             other.close()
@@ -95,7 +106,10 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             followed[kept:] = new
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
-        assert list(sequence.cache.ids) == tokens[: sequence.cache.tokens]
+        held = tokens[: sequence.cache.tokens]
+        for start, stop in sequence.gaps:
+            held[start:stop] = [-1] * (stop - start)
+        assert list(sequence.cache.ids) == held
     if tokens:
         while sequence.advance():
             pass

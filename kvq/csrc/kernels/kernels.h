@@ -69,8 +69,8 @@ struct Kernels {
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.
     void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D].
-    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n,
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `page`.
+    void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);
     // logits [rows, 64]: products of the block's rows with the page's keys; q as in `page`.
     void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);

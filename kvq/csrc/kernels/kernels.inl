@@ -563,7 +563,7 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
+void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible) {
     const int head_dim = block.head_dim;
     alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
@@ -576,7 +576,7 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
             transpose(rows, keys + c * kPageTokens + t, kPageTokens);
         }
     rows_of<4>(block.rows, [&](auto count, int r) {
-        tile_logits<count()>(block.q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
+        tile_logits<count()>(q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
     });
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];

@@ -106,10 +106,13 @@ class SequenceCache(Protocol):
     `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
     begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`.
-    `commit(path)` keeps these rows, each the parent of the next; `rewind(n)` keeps the first n rows
-    as they are, and the branch open. `draft_room` is how many rows a pass may have so that each
-    gets what it would get in a pass of its own, `tree_room` how many of these where they are no
-    chain. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
+    stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
+    cache cannot. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
+    parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
+    `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
+    its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
+    `tokens` tokens: fewer, where a cache cannot go back
     exactly; the loop computes what is missing again.
     """
 
@@ -140,8 +143,18 @@ class SequenceCache(Protocol):
     def holdings(self) -> Holdings: ...
 
     def begin(
-        self, tokens: int, parents: Sequence[int] | None = None, /, *, view: str = "full"
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        /,
+        *,
+        view: str = "full",
+        at: int | None = None,
     ) -> None: ...
+
+    def why_not_edit(self) -> str | None: ...
+
+    def edit(self, start: int, stop: int, count: int, /) -> None: ...
 
     def commit(self, path: Sequence[int], /) -> None: ...
 

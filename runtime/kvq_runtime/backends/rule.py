@@ -30,11 +30,12 @@ class RuleCache:
         self.capacity_tokens = capacity_tokens
         self.budget_bytes = config.budget_bytes
         self.bytes_per_token = 8.0
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # -1 in a gap
         self.calls: list[str] = []
         self._draft_tokens = config.draft_tokens
         self._rows: list[tuple[int, int]] = []  # (token, parent) of the branch
         self._begun: list[int] = []
+        self._at: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -71,11 +72,19 @@ class RuleCache:
         return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
     def begin(
-        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
     ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)
-        if self.tokens + first + tokens > self.capacity_tokens:
+        if at is not None:
+            assert self.ids[at : at + first + tokens] == [-1] * (first + tokens)
+        self._at = at
+        if at is None and self.tokens + first + tokens > self.capacity_tokens:
             raise BudgetError(f"{tokens} more tokens do not fit; {self.capacity_tokens} do")
         assert tokens <= self.chunk_tokens
         chain = list(range(first - 1, first + tokens - 1))
@@ -96,13 +105,14 @@ class RuleCache:
         while row >= 0:
             token, row = self._rows[row]
             path.append(token)
-        return self.ids + path[::-1]
+        return self.ids[: self._at] + path[::-1]
 
     def commit(self, path: Sequence[int]) -> None:
         """See `SequenceCache`."""
         parents = [-1, *path][: len(path)]
         assert [self._rows[row][1] for row in path] == parents
-        self.ids += [self._rows[row][0] for row in path]
+        at = len(self.ids) if self._at is None else self._at
+        self.ids[at : at + len(path)] = [self._rows[row][0] for row in path]
         self._rows = []
         self.calls.append(f"commit {len(path)}")
 
@@ -116,6 +126,15 @@ class RuleCache:
         assert tokens <= len(self.ids)
         assert not self._rows
         del self.ids[tokens:]
+
+    def why_not_edit(self) -> str | None:
+        """Nothing keeps a rule from it."""
+        return None
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """See `SequenceCache`."""
+        assert 0 <= start <= stop <= len(self.ids)
+        self.ids[start:stop] = [-1] * count
 
     def state(self) -> bytes:
         """The ids as JSON."""
