@@ -81,8 +81,9 @@ FLAGS: dict[str, Flag] = {
         switch=True),
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
-    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, none; the "
-        "answer stays the same", "none", setting="model.draft", metavar="NAME[:OPTION=VALUE,..]"),
+    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, recycle, "
+        "lookahead, none; the answer stays the same", "none", setting="model.draft",
+        metavar="NAME[:OPTION=VALUE,..]"),
     # sampling
     "temp": Flag("temperature, 0: greedy", "{kvq_runtime.config:Sampling.temperature}",
         setting="model.temp", metavar="T"),
@@ -163,6 +164,8 @@ FLAGS: dict[str, Flag] = {
         "{kvq_apps.bench.measure:SpeedJob.rows}", metavar="N,.."),
     "chats": Flag("suite serve: instead, tokens per second of so many chats at once, without HTTP",
         metavar="N,.."),
+    "drafters": Flag("suite drafts: only these, none: only plain decoding", "all",
+        metavar="NAME,.."),
     "repeat": Flag("rounds of three timed decode steps", "{kvq_apps.bench.measure:SpeedJob.repeat}",
         metavar="N"),
     "prefill": Flag("tokens added to each depth at once",

@@ -105,9 +105,10 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafted(self) -> tuple[int, int]:
-        """Tokens drafted and tokens of these kept, as `stats` has them."""
-        return self._meter.drafted_tokens, self._meter.accepted_tokens
+    def drafted(self) -> tuple[int, int, float]:
+        """Tokens drafted, tokens of these kept and milliseconds for it, as `stats` has them."""
+        meter = self._meter
+        return meter.drafted_tokens, meter.accepted_tokens, meter.draft_s * 1e3
 
     @property
     def kv_bytes_peak(self) -> int:

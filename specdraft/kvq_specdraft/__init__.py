@@ -16,6 +16,9 @@ DRAFTERS = {
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 
+# Those that need no weights and no pass, and keep nothing beyond their text.
+FREE_DRAFTERS = frozenset({"auto", "lookahead", "lookup", "recycle", "suffix"})
+
 # Who writes several alternatives side by side.
 WRITERS = {
     "auto": "kvq_specdraft.recorded:Recorded",

@@ -1,9 +1,11 @@
 """What a pool is asked for, and why it may refuse. Knows no protocol."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvq.errors import KvqError
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import GenerationOptions
 
 
@@ -37,7 +39,7 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. `draft` False: without drafts.
+    may. `draft`: whether the session's drafter is asked, or what makes another for this request.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,7 +59,7 @@ class GenerationRequest:
     transient: bool = False
     endings: tuple[bytes, ...] = ()
     owner: str = ""
-    draft: bool = True
+    draft: bool | Callable[[], Drafter] = True
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
@@ -83,5 +85,5 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
-            draft=self.draft,
+            draft=self.draft is not False,
         )
