@@ -14,8 +14,10 @@ MARGIN = 1.02
 # Of the passes' time each drafter may lose this share, and at first what so many passes take; its
 # gains are put by for no more than so many passes, so that good times do not pay for long bad ones.
 _SHARE = 0.0015
-_FIRST_PASSES = 0.4
+_FIRST_PASSES = 0.25
 _MOST_PASSES = 4.0
+# A draft that promises a gain may cost this much of a pass more than is in the account.
+_OVERDRAFT = 0.5
 # Rounds that nobody is asked for at most.
 _MOST_PAUSE = 32
 # Classes of a drafter's own chances, and the least weight of the newest guess of a class.
@@ -106,7 +108,7 @@ class Auto:
     def _worth(self, candidate: "Candidate", draft: Draft, best: float) -> tuple[int, float]:
         """How many tokens of `draft` make more of a second than `best`, and how many that is."""
         costs, rows, length = self._costs, self._rows, 0
-        limit = costs.seconds(rows, doubted=False) + candidate.account_s
+        limit = (1 + _OVERDRAFT) * costs.seconds(rows, doubted=False) + candidate.account_s
         tokens = float(rows)
         for count, likely in enumerate(candidate.likely(draft), 1):
             more = rows + count

@@ -146,13 +146,15 @@ def measure(
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
     own = {name: partial(drafter_named, name) for name in job.drafters}
     with Engine(files, threads=threads) as engine:
-        rows = _measured(engine, job, session_options, own, progress)
+        tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
+        rows = _measured(engine, tokenizer, job, session_options, own, progress)
         passes = [_pass_times(engine, context, session_options) for context in job.contexts]
         name, backend = engine.model.name, engine.backend.name
     if job.peer:
         same = same_weights(cast(Bundle, files))
         with Engine(same, threads=threads, backend=LLAMA) as engine:
-            rows += _measured(engine, job, {}, {"llama.cpp n-grams": LlamaNgrams}, progress)
+            theirs = {"llama.cpp n-grams": LlamaNgrams}
+            rows += _measured(engine, tokenizer, job, {}, theirs, progress)
     return {
         "model": name,
         "backend": backend,
@@ -165,6 +167,7 @@ def measure(
 
 def _measured(
     engine: Engine,
+    tokenizer: Tokenizer,
     job: DraftJob,
     session_options: dict[str, Any],
     drafters: Mapping[str, Callable[[], Drafter]],
@@ -172,7 +175,6 @@ def _measured(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     works = workloads()
-    tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
     replay, backend = Replay(engine.backend), engine.backend
     if job.replay:
         engine.backend = cast(Any, replay)
@@ -187,10 +189,8 @@ def _measured(
             replay.text = [*prompt, *answer]
             tokens = min(job.tokens, len(answer)) if job.replay else job.tokens
             room = {"context_tokens": len(prompt) + tokens + 1}
-            cases = [
-                _opened(engine, name, make, prompt, session_options | room)
-                for name, make in ((PLAIN, None), *drafters.items())
-            ]
+            makers = {PLAIN: None, **drafters}
+            cases = _opened(engine, makers, prompt, session_options | room)
             rows += _rows(engine, work, cases, tokens, job.repeat)
     engine.backend = backend
     return rows
@@ -233,14 +233,19 @@ def _rows(
 
 def _opened(
     engine: Engine,
-    name: str,
-    make: Callable[[], Drafter] | None,
+    makers: Mapping[str, Callable[[], Drafter] | None],
     prompt: list[int],
     options: dict[str, Any],
-) -> _Case:
-    session = engine.session(**options)
-    session.prefill(prompt)
-    return _Case(drafter=name, make=make, session=session, after_prompt=session.capture())
+) -> list[_Case]:
+    """A case of each drafter; the prompt is read once."""
+    sessions = {name: engine.session(**options) for name in makers}
+    first = sessions[PLAIN]
+    first.prefill(prompt)
+    after = first.capture()
+    return [
+        _Case(drafter=name, make=make, session=sessions[name], after_prompt=after)
+        for name, make in makers.items()
+    ]
 
 
 def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str, Any]:
