@@ -12,6 +12,7 @@ from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_DRAFT_TOKENS,
     DEFAULT_POLICY,
+    DEFAULT_READ,
     MOST_DRAFT_TOKENS,
     PAGE_TOKENS,
     Budget,
@@ -21,6 +22,7 @@ from kvq.config import (
 from kvq.errors import BudgetError, UsageError
 from kvq.formats import ALIGNMENT, aligned, format_bytes, granule_bytes, page_bytes, probe_slots
 from kvq.policies import policy_named
+from kvq.selectors import rule_named
 
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
 DEFAULT_TOKENS = 8192
@@ -223,7 +225,8 @@ class CacheSpec:
     `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
     `chunk_tokens`: tokens of a prompt at once, fewer where the budget is tight. `windows`: the
     sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
-    if the policy asks for attention and the budget cannot hold the whole context.
+    if the policy asks for attention and the budget cannot hold the whole context. `read`: what
+    steps read of the pages, as `--kv-read` writes it.
     """
 
     shape: CacheShape
@@ -236,6 +239,7 @@ class CacheSpec:
     policy: str = DEFAULT_POLICY
     windows: tuple[int, ...] = ()
     observed: bool | None = None
+    read: str = DEFAULT_READ
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
@@ -243,6 +247,9 @@ class CacheSpec:
                 f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
                 f"{MOST_DRAFT_TOKENS}"
             )
+
+        # Evaluated for its refusals.
+        _ = rule_named(self.read)
 
     def resolved(self) -> Arena:
         """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""

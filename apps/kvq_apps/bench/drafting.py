@@ -3,8 +3,9 @@
 A model of random weights (`--shape`) writes nothing worth guessing. There each workload's answer is
 replayed: the model computes every pass as always, and then its choice is replaced by the token that
 the text really goes on with. Times are the shape's, acceptance is the text's, as it would be for a
-model that writes exactly this; its tokens are those of the embedded model. Any other model writes
-greedily what it likes, and acceptance is its own.
+model that writes exactly this; its tokens are those of the embedded model. What such a model
+guesses by itself on fewer bits or layers is made right as often as `right` says. Any other model
+writes greedily what it likes, and acceptance is its own.
 
 With `--peer llama.cpp` the same weights run on llama.cpp as well, plainly and with the n-gram
 speculation that llama-cpp-python brings; each ratio is to plain decoding of the same engine.
@@ -20,14 +21,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.errors import BackendError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.engine_llamacpp import same_weights
 from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
 from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Backend, ModelFiles, Pass
+from kvq_runtime.backends import WHOLE, Backend, ModelFiles, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
@@ -55,12 +56,15 @@ class DraftJob:
 
     Prompts are filled up to each of `contexts` tokens with another text before them; 0: as they
     are. Of `drafters` each is measured; `peer`: llama.cpp's too.
+    `right` is the share of right guesses where a replayed model makes them by itself. `drafters`
+    as `--draft` has them; the model that drafts for another is `nano`.
     """
 
     replay: bool
     repeat: int = 5
     tokens: int = 256
     contexts: tuple[int, ...] = (0,)
+    right: float = 0.85
     drafters: tuple[str, ...] = tuple(DRAFTERS)
     peer: bool = False
 
@@ -68,8 +72,10 @@ class DraftJob:
         """Raises `UsageError` for a value that cannot be measured."""
         if self.tokens < 1:
             raise UsageError(f"--predict {self.tokens} is not possible: give 1 or more")
-        for name in self.drafters:
-            drafter_named(name)
+        if not 0 <= self.right <= 1:
+            raise UsageError(f"--right {self.right} is not possible: give 0 to 1")
+        for text in self.drafters:
+            drafter_named(_spelled(text, "nano"))
         if self.repeat < 1:
             raise UsageError(f"--repeat {self.repeat} is not possible: give 1 or more")
 
@@ -77,20 +83,26 @@ class DraftJob:
 class Replay:
     """A backend whose passes are real, and whose greedy choices are those of `text`."""
 
-    def __init__(self, backend: Backend[Any]) -> None:
+    def __init__(self, backend: Backend[Any], *, right: float = 1.0) -> None:
         self.text: Sequence[int] = ()
         self._backend = backend
+        self._right = right
+        self._random = np.random.default_rng(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def forward(self, one_pass: Pass[Any]) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`; a row at position p chooses the text's token p + 1."""
+        """See `Backend.forward`; a row at position p chooses the text's token p + 1.
+
+        One of less than the whole model does so as often as it is to be right.
+        """
         logits = [part.copy() for part in self._backend.forward(one_pass)]
         for rows, part in zip(one_pass.rows, logits, strict=True):
             for row, own in zip(rows.positions[rows.wanted].tolist(), part, strict=True):
+                hits = one_pass.mode == WHOLE or self._random.random() < self._right
                 if row + 1 < len(self.text):
-                    own[self.text[row + 1]] = _CERTAIN
+                    own[self.text[row + 1] if hits else 0] = _CERTAIN
         return logits
 
 
@@ -144,7 +156,7 @@ def measure(
     progress: Shown,
 ) -> dict[str, Any]:
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
-    own = {name: partial(drafter_named, name) for name in job.drafters}
+    own = {name: partial(_made, name) for name in job.drafters}
     with Engine(files, threads=threads) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
         rows = _measured(engine, tokenizer, job, session_options, own, progress)
@@ -159,6 +171,7 @@ def measure(
         "model": name,
         "backend": backend,
         "replayed": job.replay,
+        "right": job.right,
         "repeat": job.repeat,
         "rows": rows,
         "passes": passes,
@@ -175,7 +188,7 @@ def _measured(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     works = workloads()
-    replay, backend = Replay(engine.backend), engine.backend
+    replay, backend = Replay(engine.backend, right=job.right), engine.backend
     if job.replay:
         engine.backend = cast(Any, replay)
     before = tokenizer.encode(other_text()) if max(job.contexts) else []
@@ -216,6 +229,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The rows of one workload: plain decoding and all drafters in turn, `repeat` times."""
     try:
+        cases = [case for case in cases if _possible(case)]
         for case in cases:
             case.run(tokens)  # brings the weights back, and is not counted
             case.seconds.clear()
@@ -229,6 +243,30 @@ def _rows(
     finally:
         for case in cases:
             case.session.close()
+
+
+def _spelled(drafter: str, path: str) -> str:
+    """With the model that drafts, where it is to be one and none is named."""
+    name, _, written = drafter.partition(":")
+    if name != "model" or "path=" in written:
+        return drafter
+    return ",".join(filter(None, [f"model:path={path}", written]))
+
+
+def _made(drafter: str) -> Drafter:
+    ready = drafter if drafter.partition(":")[0] != "model" else str(resolve_model("nano"))
+    return drafter_named(_spelled(drafter, ready))
+
+
+def _possible(case: _Case) -> bool:
+    """Whether the model can have this drafter; one that cannot is named and left out."""
+    try:
+        case.session.drafter = None if case.make is None else case.make()
+    except BackendError as error:
+        output.print_note(f"{case.drafter} is left out: {error}")
+        case.session.close()
+        return False
+    return True
 
 
 def _opened(
@@ -294,5 +332,6 @@ def print_report(data: dict[str, Any]) -> None:
         first = times["ms"][1]
         shares = " ".join(f"{rows}: {ms / first:.2f}" for rows, ms in times["ms"].items())
         output.print_data(f"\na pass after {times['context']} tokens by its rows, of one: {shares}")
-    texts = "replayed texts" if data["replayed"] else "its own greedy answers"
+    forced = f"replayed texts, {data['right']:.0%} of its own guesses right"
+    texts = forced if data["replayed"] else "its own greedy answers"
     output.print_data(f"\n{data['model']}, {data['threads']} threads, {texts}")

@@ -389,6 +389,22 @@ void page_scores(const PageView& page, const Block& block, const float* q, float
     else all_logits<2>(page, block, q, scores);
 }
 
+// A code is at most 127.5 steps of 8 bits from the middle of its channel.
+void page_bounds(const Block& block, const float* q, const PageView& page, float spread,
+                 float* bounds) {
+    Constants k;
+    widen_constants(page.k_constants, block.head_dim, 8, k);
+    for (int r = 0; r < block.rows; r++) {
+        F middle = set1(0.0f), half = set1(0.0f);
+        for (int c = 0; c < block.head_dim; c += 8) {
+            const F x = load(q + r * block.head_dim + c);
+            middle = fma(x, load(k.mid + c), middle);
+            half = fma(abs(x), load(k.step + c), half);
+        }
+        bounds[r] = reduce_add(fma(half, set1(127.5f * spread), middle));
+    }
+}
+
 void attend_page(Block& block, const float* q, const PageView& page, const uint64_t* visible) {
     alignas(64) float scores[kBlockRows * kPageTokens];
     page_scores(page, block, q, scores);
@@ -457,7 +473,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p, seen.peak);
         seen.rows++;
         seen.mass += mass;
-        if (mass < kvq::kObservedMass) continue;
+        if (!seen.errors || mass < kvq::kObservedMass) continue;
         if (!read) {
             widen_constants(page.k_constants, dim, 8, keys);
             widen_constants(page.v_constants, kPageTokens, page.v_bits, values);

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvq.errors import KvqError
 from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Grammar
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import GenerationOptions
 
@@ -39,7 +40,9 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. `draft`: whether the session's drafter is asked, or what makes another for this request.
+    may. For `grammar` and `shown` see `GenerationOptions`. `draft`: whether the session's drafter
+    is asked, or what makes another for this request. `edits`: what follows a change of an earlier
+    prompt is kept as it was computed (PIE), not only what stands before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -59,7 +62,10 @@ class GenerationRequest:
     transient: bool = False
     endings: tuple[bytes, ...] = ()
     owner: str = ""
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
     draft: bool | Callable[[], Drafter] = True
+    edits: bool = False
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
@@ -85,5 +91,7 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
+            grammar=self.grammar,
+            shown=self.shown,
             draft=self.draft is not False,
         )
