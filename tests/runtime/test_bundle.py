@@ -53,8 +53,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=4)),
-        "version 4, newer than the 3 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=5)),
+        "version 5, newer than the 4 this kvq reads; upgrade kvq-runtime",
     ),
     "older version": (
         lambda f: rewrite(f, lambda d: d.update(version=1)),
