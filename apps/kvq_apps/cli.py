@@ -24,6 +24,7 @@ COMMANDS = {
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
     "run": ("kvq_apps.commands.run", "continue a prompt"),
     "chat": ("kvq_apps.commands.chat", "talk to a model in the terminal"),
+    "complete": ("kvq_apps.commands.complete", "complete code at a place of a file"),
     "serve": ("kvq_apps.commands.serve", "serve a model to editors and other programs"),
     "eval": ("kvq_apps.commands.eval", "measure quality at a KV setting"),
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
