@@ -146,10 +146,10 @@ def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("guess", "--draft 'guess' is unknown; possible: auto, early, lookahead"),
+        ("guess", "draft 'guess' is unknown; possible: auto, early, lookahead"),
         ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..., most=..."),
         ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
-        ("lookup:most=0", "--draft lookup: most=0 is not possible: 1 or more"),
+        ("lookup:most=0", "draft lookup: most=0 is not possible: 1 or more"),
         ("suffix:min_ngram=5,max_ngram=4", "min_ngram=5 is more than max_ngram=4"),
         ("suffix:least=nan", "least=nan is not possible: above 0, at most 1"),
     ],
