@@ -7,6 +7,7 @@ frequent continuations are kept, their counts as 8-bit logarithms (within 2.2 %)
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Ngrams:
                 continue
             context = _hashes(np.array([list(text[1 - n :])], np.int64))[0]
             contexts: NDArray[np.uint64] = table["contexts"]
-            place = int(contexts.searchsorted(context))
+            place = bisect_left(contexts, context)
             if place == len(contexts) or contexts[place] != context:
                 continue
             known = slice(*table["starts"][place : place + 2])

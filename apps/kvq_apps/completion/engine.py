@@ -71,7 +71,8 @@ class CompletionEngine:
         self._encode = BlockTokenizer(self._tokenizer).encode
         self._writer = writer
         self._exact = exact
-        self._session = engine.session(**({"draft_tokens": DRAFT_ROWS} | (session_options or {})))
+        options: dict[str, Any] = {"draft_tokens": DRAFT_ROWS, **(session_options or {})}
+        self._session = engine.session(**options)
         self._drafts = drafts
         self._tokens = max(1, min(tokens, self._session.config.draft_tokens // (drafts + 1)))
 
