@@ -34,7 +34,14 @@ from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import GGUF_FILE, MANIFEST_FILE, Bundle, GgufInfo
+from kvq_runtime.bundle import (
+    GGUF_FILE,
+    GGUF_VERSION,
+    MANIFEST_FILE,
+    VERSION,
+    Bundle,
+    GgufInfo,
+)
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from logits import divergence
@@ -723,7 +730,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert (bundle.has_onnx, bundle.has_gguf) == (kind != "gguf", kind != "onnx")
     assert (manifest.weights is None) == (kind == "gguf")
     written = json.loads((bundle.path / MANIFEST_FILE).read_text())
-    assert written["version"] == (2 if kind == "gguf" else 3)
+    assert written["version"] == (GGUF_VERSION if kind == "gguf" else VERSION)
     quality = written["quality"]
     assert set(quality) - {"text", "tokens"} == {
         *(["weights", "weights_and_kv"] if bundle.has_onnx else []),

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from kvq.errors import UsageError
@@ -37,8 +38,6 @@ def run(arguments: Namespace) -> int:
     if len(counts) > 1 or len(methods) > 1:
         raise UsageError("kvq lsp takes one number of --drafts and one --drafts-method")
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    # What a library prints must not get between the frames.
-    sys.stdout = sys.stderr
     wanted = {"drafts": counts[0] if counts else None, "tokens": arguments.predict}
     settings = {key: own for key, own in wanted.items() if own is not None}
 
@@ -53,4 +52,6 @@ def run(arguments: Namespace) -> int:
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
 
-    return LanguageServer(source, sink, load, log).run()
+    # What a library prints must not get between the frames.
+    with redirect_stdout(sys.stderr):
+        return LanguageServer(source, sink, load, log).run()

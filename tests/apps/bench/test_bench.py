@@ -59,7 +59,7 @@ TOLERANCE = {
 }
 KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
 ROW_KEYS = {
-    "engine", "kv", "kv_policy", "context", "threads", "decode_ms", "decode_min_ms",
+    "engine", "kv", "kv_policy", "kv_read", "context", "threads", "decode_ms", "decode_min_ms",
     "decode_p95_ms", "decode_samples", "relief_share",
     "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes",
     "weight_bytes_read", "kv_bytes_read", "bandwidth_share", "pass_ms", "attention_ms",
@@ -520,9 +520,9 @@ def test_policies_are_measured_beside_the_same_cache_with_room(
     decided: list[tuple[str, int]] = []
     relieve = Cache.begin
 
-    def counted(cache: Cache, tokens: int) -> None:
+    def counted(cache: Cache, tokens: int, *more: Any, **options: Any) -> None:
         before = cache.used_bytes
-        relieve(cache, tokens)
+        relieve(cache, tokens, *more, **options)
         if cache.used_bytes < before and tokens == 1:
             decided.append((type(cache.policy).__name__, cache.tokens))
 

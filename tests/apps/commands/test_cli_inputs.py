@@ -11,7 +11,7 @@ import pytest
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import checksum
+from kvq_runtime.bundle import VERSION, checksum
 
 Refused = Callable[..., str]
 
@@ -125,9 +125,11 @@ def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path
     (folder / "model.onnx.data").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert "model.onnx.data was altered" in refused("inspect", str(folder))
     assert "model.onnx.data was altered" in refused("serve", str(folder), "--port", "0")
-    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 4}
+    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": VERSION + 1}
     (folder / "kvq.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    assert "version 4, newer than the 3 this kvq reads" in refused("inspect", str(folder))
+    assert f"version {VERSION + 1}, newer than the {VERSION} this kvq reads" in refused(
+        "inspect", str(folder)
+    )
 
 
 def test_a_budget_too_small_names_one_that_works(
@@ -179,7 +181,10 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
     def evaluate(*words: str) -> str:
         return refused("eval", "-m", bundle, *words)
 
-    assert "--task is missing; choose ppl, kld, passkey, retrieval or fim" in evaluate(file)
+    assert (
+        "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts or edit"
+        in evaluate(file)
+    )
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")
     assert "leave out the files" in evaluate("--task", "passkey", file)

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvq.errors import named_by_flags
 from kvq_apps import configuration, flags, options
 from kvq_apps.cli import main, parse
 from kvq_apps.serve import instances
@@ -48,6 +50,13 @@ def user_file(home: Path) -> Path:
 @pytest.fixture
 def project_file(home: Path) -> Path:
     return home / "project" / ".kvq.toml"
+
+
+@pytest.fixture(autouse=True)
+def a_command() -> Iterator[None]:
+    """Errors name flags, as they do while a command runs."""
+    with named_by_flags():
+        yield
 
 
 def parsed(*words: str, command: str = "run") -> Namespace:
@@ -209,6 +218,7 @@ def test_a_model_beside_the_file(project_file: Path) -> None:
 def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> None:
     assert {row.partition(".")[0] for row in configuration.FLAG_OF} <= set(configuration.SECTIONS)
     sample = {"kv.bits": "4:2", "kv.budget": "64MiB", "kv.policy": "h2o", "model.draft": "auto"}
+    sample["kv.read"] = "25%"
     sample |= {"model.top-p": 1, "kv.kbits": 4, "kv.vbits": 4, "model.min-p": 0.1}
     rows: list[str] = []
     for row, name in configuration.FLAG_OF.items():

@@ -13,7 +13,7 @@ import pytest
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_runtime import device, snapshot
-from kvq_runtime.bundle import checksum
+from kvq_runtime.bundle import VERSION, checksum
 from kvq_runtime.engine import Engine
 from shelf import Shelf
 
@@ -254,7 +254,9 @@ def test_damaged_and_newer_bundles(bundle: Path, refused: Refused, tmp_path: Pat
     assert "kvq.json was altered after the export; export the model again" in refused(folder)
     newer = json.loads(text) | {"version": 99}
     manifest.write_text(json.dumps(newer | {"checksum": checksum(newer)}))
-    assert "version 99, newer than the 3 this kvq reads; upgrade kvq-runtime" in refused(folder)
+    assert f"version 99, newer than the {VERSION} this kvq reads; upgrade kvq-runtime" in refused(
+        folder
+    )
 
 
 # The list

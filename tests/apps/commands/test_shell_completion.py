@@ -59,7 +59,7 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "e") == {"export", "eval"}
     assert bash(script, "kvq", "--") == {"--help", "--version", "--completion"}
     assert bash(script, "kvq", "--completion", "") == set(SHELLS)
-    assert bash(script, "kvq", "run", "--kv") == {"--kv", "--kv-budget", "--kv-policy"}
+    assert bash(script, "kvq", "run", "--kv") == {"--kv", "--kv-budget", "--kv-policy", "--kv-read"}
     assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}
     assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
     # Nothing of ours: the shell then offers files.

@@ -458,7 +458,9 @@ def held() -> tuple[int, int, int]:
 
 def mixed(server: Server, count: int) -> None:
     """`count` requests of every kind: whole, streamed, refused, broken, left at any moment."""
-    talk = {"messages": [{"role": "user", "content": "How many pages?"}], "max_tokens": 3}
+    # Long enough to be worth saving.
+    question = "How many pages does a book of a thousand columns have?"
+    talk = {"messages": [{"role": "user", "content": question}], "max_tokens": 3}
     for number in range(count):
         text = {"prompt": f"text {number % 7}", "max_tokens": 3, "stream": number % 2 == 0}
         match number % 10:
