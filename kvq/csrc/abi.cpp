@@ -129,7 +129,7 @@ int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* f
     return with_cache(
         handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t* keys, uint16_t* values) {
+int kvq_cache_constants(int64_t handle, int32_t columns, float* keys, float* values) {
     return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
 }
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
@@ -152,16 +152,15 @@ int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count, kvq_stat
     return with_stats(handle, stats, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
-int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, int32_t bits,
-             uint8_t* planes, uint16_t* constants) {
-    if (tokens < 1 || tokens > kvq::kPageTokens || head_dim < 16 || head_dim > kvq::kMaxHeadDim ||
-        head_dim % 16 || !kvq::valid_width(bits))
+int kvq_pack(int32_t values, const float* x, int32_t head_dim, int32_t bits, uint8_t* planes,
+             uint8_t* grid) {
+    if (head_dim < 16 || head_dim > kvq::kMaxHeadDim || head_dim % 16 || !kvq::valid_width(bits))
         return KVQ_BAD_ARGUMENT;
-    for (int i = 0; i < tokens * head_dim; i++)
+    for (int i = 0; i < kvq::kPageTokens * head_dim; i++)
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
-    const bool packed = values ? kernel.pack_v(x, tokens, head_dim, planes, constants)
-                               : kernel.pack_k(x, tokens, head_dim, planes, constants);
+    const bool packed = values ? kernel.pack_v(x, head_dim, planes, grid)
+                               : kernel.pack_k(x, head_dim, planes, grid);
     if (packed && bits == 2) kernel.narrow(planes, head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
 }

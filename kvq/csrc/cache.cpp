@@ -277,21 +277,18 @@ void Cache::entering(uint8_t* widths) const {
     std::memcpy(widths, arena_.entering, size_t{2} * static_cast<size_t>(arena_.streams()));
 }
 
-int Cache::constants(int columns, uint16_t* keys, uint16_t* values) const {
+int Cache::constants(int columns, float* keys, float* values) const {
     if (columns != pages_.columns()) return KVQ_BAD_ARGUMENT;
-    const size_t key_bytes = k_constant_bytes(config().head_dim);
-    uint8_t* key = reinterpret_cast<uint8_t*>(keys);
-    uint8_t* value = reinterpret_cast<uint8_t*>(values);
+    const int dim = config().head_dim;
     for (int s = 0; s < arena_.streams(); s++) {
-        for (int c = 0; c < columns; c++, key += key_bytes, value += v_constant_bytes()) {
+        for (int c = 0; c < columns; c++, keys += 2 * dim, values += 2 * kPageTokens) {
+            std::memset(keys, 0, sizeof(float) * 2 * static_cast<size_t>(dim));
+            std::memset(values, 0, sizeof(float) * 2 * kPageTokens);
             const Entry& e = pages_.entry(s, c);
-            if (e.k_bits) {
-                std::memcpy(key, pages_.constants(e), key_bytes);
-                std::memcpy(value, pages_.constants(e) + key_bytes, v_constant_bytes());
-            } else {
-                std::memset(key, 0, key_bytes);
-                std::memset(value, 0, v_constant_bytes());
-            }
+            if (!e.k_bits) continue;
+            const PageView page = pages_.view(e, false);
+            kernels().read_grid(page.k_grid, dim, keys);
+            kernels().read_grid(page.v_grid, kPageTokens, values);
         }
     }
     return KVQ_OK;

@@ -41,7 +41,7 @@ public:
 
     // `columns` and `rows` are what the caller has room for: refused unless it is what there is.
     int evidence(int tokens, int columns, float* facts, float* queries);
-    int constants(int columns, uint16_t* keys, uint16_t* values) const;
+    int constants(int columns, float* keys, float* values) const;
     int columns(int columns, int64_t* facts, uint8_t* widths) const;
     int tail(int layer, int head, int rows, uint16_t* k, uint16_t* v, int32_t* positions) const;
     int64_t page(int layer, int head, int column, uint8_t* bytes) const;

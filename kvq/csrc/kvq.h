@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 5
+#define KVQ_ABI 6
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -120,9 +120,9 @@ enum kvq_evidence_fact {
 };
 KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float *facts,
                                   float *queries);
-/* Every page's constants as stored, float16: keys [layers, kv_heads, columns, 2, head_dim] and
-   values [layers, kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
-KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t columns, uint16_t *keys, uint16_t *values);
+/* Every page's constants, float32: keys [layers, kv_heads, columns, 2, head_dim] and values
+   [layers, kv_heads, columns, 2, 64], scale before mid; 0 where a page is evicted. */
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t columns, float *keys, float *values);
 /* Copies one page's bytes: constants, then its granules in order; returns the byte count or -1. */
 KVQ_EXPORT int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                                   uint8_t *bytes);
@@ -134,10 +134,10 @@ KVQ_EXPORT int64_t kvq_cache_state_bytes(int64_t handle);
 KVQ_EXPORT int kvq_cache_save(int64_t handle, uint8_t *bytes, int64_t count);
 KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t count, kvq_stats *stats);
 
-/* Encodes float32 [tokens, head_dim] (tokens <= 64) as a page's keys (or `values`): constants, and the
-   planes a side of `bits` bits holds, into room for those of 8 bits. */
-KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t head_dim, int32_t bits,
-                        uint8_t *planes, uint16_t *constants);
+/* Encodes float32 [64, head_dim] as a page's keys (or `values`): its grid, and the planes a side of
+   `bits` bits holds, into room for those of 8 bits. */
+KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t head_dim, int32_t bits,
+                        uint8_t *planes, uint8_t *grid);
 
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */

@@ -44,12 +44,9 @@ public:
     void restore(int stream, int column, const uint8_t* widths_and_history);
     template <class Part>
     void visit(const Entry& e, Part&& part) const {
-        part(pool_.constant(e.constants), page_constant_bytes());
+        part(pool_.constant(e.constants), arena_.sizes.constant_bytes);
         for (uint32_t g : e.granule)
             if (g != kNone) part(pool_.granule(g), arena_.sizes.granule_bytes);
-    }
-    int64_t page_constant_bytes() const {
-        return static_cast<int64_t>(k_constant_bytes(dim()) + v_constant_bytes());
     }
 
 private:

@@ -13,7 +13,7 @@ namespace kvq {
 namespace {
 struct Header {
     kvq_config config;
-    int32_t columns, tail_used, tokens, reserved;
+    int32_t columns, tail_used, tokens, page_version;
     int64_t budget, peak;
 };
 static_assert(sizeof(Header) == 88, "no padding may reach a file");
@@ -55,8 +55,8 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
         std::memcpy(bytes, from, static_cast<size_t>(part));
         bytes += part;
     };
-    const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
-                        0,        state().budget,   state().peak};
+    const Header header{config(),     pages_.columns(), tail_.used(), state().tokens,
+                        kPageVersion, state().budget,   state().peak};
     write(&header, sizeof header);
     write(arena_.entering, 2 * arena_.streams());
     write(arena_.columns, pages_.columns() * static_cast<int64_t>(sizeof(Column)));
@@ -82,7 +82,7 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
     const int most_rows = quantized(config())
                               ? config().sink_tokens + config().tail_tokens + kPageTokens - 1
                               : config().tail_rows;
-    if (std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
+    if (h.page_version != kPageVersion || std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
         h.columns < 0 || h.columns > arena_.sizes.max_columns || h.tail_used < 0 ||
         h.tail_used > most_rows || h.tokens < h.tail_used || h.tokens > config().context_tokens ||
         h.peak < 0 || h.peak > h.budget)
@@ -133,7 +133,7 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
                                      probes_.row_bytes() +
                                      static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
                                : 0;
-    return rows + probes + parts.pages * pages_.page_constant_bytes() +
+    return rows + probes + parts.pages * arena_.sizes.constant_bytes +
            parts.planes * arena_.sizes.granule_bytes;
 }
 

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import bytes_per_token, format_bytes
+from kvq.formats import REACH, bytes_per_token, format_bytes
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.sizing import Arena
@@ -202,12 +202,12 @@ class Cache:
         )
 
     def _constants(self) -> Constants:
-        keys, values = (part.astype(np.float32) for part in self._engine.constants())
+        keys, values = self._engine.constants()
         return Constants(
-            key_min=keys[..., 1, :],
-            key_range=255 * keys[..., 0, :],
-            value_min=values[..., 1, :],
-            value_range=255 * values[..., 0, :],
+            key_min=keys[..., 1, :] - REACH * keys[..., 0, :],
+            key_range=2 * REACH * keys[..., 0, :],
+            value_min=values[..., 1, :] - REACH * values[..., 0, :],
+            value_range=2 * REACH * values[..., 0, :],
         )
 
     def attend(

@@ -84,7 +84,7 @@ class CacheEngine(Protocol):
         """What probes among the first `tokens` tokens see: [6, L, Hk, C] and [3, L, Hk, D]."""
         ...
 
-    def constants(self) -> tuple[Half, Half]:
+    def constants(self) -> tuple[Float, Float]:
         """Scales and minima: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
         ...
 

@@ -2,12 +2,17 @@
 
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 
+# Counts changes of what a page's bytes mean.
+PAGE_VERSION = 2
 ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
 PROBE_STRIDE = 8
 PROBES = 4
 # Rows of a KV head that are looked at, probes times query heads, at most.
 PROBE_ROWS = 16
+# Scales that what was encoded spans, and those from its middle to its ends.
+CODE_SPAN = 240
+REACH = CODE_SPAN // 2
 # Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
 GRANULES = {8: 4, 4: 2, 2: 1}
 
@@ -24,9 +29,14 @@ def granule_bytes(head_dim: int) -> int:
     return 16 * head_dim
 
 
+def grid_bytes(groups: int) -> int:
+    """Bytes of the scales and mids of so many groups, and of the float16 they stand against."""
+    return 8 + 2 * groups
+
+
 def constant_bytes(head_dim: int) -> int:
-    """Bytes of one page's float16 scales and minima: K per channel, V per token."""
-    return aligned(4 * head_dim + 4 * PAGE_TOKENS)
+    """Bytes of one page's grids: scales and mids of its keys' channels and its values' tokens."""
+    return grid_bytes(head_dim) + grid_bytes(PAGE_TOKENS)
 
 
 def page_bytes(head_dim: int, k_bits: int, v_bits: int) -> int:

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
+from kvq.formats import constant_bytes, grid_bytes
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 5
+ABI = 6
 EVIDENCE_FACTS = 6
 VIEWS = {"full": 0, "hi": 1}
 
@@ -119,13 +120,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
     "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, c_int32, _HALVES, _HALVES)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, _FLOATS, _FLOATS)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
     "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
-    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, c_int32, _BYTES, _HALVES)),
+    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
     "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
@@ -212,15 +213,14 @@ def select_isa(name: str) -> None:
 
 def pack(
     x: NDArray[np.float32], side: int, bits: int = 8
-) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(planes, [scale, min] constants) of one page's keys (0) or values (1) at `bits`."""
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """(planes, grid) of one page's keys (0) or values (1), float32 [64, D], at `bits`."""
     x = np.ascontiguousarray(x, np.float32)
-    tokens, dim = x.shape
+    dim = x.shape[1]
     planes = np.zeros(64 * dim, np.uint8)
-    constants = np.zeros((2, 64 if side else dim), np.float16)
-    pointers = pointer(planes), pointer(constants)
-    _check(library().kvq_pack(side, pointer(x), tokens, dim, bits, *pointers))
-    return planes[: 64 * dim * bits // 8], constants
+    grid = np.zeros(grid_bytes(64 if side else dim), np.uint8)
+    _check(library().kvq_pack(side, pointer(x), dim, bits, pointer(planes), pointer(grid)))
+    return planes[: 64 * dim * bits // 8], grid
 
 
 def _config(arena: Geometry) -> _Config:
@@ -421,18 +421,18 @@ class NativeCache:
         _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
-    def constants(self) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+    def constants(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         shape, count = self.arena.shape, self._held.columns
         pages = (shape.num_layers, shape.num_kv_heads, count, 2)
-        keys = np.zeros((*pages, shape.head_dim), np.float16)
-        values = np.zeros((*pages, PAGE_TOKENS), np.float16)
+        keys = np.zeros((*pages, shape.head_dim), np.float32)
+        values = np.zeros((*pages, PAGE_TOKENS), np.float32)
         pointers = pointer(keys), pointer(values)
         _check(self._library.kvq_cache_constants(self.handle, count, *pointers))
         return keys, values
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim
-        out = np.zeros(4 * dim + 256 + 128 * dim, np.uint8)
+        out = np.zeros(constant_bytes(dim) + 128 * dim, np.uint8)
         count = self._library.kvq_cache_page(self.handle, layer, head, column, pointer(out))
         if count < 0:
             raise CacheError(f"layer {layer}, head {head} has no page {column}")

@@ -17,6 +17,7 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
+    PAGE_VERSION,
     PROBE_ROWS,
     PROBE_STRIDE,
     PROBES,
@@ -33,6 +34,7 @@ from kvq.reference import (
     VALUES,
     Bytes,
     Float,
+    Grid,
     Half,
     KeyPart,
     ancestry,
@@ -59,8 +61,7 @@ class Page:
     """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
 
     codes: tuple[Bytes, Bytes]
-    scale: tuple[Half, Half]
-    minimum: tuple[Half, Half]
+    grids: tuple[Grid, Grid]
     bits: tuple[int, int]
     peak_mass: int = 0
     mean_mass: int = 0
@@ -68,17 +69,12 @@ class Page:
     def read(self, side: int, view: str) -> Float:
         """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
-        return decode(self.codes[side], self.scale[side], self.minimum[side], bits, side)
+        return decode(self.codes[side], self.grids[side], bits, side)
 
     def stored(self, head_dim: int) -> bytes:
         """The page's bytes as the native cache keeps them: constants, then planes."""
-        constants = [
-            part.astype(np.float16).tobytes()
-            for side in (KEYS, VALUES)
-            for part in (self.scale[side], self.minimum[side])
-        ]
         sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
-        return b"".join(constants + sides)
+        return b"".join([grid.stored() for grid in self.grids] + sides)
 
 
 @dataclass(slots=True)
@@ -354,9 +350,9 @@ class ReferenceCache:
                 encode(half[chosen].astype(np.float32), side)
                 for side, half in ((KEYS, rows.k), (VALUES, rows.v))
             ]
-            codes, scale, minimum = zip(*sides, strict=True)
+            codes, grids = zip(*sides, strict=True)
             k_bits, v_bits = bits
-            page = Page(codes=codes, scale=scale, minimum=minimum, bits=(k_bits, v_bits))
+            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits))
             column.pages.append(page)
             rows.k, rows.v = rows.k[keep], rows.v[keep]
         self._positions = self._positions[keep]
@@ -496,8 +492,8 @@ class ReferenceCache:
                     turned[heavy],
                     outputs[heavy],
                     keys.values[part],
-                    page.scale[KEYS].astype(np.float32),
-                    page.scale[VALUES].astype(np.float32),
+                    page.grids[KEYS].scale,
+                    page.grids[VALUES].scale,
                 )
                 mean = float(mass.mean())
                 facts[0, layer, head, c] = mean
@@ -509,20 +505,20 @@ class ReferenceCache:
             facts[2, layer, head, c] = mass_of(page.mean_mass)
         return outputs
 
-    def constants(self) -> tuple[Half, Half]:
-        """Scales and minima float16: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
+    def constants(self) -> tuple[Float, Float]:
+        """Scales and mids float32: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
         shape = self.arena.shape
         pages = (shape.num_layers, shape.num_kv_heads, len(self.table), 2)
         out = (
-            np.zeros((*pages, shape.head_dim), np.float16),
-            np.zeros((*pages, PAGE_TOKENS), np.float16),
+            np.zeros((*pages, shape.head_dim), np.float32),
+            np.zeros((*pages, PAGE_TOKENS), np.float32),
         )
         for c, column in enumerate(self.table):
             for stream, page in enumerate(column.pages):
                 layer, head = divmod(stream, shape.num_kv_heads)
                 for side in (KEYS, VALUES):
                     if page:
-                        out[side][layer, head, c] = page.scale[side], page.minimum[side]
+                        out[side][layer, head, c] = page.grids[side].scale, page.grids[side].mid
         return out
 
     # -- changes between forward passes --
@@ -658,7 +654,7 @@ class ReferenceCache:
                         continue
                     name = f"page{c}.{stream}.{side}"
                     arrays[name] = page.codes[side]
-                    arrays[name + "c"] = np.stack([page.scale[side], page.minimum[side]])
+                    arrays[name + "g"] = np.frombuffer(page.grids[side].stored(), np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
@@ -698,7 +694,7 @@ class ReferenceCache:
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
         arena = self.arena
-        held = (arena.shape, arena.plan, arena.tail_rows, arena.probes, arena.num_bytes)
+        held = (PAGE_VERSION, arena.shape, arena.plan, arena.tail_rows, arena.probes, arena.num_bytes)
         return np.array(" ".join(map(str, held)))
 
     def load_state(self, state: bytes) -> None:
@@ -731,11 +727,10 @@ class ReferenceCache:
                 page = None
                 if k_bits:
                     names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
-                    constants = [arrays[name + "c"] for name in names]
+                    keys, values = (Grid.load(arrays[name + "g"].tobytes()) for name in names)
                     page = Page(
                         codes=(arrays[names[0]], arrays[names[1]]),
-                        scale=(constants[0][0], constants[1][0]),
-                        minimum=(constants[0][1], constants[1][1]),
+                        grids=(keys, values),
                         bits=(k_bits, v_bits),
                     )
                 column.pages.append(page)

@@ -20,7 +20,7 @@ from kvq.errors import SnapshotError
 from kvq.files import replace_file
 
 FORMAT = "kvq-session"
-VERSION = 3
+VERSION = 4
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32

@@ -14,7 +14,7 @@ from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
 from kvq.errors import CacheError
 from kvq.policies import Attention, Constants
-from kvq.reference import mass_code, mass_of, sampled_token
+from kvq.reference import Grid, mass_code, mass_of, sampled_token
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads
 from tolerances import EVIDENCE, HISTORY
 
@@ -180,9 +180,10 @@ def test_constants_are_the_pages_own() -> None:
     for field in fields(Constants):
         assert np.array_equal(getattr(a, field.name), getattr(b, field.name))
     assert not a.key_range[1, 1, 2].any()
-    stored = np.frombuffer(pair.native.page(0, 1, 3), np.float16)
-    assert np.array_equal(a.key_min[0, 1, 3], stored[64:128].astype(np.float32))
-    assert np.array_equal(a.value_range[0, 1, 3], 255 * stored[128:192].astype(np.float32))
+    stored = pair.native.page(0, 1, 3)
+    keys, values = Grid.load(stored[:136]), Grid.load(stored[136:272])
+    assert np.array_equal(a.key_min[0, 1, 3], keys.mid - 120 * keys.scale)
+    assert np.array_equal(a.value_range[0, 1, 3], 240 * values.scale)
     pair.close()
 
 

@@ -23,11 +23,11 @@ def test_page_bytes_of_known_models() -> None:
         (kv.k_bits, kv.v_bits): bytes_per_token(qwen, kv)
         for kv in (KvPlan(k_bits=k, v_bits=v) for k in (8, 4, 2) for v in (8, 4, 2))
     }
-    assert per_token[8, 8] == 6528
-    assert per_token[8, 4] == 4992
-    assert per_token[4, 4] == 3456
-    assert per_token[4, 2] == 2688
-    assert per_token[2, 2] == 1920
+    assert per_token[8, 8] == 6348
+    assert per_token[8, 4] == 4812
+    assert per_token[4, 4] == 3276
+    assert per_token[4, 2] == 2508
+    assert per_token[2, 2] == 1740
     assert bytes_per_token(qwen, KvPlan(k_bits=16, v_bits=16)) == 12288
 
 
@@ -35,9 +35,9 @@ def test_formats_table_is_what_a_page_holds() -> None:
     assert list(GRANULES) == [8, 4, 2]
     for bits, granules in GRANULES.items():
         assert granules * granule_bytes(80) == 64 * 80 * bits // 8
-    assert constant_bytes(80) == 576  # 4 * 80 + 256, already a multiple of 64
-    assert constant_bytes(16) == 320
-    assert page_bytes(80, 8, 2) == 576 + 5 * 16 * 80
+    assert constant_bytes(80) == 304  # 8 + 2 * 80 and 8 + 2 * 64
+    assert constant_bytes(16) == 176
+    assert page_bytes(80, 8, 2) == 304 + 5 * 16 * 80
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvq import native
+from kvq.formats import constant_bytes, grid_bytes
 
 MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
@@ -213,10 +214,10 @@ class Fuzz:
         pointers = native.pointer(seen), native.pointer(queries)
         tokens = self.number(self.stats.tokens)
         self.call.kvq_cache_evidence(cache.handle, tokens, columns, *pointers)
-        halves = [np.zeros((pages, 2, n), np.float16) for n in (c.head_dim, 64)]
-        pointers = [native.pointer(part) for part in halves]
+        grids = [np.zeros((pages, 2, n), np.float32) for n in (c.head_dim, 64)]
+        pointers = [native.pointer(part) for part in grids]
         self.call.kvq_cache_constants(cache.handle, columns, *pointers)
-        page = np.zeros(4 * c.head_dim + 256 + 128 * c.head_dim, np.uint8)
+        page = np.zeros(constant_bytes(c.head_dim) + 128 * c.head_dim, np.uint8)
         where = self.number(1), self.number(1), self.number(columns)
         self.call.kvq_cache_page(cache.handle, *where, native.pointer(page))
         tail = [np.zeros((max(1, rows), c.head_dim), np.float16) for _ in range(2)]
@@ -251,12 +252,12 @@ class Fuzz:
         self.call.kvq_cache_load(cache.handle, bytes(state), len(state), self.stats)
 
     def pack(self) -> None:
-        tokens, dim = self.number(64), self.chance.choice((*DIMS, 256, 7))
-        x = self.numbers.standard_normal((max(1, min(tokens, 64)), dim)).astype(np.float32)
-        planes, constants = np.zeros(64 * dim, np.uint8), np.zeros((2, max(64, dim)), np.float16)
+        dim = self.chance.choice((*DIMS, 256, 7))
+        x = self.numbers.standard_normal((64, dim)).astype(np.float32)
+        planes, grid = np.zeros(64 * dim, np.uint8), np.zeros(grid_bytes(max(64, dim)), np.uint8)
         self.call.kvq_pack(
-            self.chance.randint(0, 1), native.pointer(x), tokens, dim, self.number(8),
-            native.pointer(planes), native.pointer(constants),
+            self.chance.randint(0, 1), native.pointer(x), dim, self.number(8),
+            native.pointer(planes), native.pointer(grid),
         )  # fmt: skip
 
 

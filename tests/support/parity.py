@@ -150,18 +150,13 @@ class RecordedCache(ReferenceCache):
 
 
 def packing(cases: Cases) -> None:
-    for dim, tokens, side in itertools.product((16, 48, 64, 80, 256), (64, 7), (0, 1)):
-        for kind, x in adversarial(tokens, dim).items():
-            cases.name = f"{kind}, side {side}, {tokens} x {dim}"
-            codes, *parts = encode(x, side)
-            page = np.zeros((64, dim), np.uint8)
-            page[:tokens] = codes
-            constants = np.zeros((2, 64 if side else dim), np.float16)
-            for row, part in zip(constants, parts, strict=True):
-                row[: len(part)] = part
+    for dim, side in itertools.product((16, 48, 64, 80, 256), (0, 1)):
+        for kind, x in adversarial(64, dim).items():
+            cases.name = f"{kind}, side {side}, {dim} channels"
+            codes, grid = encode(x, side)
             for bits in (8, 4, 2):
-                wanted = planes(page, bits, side)
-                cases.add("pack", (side, tokens, dim, bits), x, wanted, constants)
+                wanted = planes(codes, bits, side)
+                cases.add("pack", (side, dim, bits), x, wanted, grid.stored())
 
 
 def opened(

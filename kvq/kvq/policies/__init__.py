@@ -62,7 +62,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """The stored constants of every page, 0 where it is evicted; the codes span 0..255.
+    """What every page spans, by its stored constants; 0 where it is evicted.
 
     `key_min`, `key_range`: float32 [L, Hk, C, D], smallest key and span of each channel over the
     page's tokens (rotated keys). `value_min`, `value_range`: float32 [L, Hk, C, 64], smallest

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.policies import Evidence, Relief
+from kvq.formats import CODE_SPAN
 from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
 Costs = NDArray[np.float64]
@@ -83,7 +84,7 @@ class Budget:
         assert constants is not None
         dim = evidence.head_dim
         chance = self.prior / max(1, evidence.widths.shape[2])
-        key_step, value_step = constants.key_range / 255, constants.value_range / 255
+        key_step, value_step = constants.key_range / CODE_SPAN, constants.value_range / CODE_SPAN
         # Of a query that looks for one token: what rounding and absence do to its output.
         logit_noise = np.einsum("lhd,lhcd->lhc", attention.query_square, np.square(key_step)) / 12
         middle = constants.value_min + constants.value_range / 2
