@@ -87,7 +87,7 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int b
                              int end) const {
     const int stream = a_.layer * a_.kv_heads + kv_head;
     const bool hi_view = tail_.branch().hi_view;
-    Rotated rotated(in_.inv_freq, a_.rotary_pairs);
+    Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
     for (int c = begin; c < end; c++) {
         const Entry& e = pages_.entry(stream, c);
         if (!e.k_bits) continue;
@@ -95,7 +95,7 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int b
         const Column& column = pages_.column(c);
         const uint64_t* masks;
         if (sight.page(column, masks))
-            kernels().page(block, rotated.queries(block, column.delta), pages_.view(e, hi_view),
+            kernels().page(block, rotated.queries(block, column.delta), pages_.view(stream, e, hi_view),
                            masks);
     }
 }

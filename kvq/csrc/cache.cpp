@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -16,7 +17,8 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 
 }  // namespace
 
-std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget) {
+std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
+                                   const uint8_t* forms) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
     void* memory = nullptr;
@@ -32,6 +34,8 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     cache->state() = {};
     cache->state().config = config;
     cache->state().budget = budget;
+    for (int s = 0; s < cache->arena_.streams(); s++)
+        cache->arena_.forms[s] = forms ? forms[s] : uint8_t{0};
     cache->pages_.place();
     cache->pages_.clear();
     cache->probes_.clear();
@@ -286,9 +290,21 @@ int Cache::constants(int columns, float* keys, float* values) const {
             std::memset(values, 0, sizeof(float) * 2 * kPageTokens);
             const Entry& e = pages_.entry(s, c);
             if (!e.k_bits) continue;
-            const PageView page = pages_.view(e, false);
+            const PageView page = pages_.view(s, e, false);
             kernels().read_grid(page.k_grid, dim, keys);
-            kernels().read_grid(page.v_grid, kPageTokens, values);
+            if (!page.channel_values) {
+                kernels().read_grid(page.v_grid, kPageTokens, values);
+                continue;
+            }
+            float wide[2 * kMaxHeadDim];
+            kernels().read_grid(page.v_grid, dim, wide);
+            for (int part = 0; part < 2; part++) {
+                double squares = 0;
+                for (int i = 0; i < dim; i++)
+                    squares += double{wide[part * dim + i]} * wide[part * dim + i];
+                std::fill_n(values + part * kPageTokens, kPageTokens,
+                            static_cast<float>(std::sqrt(squares / dim)));
+            }
         }
     }
     return KVQ_OK;

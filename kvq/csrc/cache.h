@@ -18,7 +18,7 @@ public:
 
     // Null: no memory.
     static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
-                                       int64_t budget);
+                                       int64_t budget, const uint8_t* forms);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;

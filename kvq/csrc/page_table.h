@@ -15,6 +15,7 @@ public:
     int columns() const { return arena_.state->columns; }
     const Column& column(int c) const { return arena_.columns[c]; }
     const Entry& entry(int stream, int c) const { return entry_at(stream, c); }
+    int form(int stream) const { return arena_.forms[stream]; }
     const uint8_t* entering(int stream) const { return arena_.entering + 2 * stream; }
     int64_t used_bytes() const { return arena_.sizes.fixed_bytes + pool_.used_bytes(); }
 
@@ -36,7 +37,7 @@ public:
     void remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass);
 
     // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
-    PageView view(const Entry& e, bool hi_view) const;
+    PageView view(int stream, const Entry& e, bool hi_view) const;
     void prefetch(const Entry& e, bool hi_view) const;
     const uint8_t* constants(const Entry& e) const { return pool_.constant(e.constants); }
 

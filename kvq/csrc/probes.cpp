@@ -172,7 +172,8 @@ struct Observation {
             const Entry& e = pages.entry(stream, c);
             const uint64_t* masks;
             if (e.k_bits && sight.page(pages.column(c), masks))
-                look(c, rotated.queries(block, pages.column(c).delta), pages.view(e, false), masks);
+                look(c, rotated.queries(block, pages.column(c).delta), pages.view(stream, e, false),
+                     masks);
         }
     }
 
@@ -197,12 +198,12 @@ struct Observation {
     }
 };
 
-// Adds what the block's rows say of a stream's queries and outputs to their means [dim].
-void average(const Block& block, float unit, float* mean, float* square, float* output) {
+// Adds what the block's rows say of a stream's queries, as `rows`, and outputs to their means [dim].
+void average(const Block& block, const float* rows, float unit, float* mean, float* square, float* output) {
     const float share = 1.0f / static_cast<float>(block.rows);
     for (int r = 0; r < block.rows; r++) {
         for (int i = 0; i < block.head_dim; i++) {
-            const float q = block.q[r * block.head_dim + i] * unit;
+            const float q = rows[r * block.head_dim + i] * unit;
             const float x = block.acc[r * block.head_dim + i];
             mean[i] += q * share;
             square[i] += q * q * share;
@@ -229,10 +230,10 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
         Visibility sight(layer.attention.window_tokens);
         load(block, sight, layer, s % static_cast<int>(heads), slots, count);
         Observation seen_by{block, sight, layer,
-                            pages, s,     Rotated(layer.inv_freq, layer.attention.rotary_pairs)};
+                            pages, s,     Rotated(layer.inv_freq, layer.attention.rotary_pairs, pages.form(s))};
         seen_by.attend(tail, arena_.tail_positions);
         const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
-        average(block, unit, queries + s * dim, queries + (streams + s) * dim,
+        average(block, seen_by.rotated.queries(block, 0), unit, queries + s * dim, queries + (streams + s) * dim,
                 queries + (2 * streams + s) * dim);
         const auto fact = [&](int which, int64_t c) -> float& {
             return facts[(which * streams + s) * columns + c];

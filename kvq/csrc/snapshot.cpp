@@ -7,16 +7,16 @@
 
 namespace kvq {
 
-// A snapshot: this header, the widths pages enter at, the columns, widths and history of every
+// A snapshot: this header, the streams' forms, the widths pages enter at, the columns, widths and history of every
 // entry, the tail's rows in use, the probes, then every page's bytes. It names no place in the
 // arena, so what is held alone decides its bytes.
 namespace {
 struct Header {
     kvq_config config;
-    int32_t columns, tail_used, tokens, page_version;
+    int32_t columns, tail_used, tokens, reserved;
     int64_t budget, peak;
 };
-static_assert(sizeof(Header) == 88, "no padding may reach a file");
+static_assert(sizeof(Header) == 96, "no padding may reach a file");
 // Widths and history of an entry lie side by side.
 constexpr int64_t kEntryBytes = 4;
 static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
@@ -41,7 +41,7 @@ void Cache::visit(Part&& part) const {
 }
 
 int64_t Cache::state_bytes() const {
-    int64_t bytes = sizeof(Header) + 2 * arena_.streams() +
+    int64_t bytes = sizeof(Header) + 3 * arena_.streams() +
                     pages_.columns() * static_cast<int64_t>(sizeof(Column)) +
                     kEntryBytes * arena_.streams() * pages_.columns();
     visit([&](const void*, int64_t count) { bytes += count; });
@@ -55,9 +55,10 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
         std::memcpy(bytes, from, static_cast<size_t>(part));
         bytes += part;
     };
-    const Header header{config(),     pages_.columns(), tail_.used(), state().tokens,
-                        kPageVersion, state().budget,   state().peak};
+    const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
+                        0,        state().budget,   state().peak};
     write(&header, sizeof header);
+    write(arena_.forms, arena_.streams());
     write(arena_.entering, 2 * arena_.streams());
     write(arena_.columns, pages_.columns() * static_cast<int64_t>(sizeof(Column)));
     for (int s = 0; s < arena_.streams(); s++)
@@ -82,17 +83,18 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
     const int most_rows = quantized(config())
                               ? config().sink_tokens + config().tail_tokens + kPageTokens - 1
                               : config().tail_rows;
-    if (h.page_version != kPageVersion || std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
+    if (std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
         h.columns < 0 || h.columns > arena_.sizes.max_columns || h.tail_used < 0 ||
         h.tail_used > most_rows || h.tokens < h.tail_used || h.tokens > config().context_tokens ||
         h.peak < 0 || h.peak > h.budget)
         return false;
     const int64_t entries = int64_t{h.columns} * arena_.streams();
-    parts.entering = bytes + sizeof h;
+    parts.entering = bytes + sizeof h + arena_.streams();
     parts.columns = parts.entering + 2 * arena_.streams();
     parts.entries = parts.columns + h.columns * static_cast<int64_t>(sizeof(Column));
     parts.rest = parts.entries + kEntryBytes * entries;
-    return parts.rest - bytes + int64_t{4} * h.tail_used <= count;
+    return parts.rest - bytes + int64_t{4} * h.tail_used <= count &&
+           !std::memcmp(bytes + sizeof h, arena_.forms, static_cast<size_t>(arena_.streams()));
 }
 
 bool Cache::check_table(Parts& parts) const {

@@ -89,7 +89,7 @@ class Cache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes one more token costs at the plan's widths, all layers."""
-        return bytes_per_token(self.shape, self.plan)
+        return bytes_per_token(self.shape, self.plan, self.arena.value_groups)
 
     @property
     def branch_rows(self) -> int:
@@ -174,6 +174,7 @@ class Cache:
             windows=self.windows,
             tokens=self._boundary,
             head_dim=self.shape.head_dim,
+            value_groups=self.arena.value_groups,
             attention=self._attention() if self.arena.probes else None,
             constants=self._constants() if "constants" in self.policy.needs else None,
             sensitivity=self.sensitivity,

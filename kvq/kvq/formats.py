@@ -1,9 +1,11 @@
 """Bytes of every stored form, in Python: what `csrc/format.h` means. Holds no data."""
 
-from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
+from collections.abc import Iterable
+
+from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 
 # Counts changes of what a page's bytes mean.
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
 PROBE_STRIDE = 8
@@ -34,23 +36,31 @@ def grid_bytes(groups: int) -> int:
     return 8 + 2 * groups
 
 
-def constant_bytes(head_dim: int) -> int:
-    """Bytes of one page's grids: scales and mids of its keys' channels and its values' tokens."""
-    return grid_bytes(head_dim) + grid_bytes(PAGE_TOKENS)
+def constant_bytes(head_dim: int, value_groups: int = PAGE_TOKENS) -> int:
+    """Bytes of one page's grids: scales and mids of its keys' channels and its values' groups."""
+    return grid_bytes(head_dim) + grid_bytes(value_groups)
 
 
-def page_bytes(head_dim: int, k_bits: int, v_bits: int) -> int:
+def value_groups(head_dim: int, forms: Iterable[int]) -> int:
+    """Groups of values a page has room for: its tokens, or its channels where those are more."""
+    channels = any(form & PageForm.CHANNEL_VALUES for form in forms)
+    return max(PAGE_TOKENS, head_dim) if channels else PAGE_TOKENS
+
+
+def page_bytes(head_dim: int, k_bits: int, v_bits: int, value_groups: int = PAGE_TOKENS) -> int:
     """Bytes of one page of one (layer, KV head) at these widths, constants included."""
     granules = GRANULES[k_bits] + GRANULES[v_bits]
-    return constant_bytes(head_dim) + granules * granule_bytes(head_dim)
+    return constant_bytes(head_dim, value_groups) + granules * granule_bytes(head_dim)
 
 
-def bytes_per_token(shape: CacheShape, plan: KvPlan) -> float:
+def bytes_per_token(shape: CacheShape, plan: KvPlan, value_groups: int = PAGE_TOKENS) -> float:
     """Bytes one more token of context costs, all layers, at the plan's widths."""
     if not plan.quantized:
         return float(shape.float_bytes_per_token)
     streams = shape.num_layers * shape.num_kv_heads
-    return streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits) / PAGE_TOKENS
+    return (
+        streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits, value_groups) / PAGE_TOKENS
+    )
 
 
 def format_bytes(count: float) -> str:

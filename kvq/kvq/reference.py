@@ -56,7 +56,9 @@ class Line(NamedTuple):
         if not np.isfinite([low, unit]).all():
             raise CacheError("a key or value is not finite in float16, so it cannot be cached")
         codes = (x - low.astype(np.float32)) / np.maximum(unit.astype(np.float32), TINY)
-        return cls(np.array([low, unit], np.float16), np.minimum(whole(codes), 255).astype(np.uint8))
+        return cls(
+            np.array([low, unit], np.float16), np.minimum(whole(codes), 255).astype(np.uint8)
+        )
 
     @property
     def values(self) -> Float:
@@ -91,16 +93,15 @@ class Grid(NamedTuple):
         return cls(Line(ends[:2], scales), Line(ends[2:], mids))
 
 
-def encode(x: Float, side: int) -> tuple[Bytes, Grid]:
+def encode(x: Float, axis: int) -> tuple[Bytes, Grid]:
     """8-bit codes [64, D] of one page's keys or values, and the grid they stand on.
 
-    Keys share (scale, mid) per channel over the tokens, values per token over the channels. A mid
-    is the middle of its group, rounded, and a scale, rounded up, reaches the group's ends in
-    `REACH` steps: so far stand the outermost levels of a 4-bit read. Were the ends at codes 0 and
-    255 that read would shrink what is largest, and attention adds such errors up. Raises
-    `CacheError` beyond float16's range.
+    What lies along `axis` shares scale and mid: 0 for a group per channel, as keys have, 1 for one
+    per token, as values have unless their form says otherwise. A mid is the middle of its group,
+    rounded, and a scale, rounded up, reaches the group's ends in `REACH` steps: so far stand the
+    outermost levels of a 4-bit read. Were the ends at codes 0 and 255 that read would shrink what
+    is largest, and attention adds such errors up. Raises `CacheError` beyond float16's range.
     """
-    axis = 0 if side == KEYS else 1
     low, high = x.min(axis=axis), x.max(axis=axis)
     if not np.isfinite(x).all():
         raise CacheError("a key or value is not finite in float16, so it cannot be cached")
@@ -112,9 +113,8 @@ def encode(x: Float, side: int) -> tuple[Bytes, Grid]:
     return np.rint(np.clip(codes, 0, 255)).astype(np.uint8), grid
 
 
-def decode(codes: Bytes, grid: Grid, bits: int, side: int) -> Float:
+def decode(codes: Bytes, grid: Grid, bits: int, axis: int) -> Float:
     """Values a read at `bits` sees, from 8-bit codes: the dropped bits read as their middle."""
-    axis = 0 if side == KEYS else 1
     step = 1 << (8 - bits)
     seen = (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2 - 127.5)
     return np.expand_dims(grid.mid, axis) + np.expand_dims(grid.scale, axis) * seen
@@ -194,6 +194,21 @@ def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: floa
     return np.concatenate(turned, axis=-1)
 
 
+def hadamard(x: Float) -> Float:
+    """The orthonormal Hadamard transform of x [..., D], its own inverse.
+
+    Of blocks of channels as long as the largest power of two that divides D: all of 64, 128 or 256,
+    16 of 80, 32 of 96.
+    """
+    length = x.shape[-1] & -x.shape[-1]
+    out, half = x.astype(np.float32), 1
+    while half < length:
+        pairs = out.reshape(-1, 2, half)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        half *= 2
+    return out.reshape(x.shape) * (np.float32(1) / np.sqrt(np.float32(length)))
+
+
 def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Float]:
     """Packed rows [T, (H + 2 Hk) * D] as q [T, H, D], k [T, Hk, D], v [T, Hk, D]."""
     heads = qkv.reshape(len(qkv), -1, params.head_dim)
@@ -248,18 +263,19 @@ def page_errors(
 
     Were the page's keys rounded to their 8-bit steps, were its values, and were the page gone.
     `weights` [R, 64] of the page's tokens, `q` [R, D] scaled to natural logits, `outputs` [R, D] of
-    the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64]. Rounding to
-    steps s adds noise of variance s^2 / 12; to first order a logit's error e at token t moves the
-    output by S_t e (V_t - X), a value's by S_t e; without the page, X is renormalised exactly.
+    the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64, 1] or
+    [1, D]. Rounding to steps s adds noise of variance s^2 / 12; to first order a logit's error e at
+    token t moves the output by S_t e (V_t - X), a value's by S_t e; without the page, X is
+    renormalised exactly.
     """
     away = values[None].astype(np.float64) - outputs[:, None]
     logit_noise = np.square(q.astype(np.float64) * key_steps).sum(axis=1) / 12
     spread = (np.square(weights) * np.square(away).sum(axis=2)).sum(axis=1)
-    steps = np.square(weights * value_steps).sum(axis=1)
+    steps = np.square(weights) @ np.broadcast_to(np.square(value_steps), values.shape).sum(axis=1)
     moved = np.square(np.einsum("rt,rtd->rd", weights, away)).sum(axis=1)
     # What is left may be next to nothing, and its share of rounding noise would look like loss.
     left = np.maximum(1 - weights.sum(axis=1), 1 / 16)
-    return np.stack([logit_noise * spread, steps * values.shape[1] / 12, moved / left**2], axis=1)
+    return np.stack([logit_noise * spread, steps / 12, moved / left**2], axis=1)
 
 
 def mass_code(mass: float) -> int:

@@ -5,7 +5,7 @@ page loses bits is told from outside.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 from zipfile import BadZipFile
@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_TOKENS, AttentionParams
+from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
@@ -41,6 +41,7 @@ from kvq.reference import (
     attention_weights,
     decode,
     encode,
+    hadamard,
     mass_code,
     mass_of,
     normalize,
@@ -56,6 +57,11 @@ from kvq.sizing import Arena
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
 
 
+def grid_axis(side: int, form: PageForm) -> int:
+    """The axis of a page [64, D] that a group of its side lies along: 0 tokens, 1 channels."""
+    return 1 if side == VALUES and not form & PageForm.CHANNEL_VALUES else 0
+
+
 @dataclass(slots=True)
 class Page:
     """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
@@ -63,18 +69,20 @@ class Page:
     codes: tuple[Bytes, Bytes]
     grids: tuple[Grid, Grid]
     bits: tuple[int, int]
+    form: PageForm = PageForm.PLAIN
     peak_mass: int = 0
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
         """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
-        return decode(self.codes[side], self.grids[side], bits, side)
+        return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
 
-    def stored(self, head_dim: int) -> bytes:
-        """The page's bytes as the native cache keeps them: constants, then planes."""
+    def stored(self, constant_bytes: int) -> bytes:
+        """The page's bytes as the native cache keeps them: constants in their room, then planes."""
         sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
-        return b"".join([grid.stored() for grid in self.grids] + sides)
+        grids = b"".join(grid.stored() for grid in self.grids)
+        return b"".join([grids.ljust(constant_bytes, b"\0"), *sides])
 
 
 @dataclass(slots=True)
@@ -139,6 +147,7 @@ class ReferenceCache:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.table: list[Column] = []
+        self._forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
@@ -158,7 +167,8 @@ class ReferenceCache:
         pages = [page for column in self.table for page in column.pages if page]
         fixed = self.arena.regions.num_bytes
         granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
-        return fixed + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+        constants = constant_bytes(dim, self.arena.value_groups)
+        return fixed + len(pages) * constants + granules * granule_bytes(dim)
 
     @property
     def tail_rows(self) -> int:
@@ -169,7 +179,7 @@ class ReferenceCache:
         pages = self._closing(self.branch_rows + tokens)
         dim = self.arena.shape.head_dim
         widths = self._entering.tolist() if pages else []
-        needed = pages * sum(page_bytes(dim, *bits) for bits in widths)
+        needed = pages * sum(page_bytes(dim, *bits, self.arena.value_groups) for bits in widths)
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
@@ -284,14 +294,7 @@ class ReferenceCache:
             page = column.pages[stream]
             if page is None:
                 continue
-
-            # The page's keys stay as they were rotated; the query turns back by the shift.
-            def turn(rows: Float, delta: int = column.delta) -> Float:
-                if delta == 0:
-                    return rows
-                back = np.full(len(rows), -delta, np.int64)
-                return rotate(rows[:, None, :], back, inv_freq)[:, 0]
-
+            turn = self._turned(stream, column.delta, inv_freq)
             parts.append((page.read(KEYS, view), turn))
             values.append(page.read(VALUES, view))
             where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
@@ -305,6 +308,20 @@ class ReferenceCache:
             where.append(at)
             valid.append(np.ones(len(at), np.bool_))
         return _Keys(np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts)
+
+    def _turned(self, stream: int, delta: int, inv_freq: Float) -> Callable[[Float], Float]:
+        """What queries [n, D] become to meet the keys of a stream's page.
+
+        These stay as they were encoded: the query turns back by the page's shift.
+        """
+
+        def turn(rows: Float) -> Float:
+            if delta:
+                back = np.full(len(rows), -delta, np.int64)
+                rows = rotate(rows[:, None], back, inv_freq)[:, 0]
+            return hadamard(rows) if self._forms[stream] & PageForm.ROTATED_KEYS else rows
+
+        return turn
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
@@ -345,14 +362,16 @@ class ReferenceCache:
         keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._positions)]
         first_token = self.tokens - (len(self._positions) - sinks)
         column = Column(pos0=int(self._positions[sinks]), first_token=first_token)
-        for rows, bits in zip(self._tail, self._entering.tolist(), strict=True):
-            sides = [
-                encode(half[chosen].astype(np.float32), side)
-                for side, half in ((KEYS, rows.k), (VALUES, rows.v))
-            ]
+        for stream, (rows, bits) in enumerate(
+            zip(self._tail, self._entering.tolist(), strict=True)
+        ):
+            form = self._forms[stream]
+            k, v = (half[chosen].astype(np.float32) for half in (rows.k, rows.v))
+            k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
+            sides = [encode(x, grid_axis(side, form)) for side, x in ((KEYS, k), (VALUES, v))]
             codes, grids = zip(*sides, strict=True)
             k_bits, v_bits = bits
-            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits))
+            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
             column.pages.append(page)
             rows.k, rows.v = rows.k[keep], rows.v[keep]
         self._positions = self._positions[keep]
@@ -456,8 +475,9 @@ class ReferenceCache:
                 count = min(len(rows), PROBE_ROWS)
                 taken = np.arange(count) * len(rows) // count
                 rows, where = rows[taken], where[taken]
-                queries[0, layer, head] = rows.mean(axis=0)
-                queries[1, layer, head] = np.square(rows).mean(axis=0)
+                met = self._turned(layer * heads + head, 0, self._layers[layer][1])(rows)
+                queries[0, layer, head] = met.mean(axis=0)
+                queries[1, layer, head] = np.square(met).mean(axis=0)
                 outputs = self._observe(layer, head, rows, where, facts)
                 queries[2, layer, head] = np.square(outputs).mean(axis=0)
         return facts, queries
@@ -483,17 +503,14 @@ class ReferenceCache:
             if sees.any():
                 mass = weights[sees, part].sum(axis=1)
                 heavy = np.nonzero(sees)[0][mass >= OBSERVED_MASS]
-                turned = rows
-                if column.delta:
-                    back = np.full(len(rows), -column.delta, np.int64)
-                    turned = rotate(rows[:, None], back, inv_freq)[:, 0]
+                turned = self._turned(stream, column.delta, inv_freq)(rows)
                 errors = page_errors(
                     weights[heavy, part],
                     turned[heavy],
                     outputs[heavy],
                     keys.values[part],
                     page.grids[KEYS].scale,
-                    page.grids[VALUES].scale,
+                    np.expand_dims(page.grids[VALUES].scale, grid_axis(VALUES, page.form)),
                 )
                 mean = float(mass.mean())
                 facts[0, layer, head, c] = mean
@@ -506,7 +523,10 @@ class ReferenceCache:
         return outputs
 
     def constants(self) -> tuple[Float, Float]:
-        """Scales and mids float32: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64]."""
+        """Scales and mids float32: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64].
+
+        Of values on a grid of channels every token has the channels' root mean squares.
+        """
         shape = self.arena.shape
         pages = (shape.num_layers, shape.num_kv_heads, len(self.table), 2)
         out = (
@@ -518,7 +538,10 @@ class ReferenceCache:
                 layer, head = divmod(stream, shape.num_kv_heads)
                 for side in (KEYS, VALUES):
                     if page:
-                        out[side][layer, head, c] = page.grids[side].scale, page.grids[side].mid
+                        lines = np.array([page.grids[side].scale, page.grids[side].mid])
+                        if side > grid_axis(side, page.form):
+                            lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
+                        out[side][layer, head, c] = lines
         return out
 
     # -- changes between forward passes --
@@ -626,7 +649,8 @@ class ReferenceCache:
     def page(self, layer: int, head: int, column: int) -> bytes:
         """A page's stored bytes; empty once evicted."""
         page = self._page(layer, head, column)
-        return page.stored(self.arena.shape.head_dim) if page else b""
+        room = constant_bytes(self.arena.shape.head_dim, self.arena.value_groups)
+        return page.stored(room) if page else b""
 
     def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
         """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
@@ -694,7 +718,15 @@ class ReferenceCache:
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
         arena = self.arena
-        held = (PAGE_VERSION, arena.shape, arena.plan, arena.tail_rows, arena.probes, arena.num_bytes)
+        held = (
+            PAGE_VERSION,
+            *map(int, self._forms),
+            arena.shape,
+            arena.plan,
+            arena.tail_rows,
+            arena.probes,
+            arena.num_bytes,
+        )
         return np.array(" ".join(map(str, held)))
 
     def load_state(self, state: bytes) -> None:
@@ -732,6 +764,7 @@ class ReferenceCache:
                         codes=(arrays[names[0]], arrays[names[1]]),
                         grids=(keys, values),
                         bits=(k_bits, v_bits),
+                        form=self._forms[stream],
                     )
                 column.pages.append(page)
             self.table.append(column)

@@ -15,7 +15,7 @@ from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, hull_steps
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
-SIZES = page_bytes_at(RUNGS, DIM)
+SIZES = page_bytes_at(RUNGS, evidence(all_at(8, 8)))
 
 
 def relieve(facts, bytes_short, columns_short=0, policy="budget"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from caches import budget_for_tokens, geometry, open_cache
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
+from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 from kvq.errors import CacheError
 from kvq.policies import Attention, Constants
 from kvq.reference import Grid, mass_code, mass_of, sampled_token
@@ -25,7 +25,8 @@ WIDTHS = [(8, 8), (4, 4), (2, 2), (4, 2), (2, 8)]
 def opened(k_bits: int, v_bits: int, context_tokens: int = 1024, **options) -> Pair:
     plan = KvPlan(k_bits=k_bits, v_bits=v_bits)
     budget = budget_for_tokens(SHAPE, plan, context_tokens) + (1 << 19)
-    return Pair.open(SHAPE, plan, budget, context_tokens, observed=True, **options)
+    forms = tuple(map(PageForm, (0, 3, 1, 2)))
+    return Pair.open(SHAPE, plan, budget, context_tokens, observed=True, forms=forms, **options)
 
 
 def rows(seed: int, tokens: int) -> list[np.ndarray]:
@@ -178,12 +179,15 @@ def test_constants_are_the_pages_own() -> None:
     pair.demote([[1, 1, 2, 0, 0]])
     a, b = (cache.evidence().constants for cache in pair)
     for field in fields(Constants):
-        assert np.array_equal(getattr(a, field.name), getattr(b, field.name))
+        got, want = getattr(a, field.name), getattr(b, field.name)
+        assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
     assert not a.key_range[1, 1, 2].any()
-    stored = pair.native.page(0, 1, 3)
-    keys, values = Grid.load(stored[:136]), Grid.load(stored[136:272])
-    assert np.array_equal(a.key_min[0, 1, 3], keys.mid - 120 * keys.scale)
-    assert np.array_equal(a.value_range[0, 1, 3], 240 * values.scale)
+    for (layer, head), channels in (((1, 0), False), ((1, 1), True)):
+        stored = pair.native.page(layer, head, 3)
+        keys, values = Grid.load(stored[:136]), Grid.load(stored[136:272])
+        assert np.array_equal(a.key_min[layer, head, 3], keys.mid - 120 * keys.scale)
+        span = 240 * (np.sqrt(np.square(values.scale).mean()) if channels else values.scale)
+        assert a.value_range[layer, head, 3] == pytest.approx(span + np.zeros(64), rel=1e-6)
     pair.close()
 
 

@@ -13,6 +13,7 @@ from kvq.reference import (
     codes_of,
     decode,
     encode,
+    hadamard,
     half_down,
     half_up,
     normalize,
@@ -127,7 +128,7 @@ def test_a_channel_around_minus_hundred_does_not_clip(side: int) -> None:
 
 @SIDES
 def test_a_grid_is_read_back_from_its_bytes(side: int) -> None:
-    codes, grid = encode(pages(4, 80)["loud"], side)
+    _, grid = encode(pages(4, 80)["loud"], side)
     stored = grid.stored()
     assert len(stored) == 8 + 2 * (64 if side else 80)
     loaded = Grid.load(stored)
@@ -301,6 +302,30 @@ def test_centred_reads_have_no_bias(side: int) -> None:
     for bits in (4, 2):
         error = (decode(codes, grid, bits, side) - x) / wide(grid.scale, side)
         assert abs(error.mean()) < 0.02 * 2 ** (8 - bits)
+
+
+# ---- forms of pages ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "length"), [(16, 16), (64, 64), (80, 16), (96, 32), (256, 256)])
+def test_the_hadamard_transform_is_the_matrix(dim: int, length: int) -> None:
+    x = np.random.default_rng(dim).standard_normal((5, dim)).astype(np.float32)
+    matrix = np.ones((1, 1))
+    while len(matrix) < length:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    wanted = (x.reshape(5, -1, length) @ matrix / np.sqrt(length)).reshape(5, dim)
+    assert np.abs(hadamard(x) - wanted).max() < 1e-5
+    assert np.abs(hadamard(hadamard(x)) - x).max() < 1e-5
+
+
+def test_a_transform_spreads_a_loud_channel() -> None:
+    """What 4 bits cost in all channels falls where one of them had the whole range."""
+    x = pages(1)["loud"]
+    codes, grid = encode(x, 1)
+    turned, wide_grid = encode(hadamard(x), 1)
+    plain = np.square(decode(codes, grid, 4, 1) - x).mean()
+    spread = np.square(hadamard(decode(turned, wide_grid, 4, 1)) - x).mean()
+    assert spread < plain / 4
 
 
 # ---- rotation ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic",   pack_k,        pack_v, read_grid, narrow,   attend_page,
+    static const Kernels table{"generic",   pack, read_grid, narrow,   attend_page,
                                attend_tile, page_evidence, to_half, from_half};
     return &table;
 }

@@ -213,20 +213,24 @@ struct FoldedWeights {
     alignas(64) int8_t code[kPageTokens];
     alignas(64) int8_t fine[kPageTokens];
     float scale;
-    float constant;  // same for every channel
+    float constant;  // same for every channel, in steps of a grid of channels
+    float mass;      // sum of the weights
 };
 
+// A grid of channels stays out of the weights: `v` is null and they are rounded as they are.
 template <int Bits>
-inline void fold_weights(const F* p, const Grid& v, FoldedWeights& out) {
+inline void fold_weights(const F* p, const Grid* v, FoldedWeights& out) {
     constexpr int kLanes = kPageTokens / 8;
     constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F scaled[kLanes];
     F mid_sum = set1(0.0f), largest = set1(0.0f);
     for (int i = 0; i < kLanes; i++) {
-        scaled[i] = p[i] * load(v.step + 8 * i);
-        mid_sum = fma(p[i], load(v.mid + 8 * i), mid_sum);
+        scaled[i] = v ? p[i] * load(v->step + 8 * i) : p[i];
+        mid_sum = v ? fma(p[i], load(v->mid + 8 * i), mid_sum) : mid_sum;
         largest = max(largest, scaled[i]);
     }
+    const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
+    out.mass = reduce_add(total);
     const float top = reduce_max(largest);
     for (int half = 0; half < 2; half++)
         mid_sum = mid_sum - round_codes<4, Bits == 8>(scaled + 4 * half, top, kHalfRange,
@@ -235,9 +239,10 @@ inline void fold_weights(const F* p, const Grid& v, FoldedWeights& out) {
     out.constant = reduce_add(mid_sum);
 }
 
-// acc [N][head_dim] += weights . V.
+// acc [N][head_dim] += weights . V; `v` is the grid if it is one of channels.
 template <int Bits, int N>
-void page_values(const PageView& page, int head_dim, const FoldedWeights* p, float* acc) {
+void page_values(const PageView& page, int head_dim, const Grid* v, const FoldedWeights* p,
+                 float* acc) {
     constexpr int kTokens = Bits == 2 ? 16 : 8;  // per 32-byte vector
     constexpr int kVectors = kPageTokens / kTokens;
     const int half = head_dim / 16;  // channel groups per granule of a nibble plane
@@ -290,7 +295,10 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
         }
         for (int r = 0; r < N; r++) {
             float* out = acc + r * head_dim + 8 * group;
-            const F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
+            F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
+            if (v)
+                value = fma(value, load(v->step + 8 * group),
+                            load(v->mid + 8 * group) * set1(p[r].mass));
             store(out, load(out) + value);
         }
     }
@@ -360,12 +368,13 @@ template <int Bits>
 void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* visible) {
     Grid grid;
     FoldedWeights folded[kBlockRows];
-    widen(page.v_grid, kPageTokens, Bits, grid);
+    const bool channels = page.channel_values;
+    widen(page.v_grid, channels ? block.head_dim : kPageTokens, Bits, grid);
     bool any = false;
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
         if (softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r), p)) {
-            fold_weights<Bits>(p, grid, folded[r]);
+            fold_weights<Bits>(p, channels ? nullptr : &grid, folded[r]);
             any = true;
         } else {
             std::memset(&folded[r], 0, sizeof folded[r]);
@@ -373,7 +382,8 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
     }
     if (!any) return;
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_values<Bits, n()>(page, block.head_dim, folded + r, block.acc + r * block.head_dim);
+        page_values<Bits, n()>(page, block.head_dim, channels ? &grid : nullptr, folded + r,
+                               block.acc + r * block.head_dim);
     });
 }
 
@@ -397,20 +407,21 @@ void attend_page(Block& block, const float* q, const PageView& page, const uint6
 void read_values(const PageView& page, int head_dim, const Grid& v, float* out) {
     const int bits = page.v_bits, half = head_dim / 16;
     const float middle = ((1 << bits) - 1) * 0.5f;
-    for (int group = 0; group < head_dim / 8; group++) {
-        const int which = bits == 2 ? 0 : group >= half;
-        const int offset = bits == 2 ? group * 128 : (group - which * half) * 256;
+    for (int octet = 0; octet < head_dim / 8; octet++) {
+        const int which = bits == 2 ? 0 : octet >= half;
+        const int offset = bits == 2 ? octet * 128 : (octet - which * half) * 256;
         for (int j = 0; j < (bits == 2 ? 4 : 8); j++) {
             const uint8_t* hi = page.v[which] + offset + 32 * j;
             const uint8_t* lo = bits == 8 ? page.v[2 + which] + offset + 32 * j : hi;
             for (int i = 0; i < 32; i++) {
-                const int channel = 8 * group + i / 4;
+                const int channel = 8 * octet + i / 4;
                 for (int part = 0; part < (bits == 2 ? 4 : 2); part++) {
                     const int token = (bits == 2 ? 16 : 8) * j + 4 * part + i % 4;
                     int code = bits == 2 ? hi[i] >> 2 * part & 3 : hi[i] >> 4 * part & 15;
                     if (bits == 8) code = 16 * code + (lo[i] >> 4 * part & 15);
+                    const int group = page.channel_values ? channel : token;
                     out[token * head_dim + channel] =
-                        v.mid[token] + v.step[token] * (static_cast<float>(code) - middle);
+                        v.mid[group] + v.step[group] * (static_cast<float>(code) - middle);
                 }
             }
         }
@@ -450,7 +461,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         if (mass < kvq::kObservedMass) continue;
         if (!read) {
             widen(page.k_grid, dim, 8, keys);
-            widen(page.v_grid, kPageTokens, page.v_bits, values);
+            widen(page.v_grid, page.channel_values ? dim : kPageTokens, page.v_bits, values);
             read_values(page, dim, values, v);
             for (int t = 0; t < kPageTokens; t++) {
                 F sum = set1(0.0f);
@@ -478,6 +489,13 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
             lengths = fma(both, load(length + t), lengths);
             steps = fma(both, step * step, steps);
         }
+        float noises = reduce_add(steps) * static_cast<float>(dim);
+        if (page.channel_values) {
+            steps = set1(0.0f);
+            for (int c = 0; c < dim; c += 8)
+                steps = fma(load(values.step + c), load(values.step + c), steps);
+            noises = reduce_add(steps) * reduce_add(squares);
+        }
         F gone = set1(0.0f), inner = set1(0.0f), size = set1(0.0f);
         for (int c = 0; c < dim; c += 16) {  // two sums of each kind at a time hide their latency
             F first[2] = {set1(0.0f), set1(0.0f)}, second[2] = {set1(0.0f), set1(0.0f)};
@@ -501,8 +519,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
         const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
         seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * (spread > 0.0f ? spread : 0.0f);
-        seen.value_error +=
-            reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.value_error += noises * narrow * narrow * (1.0f / 12.0f);
         seen.evict_error += reduce_add(gone) / (left * left);
     }
 }
@@ -634,7 +651,7 @@ inline bool encode_grid(const float* low, const float* high, int groups, uint8_t
     return encode_line<true>(scale, groups, grid, grid + 8);
 }
 
-inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, int high, uint8_t code) {
+inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, bool high, uint8_t code) {
     const int shift = high ? 4 : 0;
     planes[at] |= static_cast<uint8_t>((code >> 4) << shift);
     planes[plane_bytes + at] |= static_cast<uint8_t>((code & 15) << shift);
@@ -651,55 +668,57 @@ inline void encode_codes(const float* x, const float* scale, const float* mid, i
     }
 }
 
-bool pack_k(const float* x, int head_dim, uint8_t* planes, uint8_t* grid) {
+// The least and the largest number of every channel, or of every token.
+void extremes(const float* x, int head_dim, bool channels, float* low, float* high) {
+    for (int t = 0; t < kPageTokens; t++) {
+        const float* row = x + t * head_dim;
+        if (channels) {
+            for (int c = 0; c < head_dim; c += 8) {
+                store(low + c, t ? min(load(low + c), load(row + c)) : load(row + c));
+                store(high + c, t ? max(load(high + c), load(row + c)) : load(row + c));
+            }
+        } else {
+            F a = load(row), b = a;
+            for (int c = 8; c < head_dim; c += 8) {
+                a = min(a, load(row + c));
+                b = max(b, load(row + c));
+            }
+            low[t] = -reduce_max(set1(0.0f) - a);
+            high[t] = reduce_max(b);
+        }
+    }
+}
+
+// Where the code of token t, channel c lies in a nibble plane: its byte, and whether above.
+inline size_t key_place(int head_dim, int t, int c, bool& high) {
+    high = c % 8 >= 4;
+    return static_cast<size_t>(t / 8 * 4 * head_dim + 4 * (t % 8) + c / 8 * 32 + c % 4);
+}
+inline size_t value_place(int t, int c, bool& high) {
+    high = t % 8 >= 4;
+    return static_cast<size_t>(t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8));
+}
+
+bool pack(const float* x, int head_dim, bool values, bool channels, uint8_t* planes,
+          uint8_t* grid) {
     const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
     std::memset(planes, 0, 2 * plane_bytes);
     alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim], mid[kMaxHeadDim];
-    for (int c = 0; c < head_dim; c += 8) {
-        F a = load(x + c), b = a;
-        for (int t = 1; t < kPageTokens; t++) {
-            a = min(a, load(x + t * head_dim + c));
-            b = max(b, load(x + t * head_dim + c));
-        }
-        store(low + c, a);
-        store(high + c, b);
-    }
-    if (!encode_grid(low, high, head_dim, grid, scale, mid)) return false;
+    extremes(x, head_dim, channels, low, high);
+    if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
     alignas(64) uint8_t codes[kMaxHeadDim];
     for (int t = 0; t < kPageTokens; t++) {
-        encode_codes(x + t * head_dim, scale, mid, head_dim, codes);
-        const size_t base = static_cast<size_t>(t / 8) * 4 * head_dim + 4 * (t % 8);
-        for (int c = 0; c < head_dim; c++)
-            put_nibble(planes, plane_bytes, base + c / 8 * 32 + c % 4, c % 8 >= 4, codes[c]);
-    }
-    return true;
-}
-
-bool pack_v(const float* x, int head_dim, uint8_t* planes, uint8_t* grid) {
-    const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
-    std::memset(planes, 0, 2 * plane_bytes);
-    alignas(64) float low[kPageTokens], high[kPageTokens], scale[kPageTokens], mid[kPageTokens];
-    for (int t = 0; t < kPageTokens; t++) {
-        const float* row = x + t * head_dim;
-        F a = load(row), b = a;
-        for (int c = 8; c < head_dim; c += 8) {
-            a = min(a, load(row + c));
-            b = max(b, load(row + c));
+        if (!channels) {  // one group is the whole row
+            std::fill(low, low + head_dim, scale[t]);
+            std::fill(high, high + head_dim, mid[t]);
         }
-        low[t] = -reduce_max(set1(0.0f) - a);
-        high[t] = reduce_max(b);
-    }
-    if (!encode_grid(low, high, kPageTokens, grid, scale, mid)) return false;
-    alignas(64) uint8_t codes[kMaxHeadDim];
-    alignas(64) float scales[kMaxHeadDim], mids[kMaxHeadDim];
-    for (int t = 0; t < kPageTokens; t++) {
-        std::fill(scales, scales + head_dim, scale[t]);
-        std::fill(mids, mids + head_dim, mid[t]);
-        encode_codes(x + t * head_dim, scales, mids, head_dim, codes);
-        const size_t base = static_cast<size_t>(t / 8) * 32 + t % 4;
-        for (int c = 0; c < head_dim; c++)
-            put_nibble(planes, plane_bytes, base + static_cast<size_t>(c / 8) * 256 + 4 * (c % 8),
-                       t % 8 >= 4, codes[c]);
+        encode_codes(x + t * head_dim, channels ? scale : low, channels ? mid : high, head_dim,
+                     codes);
+        for (int c = 0; c < head_dim; c++) {
+            bool above;
+            const size_t at = values ? value_place(t, c, above) : key_place(head_dim, t, c, above);
+            put_nibble(planes, plane_bytes, at, above, codes[c]);
+        }
     }
     return true;
 }

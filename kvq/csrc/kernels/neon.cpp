@@ -14,7 +14,7 @@
 
 namespace kvq {
 const Kernels* neon_kernels() {
-    static const Kernels table{"neon",      pack_k,        pack_v, read_grid, narrow,   attend_page,
+    static const Kernels table{"neon",      pack, read_grid, narrow,   attend_page,
                                attend_tile, page_evidence, to_half, from_half};
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
 }

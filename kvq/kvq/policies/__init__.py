@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import PAGE_TOKENS
 from kvq.named import named
 
 POLICIES = {
@@ -117,7 +118,7 @@ class Evidence:
 
     `facts` int64 [C, 4]: pos0, delta, first token, mask of each page column, oldest first.
     `widths` uint8 [L, Hk, C, 2]: K and V bits, 0 if evicted. `windows` [L]: sliding windows, 0 for
-    none. `tokens`: tokens seen so far. `head_dim`: channels, which fix the bytes a page frees.
+    none. `tokens`: tokens seen so far. `head_dim`, `value_groups`: they fix the bytes a page frees.
     `entering`: pages of every layer and head that are about to close, at `entry_widths` uint8
     [L, Hk, 2]; 0 where nobody says so.
     `attention` and `constants` are there if the policy asks for them by its `needs`;
@@ -129,6 +130,7 @@ class Evidence:
     windows: NDArray[np.int64]
     tokens: int
     head_dim: int
+    value_groups: int = PAGE_TOKENS
     entering: int = 0
     entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None

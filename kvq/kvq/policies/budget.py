@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
-from kvq.policies import Evidence, Relief
 from kvq.formats import CODE_SPAN
+from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
 Costs = NDArray[np.float64]
@@ -69,7 +69,7 @@ class Budget:
         steps = hull_steps(
             np.concatenate([pages, entering]),
             np.concatenate([costs, expected]),
-            page_bytes_at(RUNGS, evidence.head_dim),
+            page_bytes_at(RUNGS, evidence),
         )
         # What enters cannot be evicted before it is there.
         steps = steps[(steps[:, 2] < every.shape[2]) | (steps[:, 3] > 0)]

@@ -72,6 +72,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         threads=threads,
         policy=manifest.policy if request.policy is None else request.policy,
         windows=tuple(layer.window_tokens for layer in model.layers),
+        forms=manifest.forms,
     )
     arena = (spec.shortened() if given is None else spec).resolved()
     return SessionConfig(
