@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": ("kvq_apps.commands.serve", "serve a model to editors and other programs"),
     "eval": ("kvq_apps.commands.eval", "measure quality at a KV setting"),
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
+    "ngrams": ("kvq_apps.commands.ngrams", "count one's own files, for several drafts at once"),
     "inspect": ("kvq_apps.commands.inspect", "show what a bundle holds"),
     "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
 }

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Self
 
 from kvq_apps.model_path import resolve_model
+from kvq_apps.ngram_file import ngram_file
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import engine
+from kvq_runtime.alternatives import Writer
+from kvq_specdraft import writer_named
 
 
 class Engine(engine.Engine):
@@ -27,3 +31,19 @@ class Engine(engine.Engine):
         """
         found = resolve_model(None if path is None else str(path))
         return super().open(found, threads=threads, backend=backend)
+
+    def writer(self, name: str) -> Writer:
+        """The method of `Session.drafts` called `NAME` or `NAME:option=value,...`."""
+        return writer_for(name, self.tokenizer)
+
+
+def writer_for(name: str, tokenizer: Tokenizer) -> Writer:
+    """The method `NAME` or `NAME:option=value,...`. Raises `UsageError`.
+
+    Superposed Decoding chooses by the n-grams of `kvq ngrams build` where they are there.
+    """
+    kind, _, given = name.partition(":")
+    file = ngram_file(tokenizer)
+    if kind in ("superposed", "spliced") and "ngrams=" not in given and file.exists():
+        return writer_named(f"{kind}:{','.join(filter(None, (given, f'ngrams={file}')))}")
+    return writer_named(name)

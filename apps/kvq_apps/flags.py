@@ -70,6 +70,10 @@ FLAGS: dict[str, Flag] = {
     "system": Flag("system message; uses the model's chat template", setting="chat.system",
         metavar="TEXT", synonyms=("-s",)),
     "chat": Flag("put the prompt into the model's chat template", switch=True),
+    "json-schema": Flag("the answer is JSON that fits the schema in this file", metavar="FILE"),
+    "grammar": Flag("the answer follows the grammar in this file, as llama.cpp writes them (GBNF)",
+        metavar="FILE"),
+    "regex": Flag("the answer matches this pattern as a whole", metavar="PATTERN"),
     "no-heal": Flag("keep the prompt's last token even if it is the start of a longer one",
         switch=True),
     "usage": Flag("print speed and bytes on stderr at the end", synonyms=("-u",), switch=True),
@@ -120,11 +124,15 @@ FLAGS: dict[str, Flag] = {
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
-    "task": Flag("what to measure", choices=("ppl", "kld", "passkey", "retrieval", "fim")),
+    "task": Flag("what to measure",
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
         "{kvq_apps.evaluation.asked:Asked.trials}", metavar="N"),
+    "drafts": Flag("drafts to write, so many side by side", "3", metavar="N,.."),
+    "drafts-method": Flag("how several drafts are written: auto, branches, superposed, spliced; "
+        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True),
     "limit": Flag("lines to fill in at most",
         "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
         "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),

@@ -62,7 +62,7 @@ class _Reading:
             context_tokens=len(ids),
             chunk_tokens=CHUNK_TOKENS,
             threads=threads,
-            policy="budget",
+            policy="oldest",
             windows=tuple(layer.window_tokens for layer in bundle.config.layers),
             observed=True,
             forms=forms,
@@ -121,11 +121,13 @@ def _noise(
     forms = (form,) * (shape.num_layers * shape.num_kv_heads)
     reading = _Reading(bundle, ids, threads, forms)
     try:
-        constants, attention = reading.evidence.constants, reading.attention
-        assert constants is not None
-        key_range = np.square(constants.key_range).mean(axis=2, dtype=np.float64)
-        value_range = np.square(constants.value_range).mean(axis=(2, 3), dtype=np.float64)
-        return (attention.query_square * key_range).sum(axis=-1), value_range
+        keys, values = np.zeros((2, shape.num_layers, shape.num_kv_heads))
+        for layer, query_square in enumerate(reading.attention.query_square):
+            spans = reading.evidence.constants(layer)
+            key_square = np.square(spans.key_range).mean(axis=1, dtype=np.float64)
+            keys[layer] = (query_square * key_square).sum(axis=-1)
+            values[layer] = np.square(spans.value_range).mean(axis=(1, 2), dtype=np.float64)
+        return keys, values
     finally:
         reading.close()
 
@@ -163,12 +165,16 @@ def calibrate(
         # A layer that looks at the newest tokens alone gives old pages no error to divide by.
         least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)
         lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
+        heads = attention.key_error.shape[:2]
+        key_norm, value_norm = _weight_norms(bundle)
         return Sensitivity(
-            key=paid[:, 0] / (narrow * _total(attention.key_error)),
-            value=paid[:, 1] / (narrow * _total(attention.value_error)),
-            evict=gone / (len(half) * lost),
+            key=_of_heads(paid[:, 0] / (narrow * _total(attention.key_error)), heads),
+            value=_of_heads(paid[:, 1] / (narrow * _total(attention.value_error)), heads),
+            evict=_of_heads(gone / (len(half) * lost), heads),
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
+            key_norm=key_norm,
+            value_norm=value_norm,
         )
     finally:
         reading.close()
@@ -177,3 +183,21 @@ def calibrate(
 def _total(error: NDArray[np.float32]) -> Floats:
     """Sum over a layer's heads and pages; what no probe saw counts as next to nothing."""
     return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)
+
+
+def _of_heads(prices: Floats, shape: tuple[int, ...]) -> Floats:
+    """A layer's price for each of its heads."""
+    return np.broadcast_to(prices[:, None], shape)
+
+
+def _weight_norms(bundle: Bundle) -> tuple[Floats, Floats]:
+    """Frobenius norms [L] of the weights that make keys and values."""
+    config = bundle.config
+    queries, width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    norms = np.zeros((2, config.num_layers))
+    for layer in range(config.num_layers):
+        for side in range(2):
+            start = queries + side * width
+            rows = bundle.read_weight(f"layers.{layer}.qkv", slice(start, start + width))
+            norms[side, layer] = np.linalg.norm(rows.astype(np.float64))
+    return norms[0], norms[1]

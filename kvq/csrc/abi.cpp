@@ -89,8 +89,9 @@ int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* c
     return with_cache(handle,
                       [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
-int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view) {
-    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view); });
+int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view,
+                    int32_t at) {
+    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view, at); });
 }
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
@@ -106,6 +107,9 @@ int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats* stats) {
 }
 int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats* stats) {
     return with_stats(handle, stats, [&](Cache& cache) { return cache.trim(tokens); });
+}
+int kvq_cache_edit(int64_t handle, int32_t start, int32_t stop, int32_t count, kvq_stats* stats) {
+    return with_stats(handle, stats, [&](Cache& cache) { return cache.edit(start, stop, count); });
 }
 int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count, kvq_stats* stats) {
     return with_stats(handle, stats, [&](Cache& cache) { return cache.demote(actions, count); });
@@ -126,13 +130,25 @@ int kvq_cache_entering(int64_t handle, uint8_t* widths) {
 int kvq_cache_columns(int64_t handle, int32_t columns, int64_t* facts, uint8_t* widths) {
     return with_cache(handle, [&](Cache& cache) { return cache.columns(columns, facts, widths); });
 }
+int kvq_cache_views(int64_t handle, int32_t views, int64_t* facts) {
+    return with_cache(handle, [&](Cache& cache) { return cache.views(views, facts); });
+}
+int kvq_cache_places(int64_t handle, int32_t rows, int64_t* places) {
+    return with_cache(handle, [&](Cache& cache) { return cache.places(rows, places); });
+}
 int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* facts,
                        float* queries) {
     return with_cache(
         handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, int32_t columns, float* keys, float* values) {
-    return with_cache(handle, [&](Cache& cache) { return cache.constants(columns, keys, values); });
+int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, float* keys,
+                        float* values) {
+    return with_cache(
+        handle, [&](Cache& cache) { return cache.constants(layer, columns, keys, values); });
+}
+int kvq_cache_key_squares(int64_t handle, int32_t layer, int32_t columns, float* squares) {
+    return with_cache(handle,
+                      [&](Cache& cache) { return cache.key_squares(layer, columns, squares); });
 }
 int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                        uint8_t* bytes) {

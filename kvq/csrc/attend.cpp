@@ -20,6 +20,22 @@ constexpr int kSplitColumns = 8;  // fewer pages than this per part are not wort
 
 }  // namespace
 
+void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16_t* k,
+                 const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks) {
+    // Rows that have moved alike meet the same queries.
+    uint64_t left = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+    while (left) {
+        const int32_t delta = deltas ? deltas[__builtin_ctzll(left)] : 0;
+        uint64_t alike = 0;
+        for (int t = 0; t < count; t++)
+            alike |= static_cast<uint64_t>(!deltas || deltas[t] == delta) << t;
+        const bool all = alike == left && __builtin_popcountll(left) == count;
+        kernels().tile(block, rotated.queries(block, delta), k, v, count,
+                       all ? masks : sight.among(alike, masks));
+        left &= ~alike;
+    }
+}
+
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,
                      const kvq_attention& a, const Inputs& in)
     : arena_(arena), pages_(pages), tail_(tail), a_(a), in_(in) {
@@ -64,6 +80,7 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
 
 void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) const {
     const int64_t dim = a_.head_dim;
+    Rotated rotated(in_.inv_freq, a_.rotary_pairs);
     const auto tiles = [&](const uint16_t* k, const uint16_t* v, const int32_t* where, int total,
                            bool staged) {
         for (int i = 0; i < total; i += kPageTokens) {
@@ -71,7 +88,8 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
             const uint64_t* masks;
             if (staged ? sight.staged(tail_, i, where + i, count, masks)
                        : sight.tail(tail_, i, where + i, count, masks))
-                kernels().tile(block, k + i * dim, v + i * dim, count, masks);
+                attend_tile(block, sight, rotated, k + i * dim, v + i * dim,
+                            staged ? nullptr : arena_.tail_deltas + i, count, masks);
         }
     };
     const int stream = a_.layer * a_.kv_heads + kv_head;
@@ -88,15 +106,18 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int b
     const int stream = a_.layer * a_.kv_heads + kv_head;
     const bool hi_view = tail_.branch().hi_view;
     Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
+    int view = pages_.first_view(begin);
     for (int c = begin; c < end; c++) {
         const Entry& e = pages_.entry(stream, c);
         if (!e.k_bits) continue;
         if (c + 1 < end) pages_.prefetch(pages_.entry(stream, c + 1), hi_view);
-        const Column& column = pages_.column(c);
-        const uint64_t* masks;
-        if (sight.page(column, masks))
-            kernels().page(block, rotated.queries(block, column.delta), pages_.view(stream, e, hi_view),
-                           masks);
+        const PageView page = pages_.view(stream, e, hi_view);
+        for (; view < pages_.views() && pages_.view_at(view).column <= c; view++) {
+            const uint64_t* masks;
+            if (pages_.view_at(view).column == c && sight.page(pages_.view_at(view), masks))
+                kernels().page(block, rotated.queries(block, pages_.view_at(view).delta), page,
+                               masks);
+        }
     }
 }
 

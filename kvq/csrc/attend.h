@@ -23,6 +23,10 @@ struct Inputs {
     float* out;                    // [tokens, heads * head_dim]
 };
 
+// Attends the block to up to 64 floating-point rows; `deltas`: how far each has moved, or null.
+void attend_tile(Block& block, class Visibility& sight, class Rotated& rotated, const uint16_t* k,
+                 const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks);
+
 // Everything the units of one sequence share.
 class AttendJob {
 public:

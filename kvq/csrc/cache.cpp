@@ -58,11 +58,13 @@ int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
     return KVQ_OK;
 }
 
-int Cache::begin(int tokens, const int32_t* parents, int view) {
+int Cache::begin(int tokens, const int32_t* parents, int view, int at) {
     const BranchState& branch = tail_.branch();
     if (state().broken || tail_.unattended() || branch.staged) return KVQ_BAD_STATE;
+    const bool in_gap = tail_.open() ? branch.in_gap : at >= 0 && at != state().tokens;
     if (tokens < 1 || tokens > config().chunk_tokens || view < 0 || view > 1 ||
-        tokens > config().context_tokens - state().tokens - branch.rows)
+        (!in_gap && tokens > config().context_tokens - state().tokens - branch.rows) ||
+        !begins_at(at, branch.rows + tokens))
         return KVQ_BAD_ARGUMENT;
     // More rows than a branch holds are a chunk of a prompt, which is kept whole or not at all.
     if (branch.rows + tokens > config().draft_tokens && (tail_.open() || parents))
@@ -73,7 +75,20 @@ int Cache::begin(int tokens, const int32_t* parents, int view) {
     if (bytes || columns) return KVQ_SHORT;
     const bool staged = tail_.used() + branch.rows + tokens > config().tail_rows;
     if (staged && !quantized(config())) return KVQ_SHORT;
-    return tail_.add(tokens, parents, staged, view == 1);
+    return tail_.add(tokens, parents, staged, view == 1, in_gap ? at : -1);
+}
+
+bool Cache::begins_at(int at, int rows) const {
+    if (tail_.open() && at >= 0 && at != tail_.branch().at) return false;
+    if (tail_.open() ? !tail_.branch().in_gap : at == -1 || at == state().tokens) return true;
+    const int first = tail_.open() ? tail_.branch().at : at;
+    return first >= 0 && rows <= state().tokens - first && !tail_.holds(first, first + rows) &&
+           !pages_.shows(first, first + rows);
+}
+
+bool Cache::fits(int views, int stretches) const {
+    return !quantized(config()) ||
+           views - pages_.columns() + stretches <= arena_.sizes.max_columns + kSpareViews;
 }
 
 int Cache::store_keys_values(const kvq_attention& a, const Inputs& in) const {
@@ -83,6 +98,7 @@ int Cache::store_keys_values(const kvq_attention& a, const Inputs& in) const {
         const float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
         const int64_t row = tail_.place(t);
         tail_.positions()[row] = static_cast<int32_t>(in.positions[t]);
+        if (!tail_.branch().staged) arena_.tail_deltas[row] = 0;
         for (int head = 0; head < a.kv_heads; head++) {
             const int stream = a.layer * a.kv_heads + head;
             const bool staged = tail_.branch().staged;
@@ -117,7 +133,7 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
                   cos, cos + a.rotary_pairs);
     }
     if (const int status = store_keys_values(a, in)) return status;
-    if (branch.staged && !tail_.closes_evenly(nullptr, in.tokens, tail_.closing_pages(in.tokens)))
+    if (branch.staged && !fits(pages_.views(), tail_.stretches(nullptr, in.tokens, 0, 0, 0)))
         return KVQ_BAD_ARGUMENT;
     if (probes_.kept())
         probes_.keep(tail_, a, in.tokens, in.qkv, in.positions, in.inv_freq, in.q_norm);
@@ -175,10 +191,10 @@ int Cache::commit(const int32_t* rows, int count) {
     if (tail_.branch().staged)
         return count == tail_.branch().rows ? commit_chunk() : int{KVQ_BAD_ARGUMENT};
     const int pages = tail_.closing_pages(count);
-    if (!tail_.closes_evenly(rows, count, pages)) return KVQ_BAD_ARGUMENT;
+    if (!fits(pages_.views(), tail_.stretches(rows, count, 0, 0, 0))) return KVQ_BAD_ARGUMENT;
     probes_.settle(tail_, rows, count);
+    state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.keep(rows, count);
-    state().tokens += count;
     for (int layer = 0; pages && layer < config().layers; layer++) {
         if (const int status = tail_.close_layer(pages_, layer, pages)) {
             state().broken = 1;
@@ -192,7 +208,7 @@ int Cache::commit(const int32_t* rows, int count) {
 // The layers' pages are closed already.
 int Cache::commit_chunk() {
     const int count = tail_.branch().rows;
-    state().tokens += count;
+    state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.close_columns(pages_, tail_.closing_pages(count), tail_.used() + count);
     tail_.forget();
     return KVQ_OK;
@@ -217,8 +233,43 @@ int Cache::rewind(int rows) {
 int Cache::trim(int tokens) {
     if (tail_.open() || state().broken) return KVQ_BAD_STATE;
     if (tokens < 0 || tokens > state().tokens) return KVQ_BAD_ARGUMENT;
-    if (!tail_.trim(tokens)) pages_.trim(tokens);
+    tail_.split(tokens, state().tokens, 0);
+    pages_.split(tokens, state().tokens, 0);
+    pages_.drop_unseen();
     state().tokens = tokens;
+    return KVQ_OK;
+}
+
+bool Cache::may_move(int first, int64_t by) const {
+    const auto stays = [&](int64_t at) { return at + by >= 0 && at + by <= kMaxPosition; };
+    for (int row = 0; row < tail_.used(); row++)
+        if (arena_.tail_tokens[row] >= first && !stays(arena_.tail_positions[row])) return false;
+    for (int i = 0; i < pages_.views(); i++) {
+        const View& view = pages_.view_at(i);
+        if (!view.mask || view.first_token + kPageTokens <= first) continue;
+        const int64_t start = int64_t{view.pos0} + view.delta;
+        const int low = std::max(__builtin_ctzll(view.mask), first - view.first_token);
+        if (!stays(start + low) || !stays(start + kPageTokens - 1)) return false;
+    }
+    return true;
+}
+
+int Cache::edit(int start, int stop, int count) {
+    if (tail_.open() || state().broken) return KVQ_BAD_STATE;
+    if (start < config().sink_tokens || start > stop || stop > state().tokens || count < 0)
+        return KVQ_BAD_ARGUMENT;
+    const int64_t by = int64_t{count} - (stop - start);
+    if (state().tokens + by > config().context_tokens || !may_move(stop, by))
+        return KVQ_BAD_ARGUMENT;
+    const int moved = static_cast<int>(by);
+    if (!fits(pages_.views_while_split(start, stop, moved),
+              tail_.stretches(nullptr, 0, start, stop, moved) + kGapViews))
+        return KVQ_SHORT;
+    tail_.split(start, stop, moved);
+    pages_.split(start, stop, moved);
+    pages_.drop_unseen();
+    probes_.forget_tokens(start);
+    state().tokens += moved;
     return KVQ_OK;
 }
 
@@ -252,6 +303,7 @@ int Cache::evidence(int tokens, int columns, float* facts, float* queries) {
 void Cache::stats(kvq_stats& out) const {
     out = {};
     out.columns = pages_.columns();
+    out.views = pages_.views();
     out.tokens = state().tokens;
     out.tail_rows = tail_.used();
     out.branch_rows = tail_.branch().rows;
@@ -261,12 +313,18 @@ void Cache::stats(kvq_stats& out) const {
 
 int Cache::columns(int columns, int64_t* facts, uint8_t* widths) const {
     if (columns != pages_.columns()) return KVQ_BAD_ARGUMENT;
-    for (int c = 0; c < columns; c++) {
-        const Column& column = pages_.column(c);
-        facts[4 * c] = column.pos0;
-        facts[4 * c + 1] = column.delta;
-        facts[4 * c + 2] = column.first_token;
-        std::memcpy(facts + 4 * c + 3, &column.mask, 8);
+    int64_t shown = INT64_MIN;  // where the view that stands last begins
+    for (int i = 0; i < pages_.views(); i++) {
+        const View& view = pages_.view_at(i);
+        int64_t* fact = facts + 4 * view.column;
+        const bool first = i == 0 || pages_.view_at(i - 1).column != view.column;
+        const int64_t begin = int64_t{view.pos0} + view.delta;
+        const uint64_t mask = view.mask | (first ? 0 : static_cast<uint64_t>(fact[3]));
+        if (first || begin > shown) {
+            shown = begin;
+            fact[0] = view.pos0, fact[1] = view.delta, fact[2] = view.first_token;
+        }
+        fact[3] = static_cast<int64_t>(mask);
     }
     for (int s = 0; s < arena_.streams(); s++) {
         for (int c = 0; c < columns; c++) {
@@ -277,14 +335,34 @@ int Cache::columns(int columns, int64_t* facts, uint8_t* widths) const {
     return KVQ_OK;
 }
 
+int Cache::views(int views, int64_t* facts) const {
+    if (views != pages_.views()) return KVQ_BAD_ARGUMENT;
+    for (int i = 0; i < views; i++) {
+        const View& view = pages_.view_at(i);
+        *facts++ = view.column, *facts++ = view.pos0, *facts++ = view.delta;
+        *facts++ = view.first_token, *facts++ = static_cast<int64_t>(view.mask);
+    }
+    return KVQ_OK;
+}
+
+int Cache::places(int rows, int64_t* places) const {
+    if (rows != tail_.used()) return KVQ_BAD_ARGUMENT;
+    for (int row = 0; row < rows; row++) {
+        *places++ = arena_.tail_tokens[row], *places++ = arena_.tail_positions[row];
+        *places++ = arena_.tail_deltas[row];
+    }
+    return KVQ_OK;
+}
+
 void Cache::entering(uint8_t* widths) const {
     std::memcpy(widths, arena_.entering, size_t{2} * static_cast<size_t>(arena_.streams()));
 }
 
-int Cache::constants(int columns, float* keys, float* values) const {
-    if (columns != pages_.columns()) return KVQ_BAD_ARGUMENT;
+int Cache::constants(int layer, int columns, float* keys, float* values) const {
+    if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
+        return KVQ_BAD_ARGUMENT;
     const int dim = config().head_dim;
-    for (int s = 0; s < arena_.streams(); s++) {
+    for (int s = layer * config().kv_heads; s < (layer + 1) * config().kv_heads; s++) {
         for (int c = 0; c < columns; c++, keys += 2 * dim, values += 2 * kPageTokens) {
             std::memset(keys, 0, sizeof(float) * 2 * static_cast<size_t>(dim));
             std::memset(values, 0, sizeof(float) * 2 * kPageTokens);
@@ -305,6 +383,29 @@ int Cache::constants(int columns, float* keys, float* values) const {
                 std::fill_n(values + part * kPageTokens, kPageTokens,
                             static_cast<float>(std::sqrt(squares / dim)));
             }
+        }
+    }
+    return KVQ_OK;
+}
+
+// The squares of a key's products with the unit vectors.
+int Cache::key_squares(int layer, int columns, float* squares) const {
+    if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
+        return KVQ_BAD_ARGUMENT;
+    const int dim = config().head_dim, heads = config().kv_heads;
+    std::memset(squares, 0, sizeof(float) * size_t(heads) * size_t(columns) * kPageTokens);
+    alignas(64) float products[kBlockRows * kPageTokens];
+    Block block;
+    for (int first = 0; first < dim; first += kBlockRows) {
+        block.start(kBlockRows, dim, 0.0f);
+        std::fill(block.q, block.q + kBlockRows * dim, 0.0f);
+        for (int r = 0; r < kBlockRows; r++) block.q[r * dim + first + r] = 1.0f;
+        for (int page = 0; page < heads * columns; page++) {
+            const Entry& e = pages_.entry(layer * heads + page / columns, page % columns);
+            if (!e.k_bits) continue;
+            kernels().logits(pages_.view(layer * heads + page / columns, e, false), block, block.q, products);
+            for (int i = 0; i < kBlockRows * kPageTokens; i++)
+                squares[int64_t{page} * kPageTokens + i % kPageTokens] += products[i] * products[i];
         }
     }
     return KVQ_OK;

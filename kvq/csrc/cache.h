@@ -24,7 +24,7 @@ public:
     Cache& operator=(const Cache&) = delete;
 
     int missing(int tokens, int64_t& bytes, int32_t& columns) const;
-    int begin(int tokens, const int32_t* parents, int view);
+    int begin(int tokens, const int32_t* parents, int view, int at);
     // What one layer does: `prepare` stores keys and values, the job's units run, `finish` closes.
     int prepare(const kvq_attention& a, const Inputs& in);
     AttendJob job(const kvq_attention& a, const Inputs& in) const;
@@ -34,6 +34,7 @@ public:
     int rewind(int rows);
 
     int trim(int tokens);
+    int edit(int start, int stop, int count);
     int demote(const kvq_action* actions, int count);
     int demote_entering(const uint8_t* widths);
     int shift(int column, int32_t delta);
@@ -41,8 +42,11 @@ public:
 
     // `columns` and `rows` are what the caller has room for: refused unless it is what there is.
     int evidence(int tokens, int columns, float* facts, float* queries);
-    int constants(int columns, float* keys, float* values) const;
+    int constants(int layer, int columns, float* keys, float* values) const;
+    int key_squares(int layer, int columns, float* squares) const;
     int columns(int columns, int64_t* facts, uint8_t* widths) const;
+    int views(int views, int64_t* facts) const;
+    int places(int rows, int64_t* places) const;
     int tail(int layer, int head, int rows, uint16_t* k, uint16_t* v, int32_t* positions) const;
     int64_t page(int layer, int head, int column, uint8_t* bytes) const;
     void entering(uint8_t* widths) const;
@@ -58,9 +62,16 @@ private:
     State& state() const { return *arena_.state; }
     int store_keys_values(const kvq_attention& a, const Inputs& in) const;
     int commit_chunk();
+    // Whether a branch of so many rows can begin at token `at`, -1 for where it goes on.
+    bool begins_at(int at, int rows) const;
+    // Whether so many views and stretches of rows leave every page to come the views it needs.
+    bool fits(int views, int stretches) const;
+    // Whether all tokens from `first` on still have a position when they move by `by`.
+    bool may_move(int first, int64_t by) const;
     struct Parts;
     bool read_header(const uint8_t* bytes, int64_t count, Parts& parts) const;
     bool check_table(Parts& parts) const;
+    bool check_views(const Parts& parts) const;
     int64_t rest_bytes(const Parts& parts) const;
     template <class Part>
     void visit(Part&& part) const;

@@ -54,24 +54,25 @@ static_assert(constant_bytes(80, kPageTokens) % 16 == 0, "constants keep each ot
 // How the pages of one (layer, KV head) are encoded, as bits.
 enum Form : uint8_t { kRotatedKeys = 1, kChannelValues = 2, kForms = 4 };
 
-// One position record for a page of all layers and heads. Token i sits at position pos0 + i + delta.
-struct Column {
+// Tokens of one page, of all layers and heads, that have moved together. Slot i holds token
+// first_token + i, whose key was rotated to position pos0 + i and stands delta further now.
+struct View {
+    int32_t column;  // the page
     int32_t pos0;
     int32_t delta;
-    int32_t first_token;  // index in the sequence of the page's first token
-    int32_t reserved;
-    uint64_t mask;  // bit i: token i is visible
+    int32_t first_token;
+    uint64_t mask;  // bit i: slot i is visible, in this view
 };
-static_assert(sizeof(Column) == 24);
+static_assert(sizeof(View) == 24, "kvq/sizing.py counts these bytes too");
 
-// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The two masses are the page's
+// Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The last two are the page's
 // history of attention received, as `mass_code` (0: never observed).
 struct Entry {
     uint32_t granule[2 * kGranulesPerSide];  // K then V
     uint32_t constants;
     uint8_t k_bits;
     uint8_t v_bits;
-    uint8_t peak_mass;
+    uint8_t peak_weight;
     uint8_t mean_mass;
 };
 static_assert(sizeof(Entry) == 40);

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 7
+#define KVQ_ABI 8
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -43,7 +43,7 @@ typedef struct {
 /* How the pages of one (layer, KV head) are encoded, as bits. */
 enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };
 
-enum { KVQ_REGIONS = 17, KVQ_MOST_DRAFT_TOKENS = 128 };
+enum { KVQ_REGIONS = 17, KVQ_PLACES = 6, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -52,14 +52,15 @@ typedef struct {
     int64_t minimum_bytes;      /* smallest budget that opens */
     int32_t max_columns;
     int32_t reserved;
-    /* Bytes of what lies before the pages, in order: state, forms, entering, columns, entries,
-       constant_owners, granule_owners, tail_positions, tail, branch, probes, probe_rows, layers,
+    /* Bytes of what lies before the pages, in order: state, forms, entering, views, entries,
+       constant_owners, granule_owners, places (KVQ_PLACES), tail, branch, probes, probe_rows, layers,
        staging_positions, staging, rope, partials. */
     int64_t regions[KVQ_REGIONS];
 } kvq_layout;
 
 typedef struct {
-    int32_t columns, tokens, tail_rows, branch_rows; /* tail_rows: committed ones */
+    int32_t columns, views, tokens, tail_rows, branch_rows; /* tail_rows: committed ones */
+    int32_t reserved;
     int64_t used_bytes, peak_bytes;
 } kvq_stats;
 
@@ -87,8 +88,11 @@ KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes, int32_t *columns);
 /* Adds a pass of `tokens` rows. parents[i] < the row's own number: the row it follows, -1: the last
    committed token; NULL: a chain that goes on from the newest row. A row sees the committed tokens,
-   its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane. */
-KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view);
+   its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane.
+   `at`: the token that the branch's first row is, in a gap an edit left that has room for all its
+   rows; -1: it goes on from the end, or as the open branch does. */
+KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,
+                               int32_t at);
 /* One layer of the pass: qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens,
    heads * head_dim]. Every layer must have seen a pass before the next begins. */
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
@@ -101,6 +105,11 @@ KVQ_EXPORT int kvq_cache_commit(int64_t handle, const int32_t *rows, int32_t cou
 /* Keeps only the branch's first `rows` rows. No page and no committed row changes. */
 KVQ_EXPORT int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats *stats);
 KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats *stats);
+/* Removes tokens start to stop and moves those behind so that `count` others can stand there, in a gap
+   for begin(at=start). No page's bytes change: its views get masks and shifts, up to two views where
+   there was one. Sinks do not move. KVQ_SHORT: there are too many views. */
+KVQ_EXPORT int kvq_cache_edit(int64_t handle, int32_t start, int32_t stop, int32_t count,
+                              kvq_stats *stats);
 
 /* Widths only fall; 0, 0 evicts. Columns left without any page are removed. */
 KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32_t count,
@@ -113,24 +122,33 @@ KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 /* `columns` and `rows` below are the counts the caller has room for: refused unless they are those of
    kvq_cache_stats.
 
-   Column facts as int64 [columns, 4]: pos0, delta, first_token, mask; widths as uint8
-   [layers, kv_heads, columns, 2]. */
+   Column facts as int64 [columns, 4]: pos0, delta and first_token of the view that stands last, and what is
+   visible in any; widths as uint8 [layers, kv_heads, columns, 2]. */
 KVQ_EXPORT int kvq_cache_columns(int64_t handle, int32_t columns, int64_t *facts, uint8_t *widths);
+/* Int64 [views, 5]: column, pos0, delta, first_token, mask. Slot i of a view is token first_token + i, its
+   key rotated to position pos0 + i and standing delta further. */
+KVQ_EXPORT int kvq_cache_views(int64_t handle, int32_t views, int64_t *facts);
+/* Int64 [rows, 3] of the committed floating-point rows: token, position, how far it has moved. */
+KVQ_EXPORT int kvq_cache_places(int64_t handle, int32_t rows, int64_t *places);
 /* Widths the next pages close at, uint8 [layers, kv_heads, 2]. */
 KVQ_EXPORT int kvq_cache_entering(int64_t handle, uint8_t *widths);
-/* What the newest probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
+/* What probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
    columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
    mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */
 enum kvq_evidence_fact {
-    KVQ_MASS, KVQ_PEAK_MASS, KVQ_MEAN_MASS, KVQ_KEY_ERROR, KVQ_VALUE_ERROR, KVQ_EVICT_ERROR,
-    KVQ_EVIDENCE_FACTS
+    KVQ_MASS, KVQ_RECENT_MASS, KVQ_TOTAL_MASS, KVQ_PEAK_WEIGHT, KVQ_MEAN_MASS, KVQ_KEY_ERROR,
+    KVQ_VALUE_ERROR, KVQ_EVICT_ERROR, KVQ_EVIDENCE_FACTS
 };
 KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float *facts,
                                   float *queries);
-/* Every page's constants, float32: keys [layers, kv_heads, columns, 2, head_dim] and values
-   [layers, kv_heads, columns, 2, 64], scale before mid; 0 where a page is evicted. Of values on a grid
-   of channels every token has the channels' root mean squares. */
-KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t columns, float *keys, float *values);
+/* Constants of a layer's pages, float32: keys [kv_heads, columns, 2, head_dim] and values
+   [kv_heads, columns, 2, 64], scale before mid; 0 where a page is evicted. Of values on a grid of channels
+   every token has the channels' root mean squares. */
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, float *keys,
+                                   float *values);
+/* Squared lengths of the keys of a layer's pages as they are read, float32 [kv_heads, columns, 64]; 0
+   where a page is evicted. */
+KVQ_EXPORT int kvq_cache_key_squares(int64_t handle, int32_t layer, int32_t columns, float *squares);
 /* Copies one page's bytes: constants, then its granules in order; returns the byte count or -1. */
 KVQ_EXPORT int64_t kvq_cache_page(int64_t handle, int32_t layer, int32_t head, int32_t column,
                                   uint8_t *bytes);

@@ -49,11 +49,11 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
         size_of<State>(1),
         streams,
         streams * 2,
-        size_of<Column>(columns),
+        size_of<View>(2 * columns + kSpareViews),
         size_of<Entry>(columns * streams),
         columns * streams * 4,
         pool / static_cast<int64_t>(granule_bytes(c.head_dim)) * 4,
-        int64_t{c.tail_rows} * 4,
+        int64_t{c.tail_rows} * 12,
         streams * 2 * c.tail_rows * dim * 2,
         size_of<BranchRow>(c.draft_tokens),
         size_of<Probe>(slots),
@@ -93,7 +93,7 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     // The table has room for every page the context needs, or the pool could hold at two bits.
     const int64_t paged = int64_t{c.context_tokens} - c.sink_tokens - c.tail_tokens;
     const int64_t wanted = quantized(c) && paged > 0 ? (paged + kPageTokens - 1) / kPageTokens : 0;
-    const int64_t row = size_of<Column>(1) + streams * (size_of<Entry>(1) + size_of<uint32_t>(1));
+    const int64_t row = size_of<View>(2) + streams * (size_of<Entry>(1) + size_of<uint32_t>(1));
     const int64_t smallest_page = streams * (constant + 2 * granule);
     const int64_t full_page =
         wanted ? streams * (constant + (granules(c.k_bits) + granules(c.v_bits)) * granule) : 0;
@@ -121,11 +121,13 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
     const auto next = [&](auto*& region) {
         region = reinterpret_cast<std::remove_reference_t<decltype(region)>>(bytes + *start++);
     };
-    next(state), next(forms), next(entering), next(columns), next(entries);
+    next(state), next(forms), next(entering), next(views), next(entries);
     next(constant_owners), next(granule_owners);
     next(tail_positions), next(tail), next(branch);
     next(probes), next(probe_rows), next(layers);
     next(staging_positions), next(staging), next(rope), next(partials);
+    tail_deltas = tail_positions + layout.sizes.regions[KVQ_PLACES] / 12;
+    tail_tokens = tail_deltas + layout.sizes.regions[KVQ_PLACES] / 12;
     pool = bytes + layout.pool;
     sizes = layout.sizes;
 }

@@ -25,7 +25,8 @@ struct BranchState {
     uint8_t staged;     // the rows of one chunk that does not fit the tail
     uint8_t chain;      // every row follows the one before it
     uint8_t hi_view;    // the pass reads 8-bit sides by their hi plane
-    uint8_t reserved;
+    uint8_t in_gap;     // the rows fill a gap that an edit left, not the end
+    int32_t at;         // token of the first row
 };
 
 // A row of a branch that is no chain: the row it follows (-1: the last committed token), its place
@@ -45,6 +46,7 @@ struct State {
     int32_t tokens;     // committed tokens, evicted ones included
     int32_t broken;     // a chunk failed half-way: layers disagree
     BranchState branch;
+    int32_t views;
     int64_t peak;
     PoolState pool;
 };
@@ -62,6 +64,10 @@ struct LayerFacts {
     float inv_freq[kMaxHeadDim / 2];
 };
 
+// Views beyond one of every column: so many, and one more per column. Of them an edit leaves free
+// what filling gaps may take.
+constexpr int kSpareViews = 64, kGapViews = 32;
+
 // Where the regions of an arena begin, in bytes, and their sizes.
 struct Layout {
     int64_t starts[KVQ_REGIONS];
@@ -76,10 +82,11 @@ struct Arena {
     State* state;
     uint8_t* forms;     // of every stream
     uint8_t* entering;  // K and V bits the next pages of every stream close at
-    Column* columns;
+    View* views;  // of all columns, in their order
     Entry* entries;
     uint32_t *constant_owners, *granule_owners;
-    int32_t* tail_positions;
+    // Of the tail's rows: where they stand now, how far they have moved, which tokens they are.
+    int32_t *tail_positions, *tail_deltas, *tail_tokens;
     uint16_t* tail;
     BranchRow* branch;
     Probe* probes;
@@ -94,6 +101,7 @@ struct Arena {
 
     void place(uint8_t* bytes, const Layout& layout);
     const kvq_config& config() const { return state->config; }
+    int most_views() const { return 2 * sizes.max_columns + kSpareViews; }
     int streams() const { return config().layers * config().kv_heads; }
 };
 

@@ -15,7 +15,7 @@ void PageTable::place() {
 
 void PageTable::clear() {
     pool_.clear();
-    arena_.state->columns = 0;
+    arena_.state->columns = arena_.state->views = 0;
     for (int s = 0; s < arena_.streams(); s++) {
         arena_.entering[2 * s] = static_cast<uint8_t>(arena_.config().k_bits);
         arena_.entering[2 * s + 1] = static_cast<uint8_t>(arena_.config().v_bits);
@@ -53,8 +53,93 @@ int PageTable::close(int stream, int column, const uint16_t* const* k, const uin
     return KVQ_OK;
 }
 
-void PageTable::append(int32_t pos0, int32_t first_token) {
-    arena_.columns[arena_.state->columns++] = {pos0, 0, first_token, 0, ~uint64_t{0}};
+int PageTable::first_view(int column) const {
+    const View* begin = arena_.views;
+    const auto before = [](const View& view, int wanted) { return view.column < wanted; };
+    return static_cast<int>(std::lower_bound(begin, begin + views(), column, before) - begin);
+}
+
+namespace {
+
+// Adds the slots of `view` to the one of `out` at the same place, or as a new one; the new count.
+int join(View* out, int count, const View& view) {
+    const auto same = [&](const View& other) {
+        return other.pos0 == view.pos0 && other.delta == view.delta &&
+               other.first_token == view.first_token;
+    };
+    View* found = std::find_if(out, out + count, same);
+    if (found == out + count) *found = view;
+    else found->mask |= view.mask;
+    return std::max(count, static_cast<int>(found - out) + 1);
+}
+
+uint64_t low_bits(int64_t count) {
+    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+}
+
+}  // namespace
+
+void PageTable::append(const int32_t* positions, const int32_t* deltas, const int32_t* tokens) {
+    View* views = arena_.views + this->views();
+    int count = 0;
+    for (int i = 0; i < kPageTokens; i++)
+        count = join(views, count,
+                     {columns(), positions[i] - deltas[i] - i, deltas[i], tokens[i] - i,
+                      uint64_t{1} << i});
+    arena_.state->views += count;
+    arena_.state->columns++;
+}
+
+// The views of one column after an edit, at most 64 in `out`; slots of a page are no more.
+int PageTable::split_column(int first, int last, int start, int stop, int by, View* out) const {
+    int count = 0;
+    for (int i = first; i < last; i++) {
+        View before = view_at(i), behind = before;
+        const int64_t token = before.first_token;
+        before.mask &= low_bits(start - token);
+        behind.mask &= ~low_bits(stop - token);
+        if (before.mask) count = join(out, count, before);
+        if (!behind.mask) continue;
+        behind.delta += by, behind.first_token += by;
+        count = join(out, count, behind);
+    }
+    return count;
+}
+
+int PageTable::views_while_split(int start, int stop, int by) const {
+    View split[kPageTokens];
+    int count = 0;
+    for (int first = 0, last = 0; first < views(); first = last) {
+        for (last = first; last < views() && view_at(last).column == view_at(first).column;) last++;
+        count += std::max(last - first, split_column(first, last, start, stop, by, split));
+    }
+    return count;
+}
+
+void PageTable::split(int start, int stop, int by) {
+    View split[kPageTokens];
+    // From the last column to the first, so that a column that grows moves what is done already.
+    for (int last = views(), first = last; last > 0; last = first) {
+        for (first = last; first > 0 && view_at(first - 1).column == view_at(last - 1).column;)
+            first--;
+        const int count = split_column(first, last, start, stop, by, split);
+        std::memmove(arena_.views + first + count, arena_.views + last,
+                     sizeof(View) * static_cast<size_t>(views() - last));
+        std::copy(split, split + count, arena_.views + first);
+        arena_.state->views += count - (last - first);
+    }
+}
+
+bool PageTable::shows(int start, int stop) const {
+    return std::any_of(arena_.views, arena_.views + views(), [&](const View& view) {
+        const int64_t token = view.first_token;
+        return (view.mask & low_bits(stop - token) & ~low_bits(start - token)) != 0;
+    });
+}
+
+void PageTable::drop_unseen() {
+    for (int c = columns() - 1; c >= 0; c--)
+        if (first_view(c) == first_view(c + 1)) drop_column(c);
 }
 
 void PageTable::take(Entry& e, int k_bits, int v_bits) {
@@ -89,7 +174,7 @@ void PageTable::release(Entry& e) {
     }
     pool_.give_constant(e.constants);
     e.constants = kNone;
-    e.k_bits = e.v_bits = e.peak_mass = e.mean_mass = 0;
+    e.k_bits = e.v_bits = e.peak_weight = e.mean_mass = 0;
 }
 
 // Stores one side of a page from its hi4 and lo4 planes, which are changed at 2 bits.
@@ -167,7 +252,11 @@ void PageTable::drop_column(int column) {
         if (after)
             std::memmove(&entry_at(s, column), &entry_at(s, column + 1), sizeof(Entry) * after);
     }
-    std::memmove(arena_.columns + column, arena_.columns + column + 1, sizeof(Column) * after);
+    const int first = first_view(column), last = first_view(column + 1);
+    std::memmove(arena_.views + first, arena_.views + last,
+                 sizeof(View) * static_cast<size_t>(views() - last));
+    arena_.state->views -= last - first;
+    for (int i = first; i < views(); i++) arena_.views[i].column--;
     arena_.state->columns--;
     // Owners name entries by index: those behind the gap have moved down by one.
     for (int s = 0; s < arena_.streams(); s++) {
@@ -182,31 +271,22 @@ void PageTable::drop_column(int column) {
     }
 }
 
-void PageTable::trim(int tokens) {
-    while (columns()) {
-        Column& last = arena_.columns[columns() - 1];
-        const int kept = tokens - last.first_token;
-        if (kept > 0 && kept < kPageTokens) last.mask &= (uint64_t{1} << kept) - 1;
-        if (kept > 0 && last.mask) break;
-        drop_column(columns() - 1);
-    }
-}
-
 int PageTable::shift(int column, int32_t delta) {
     if (column < 0 || column >= columns()) return KVQ_BAD_ARGUMENT;
-    arena_.columns[column].delta = delta;
+    for (int i = first_view(column); i < first_view(column + 1); i++) arena_.views[i].delta = delta;
     return KVQ_OK;
 }
 
 int PageTable::mask(int column, uint64_t mask) {
-    if (column < 0 || column >= columns()) return KVQ_BAD_ARGUMENT;
-    arena_.columns[column].mask = mask;
+    if (column < 0 || column >= columns() || first_view(column + 1) - first_view(column) != 1)
+        return KVQ_BAD_ARGUMENT;
+    arena_.views[first_view(column)].mask = mask;
     return KVQ_OK;
 }
 
-void PageTable::remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass) {
+void PageTable::remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass) {
     Entry& e = entry_at(stream, column);
-    e.peak_mass = peak_mass;
+    e.peak_weight = peak_weight;
     e.mean_mass = mean_mass;
 }
 
@@ -245,7 +325,7 @@ void PageTable::restore(int stream, int column, const uint8_t* widths_and_histor
     Entry& e = entry_at(stream, column);
     if (widths_and_history[0]) {
         take(e, widths_and_history[0], widths_and_history[1]);
-        e.peak_mass = widths_and_history[2];
+        e.peak_weight = widths_and_history[2];
         e.mean_mass = widths_and_history[3];
         return;
     }

@@ -13,7 +13,11 @@ public:
     void clear();
 
     int columns() const { return arena_.state->columns; }
-    const Column& column(int c) const { return arena_.columns[c]; }
+    int views() const { return arena_.state->views; }
+    // Of all columns in their order; those of column c are the ones from first_view(c) to
+    // first_view(c + 1).
+    const View& view_at(int i) const { return arena_.views[i]; }
+    int first_view(int column) const;
     const Entry& entry(int stream, int c) const { return entry_at(stream, c); }
     int form(int stream) const { return arena_.forms[stream]; }
     const uint8_t* entering(int stream) const { return arena_.entering + 2 * stream; }
@@ -24,17 +28,25 @@ public:
     // Packs 64 rows of K and V, float16 [head_dim] each, as the page of a column that is yet to
     // come.
     int close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v);
-    void append(int32_t pos0, int32_t first_token);
+    // The column of 64 rows that stand at these positions, one view for every place they came from.
+    void append(const int32_t* positions, const int32_t* deltas, const int32_t* tokens);
 
     // Actions on held pages, all or none: widths only fall, 0 and 0 evict.
     int demote(const kvq_action* actions, int count);
     int demote_entering(const uint8_t* widths);
-    // Drops what lies at or beyond token `tokens`.
-    void trim(int tokens);
+    // Tokens `start` to `stop` are seen no more, those behind move by `by`. A view that holds both
+    // sides becomes two, views of a page that come to the same place become one.
+    void split(int start, int stop, int by);
+    // The most views there are on the way.
+    int views_while_split(int start, int stop, int by) const;
+    // Whether any of tokens `start` to `stop` is visible.
+    bool shows(int start, int stop) const;
+    // Forgets columns that show nothing any more.
+    void drop_unseen();
     int shift(int column, int32_t delta);
     int mask(int column, uint64_t mask);
     // What was seen of a page: its history of attention received.
-    void remember(int stream, int column, uint8_t peak_mass, uint8_t mean_mass);
+    void remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass);
 
     // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
     PageView view(int stream, const Entry& e, bool hi_view) const;
@@ -62,6 +74,7 @@ private:
     void lower_side(Entry& e, int side, int from, int to);
     void move_item(int kind, uint32_t to, uint32_t owner);
     void drop_column(int column);
+    int split_column(int first, int last, int start, int stop, int by, View* out) const;
 
     const Arena& arena_;
     Pool pool_;

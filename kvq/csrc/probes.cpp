@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attend.h"
 #include "rotary.h"
 #include "visibility.h"
 
@@ -39,6 +40,19 @@ constexpr float kMeanShare = 0.2f;  // of the newest observation in the running 
 
 }  // namespace
 
+// Runs up to kSamples have a slot each. Whenever there are twice as many, every second sample goes,
+// oldest first, as new ones come, now from every second run: after any number of runs each slot is
+// taken and the samples span the text, all as far apart or half as far.
+int sample_slot(int64_t run) {
+    while (run >= kSamples) {
+        int64_t stride = 1;
+        while (run >= kSamples * stride) stride *= 2;
+        if (run % stride) return -1;
+        run = (2 * (run / stride - kSamples / 2) + 1) * (stride / 2);
+    }
+    return static_cast<int>(run);
+}
+
 void Probes::clear() {
     for (int i = 0; i < slots(); i++) arena_.probes[i] = {-1, 0};
     if (kept())
@@ -52,11 +66,11 @@ int64_t Probes::row_bytes() const {
 }
 
 int Probes::slot(int64_t token) const {
-    const int draft = arena_.config().draft_tokens, recent = ring_slots(draft, kProbeStride);
-    if (token % kProbeStride == 0) return static_cast<int>(token / kProbeStride % recent);
+    const int newest = newest_slots(arena_.config().draft_tokens);
+    if (token % kProbeStride == 0) return static_cast<int>(token / kProbeStride % newest);
     const int64_t run = token / kPageTokens;
-    if (token != sampled_token(run)) return -1;
-    return recent + static_cast<int>(run % ring_slots(draft, kPageTokens));
+    const int sample = token == sampled_token(run) ? sample_slot(run) : -1;
+    return sample < 0 ? -1 : newest + sample;
 }
 
 void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
@@ -66,7 +80,7 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
     for (int t = 0; t < tokens; t++) {
-        const int32_t token = arena_.state->tokens + tail.depth(tail.first_row() + t);
+        const int32_t token = tail.branch().at + tail.depth(tail.first_row() + t);
         const int at = slot(token);
         if (at < 0) continue;
         if (a.layer == 0) arena_.probes[at] = {token, static_cast<int32_t>(positions[t])};
@@ -85,9 +99,14 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     }
 }
 
+void Probes::forget_tokens(int first) {
+    for (int i = 0; i < slots(); i++)
+        if (arena_.probes[i].token >= first) arena_.probes[i].token = -1;
+}
+
 void Probes::forget_from(const Tail& tail, int kept_rows) {
     for (int row = kept_rows; kept() && row < tail.branch().rows; row++) {
-        const int32_t token = arena_.state->tokens + tail.depth(row);
+        const int32_t token = tail.branch().at + tail.depth(row);
         const int at = slot(token);
         if (at >= 0 && arena_.probes[at].token == token) arena_.probes[at].token = -1;
     }
@@ -96,7 +115,7 @@ void Probes::forget_from(const Tail& tail, int kept_rows) {
 void Probes::settle(const Tail& tail, const int32_t* rows, int count) {
     if (!kept() || tail.branch().chain) return;
     for (int i = 0; i < count; i++) {
-        const int at = slot(arena_.state->tokens + i);
+        const int at = slot(tail.branch().at + i);
         if (at >= 0 && !tail.newest_of_depth(rows ? rows[i] : i)) arena_.probes[at].token = -1;
     }
 }
@@ -112,152 +131,182 @@ void Probes::check() {
     }
 }
 
-// Fills `found` with the slots of the newest probes among the first `tokens` tokens, oldest first;
-// one lost to a rollback is left out until its slot is written again.
-int Probes::usable(int tokens, int* found) const {
-    int count = 0;
-    const auto use = [&](int64_t token) {
-        const int slot = this->slot(token);
-        if (arena_.probes[slot].token != token) return;
-        int at = count++;
-        for (; at > 0 && arena_.probes[found[at - 1]].token > token; at--)
-            found[at] = found[at - 1];
-        found[at] = slot;
-    };
-    if (tokens == 0) return 0;
-    int sampled = 0;
-    for (int64_t run = (tokens - 1) / kPageTokens; run >= 0 && sampled < kProbes; run--) {
-        if (sampled_token(run) >= tokens) continue;
-        use(sampled_token(run));
-        sampled++;
-    }
-    const int64_t last = (tokens - 1) / kProbeStride;
-    for (int64_t i = last; i >= 0 && i > last - kProbes; i--) use(i * kProbeStride);
-    return count;
+Probes::Chosen Probes::newest(int tokens) const {
+    Chosen chosen;
+    const int64_t last = (int64_t{tokens} + kProbeStride - 1) / kProbeStride;
+    for (int64_t i = std::max<int64_t>(0, last - kNewest); i < last; i++)
+        if (const int at = slot(i * kProbeStride); arena_.probes[at].token == i * kProbeStride)
+            chosen.slots[chosen.count++] = at;
+    return chosen;
 }
 
-// Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as
-// many evenly spaced ones as a block takes, so that probes and heads take turns.
-void Probes::load(Block& block, Visibility& sight, const LayerFacts& layer, int kv_head,
-                  const int* slots, int count) const {
-    const kvq_attention& a = layer.attention;
-    const int group = a.heads / a.kv_heads, dim = a.head_dim;
-    const float unit = a.softcap > 0 ? 1.0f / a.softcap : kLog2E;
-    const int total = count * group;
-    block.start(std::min(kBlockRows, total), dim, a.softcap);
-    for (int r = 0; r < block.rows; r++) {
-        const int row = r * total / block.rows;
-        const int slot = slots[row / group];
-        const int head = kv_head * group + row % group;
-        kernels().from_half(rows(slot, a.layer) + head * dim, block.q + r * dim, dim);
-        for (int i = 0; i < dim; i++) block.q[r * dim + i] *= unit;
-        sight.add(arena_.probes[slot].position, -1);
+Probes::Chosen Probes::samples(int tokens) const {
+    // Of each slot the newest run that had it at most two drafts from now.
+    int64_t newest[kSamples];
+    std::fill(newest, newest + kSamples, int64_t{-1});
+    const int64_t horizon = int64_t{tokens} + 2 * arena_.config().draft_tokens;
+    for (int64_t run = 0; sampled_token(run) < horizon; run++)
+        if (const int at = sample_slot(run); at >= 0) newest[at] = sampled_token(run);
+    Chosen chosen;
+    for (int64_t token : newest) {
+        if (token < 0 || token >= tokens || arena_.probes[slot(token)].token != token) continue;
+        int at = chosen.count++;
+        for (; at > 0 && arena_.probes[chosen.slots[at - 1]].token > token; at--)
+            chosen.slots[at] = chosen.slots[at - 1];
+        chosen.slots[at] = slot(token);
     }
+    return chosen;
 }
 
 namespace {
 
+// What the newest rows and the sampled ones, `sampled_rows` in all, saw of a page, as facts of it.
+template <class Fact>
+void record(PageTable& pages, int stream, int column, const PageEvidence& newest,
+            const PageEvidence& sampled, int sampled_rows, Fact&& fact) {
+    const int seen = newest.rows + sampled.rows;
+    if (seen) {
+        const float share = 1.0f / static_cast<float>(seen);
+        const float recent = newest.rows ? newest.mass / static_cast<float>(newest.rows) : 0.0f;
+        fact(KVQ_MASS) = (newest.mass + sampled.mass) * share;
+        fact(KVQ_RECENT_MASS) = recent;
+        if (sampled_rows) fact(KVQ_TOTAL_MASS) = sampled.mass / static_cast<float>(sampled_rows);
+        fact(KVQ_KEY_ERROR) = (newest.key_error + sampled.key_error) * share;
+        fact(KVQ_VALUE_ERROR) = (newest.value_error + sampled.value_error) * share;
+        fact(KVQ_EVICT_ERROR) = (newest.evict_error + sampled.evict_error) * share;
+        const Entry& e = pages.entry(stream, column);
+        const int peak = mass_code(std::max(newest.peak, sampled.peak));
+        const float before = e.mean_mass ? mass_of(e.mean_mass) : recent;
+        pages.remember(stream, column,
+                       static_cast<uint8_t>(std::max({1, peak, e.peak_weight - kPeakStep})),
+                       mass_code(before + kMeanShare * (recent - before)));
+    }
+    const Entry& e = pages.entry(stream, column);
+    fact(KVQ_PEAK_WEIGHT) = e.k_bits ? mass_of(e.peak_weight) : 0.0f;
+    fact(KVQ_MEAN_MASS) = e.k_bits ? mass_of(e.mean_mass) : 0.0f;
+}
+
+}  // namespace
+
 // One stream's pages as a block of probe rows sees them.
 struct Observation {
-    Block& block;
-    Visibility& sight;
     const LayerFacts& layer;
     const PageTable& pages;
     int stream;
-    Rotated rotated;
+    Block block;
+    Visibility sight{layer.attention.window_tokens};
+    Rotated rotated{layer.inv_freq, layer.attention.rotary_pairs, pages.form(stream)};
+
+    Observation(const LayerFacts& of, const PageTable& table, int at)
+        : layer(of), pages(table), stream(at) {}
+
+    // What a product of the block's queries and a key times this is, is a natural logit.
+    float unit() const {
+        return layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
+    }
 
     template <class Look>
-    void each_page(Look&& look) {
-        for (int c = 0; c < pages.columns(); c++) {
-            const Entry& e = pages.entry(stream, c);
+    void page(int c, Look&& look) {
+        const Entry& e = pages.entry(stream, c);
+        if (!block.rows || !e.k_bits) return;
+        for (int i = pages.first_view(c); i < pages.views() && pages.view_at(i).column == c; i++) {
+            const View& view = pages.view_at(i);
             const uint64_t* masks;
-            if (e.k_bits && sight.page(pages.column(c), masks))
-                look(c, rotated.queries(block, pages.column(c).delta), pages.view(stream, e, false),
-                     masks);
+            if (sight.page(view, masks))
+                look(rotated.queries(block, view.delta), pages.view(stream, e, false), masks);
         }
     }
 
     // Attention over everything, for the weights' denominator and the output.
-    void attend(const Tail& tail, const int32_t* positions) {
+    void attend(const Tail& tail, const int32_t* positions, const int32_t* deltas) {
         const Kernels& kernel = kernels();
         const int dim = block.head_dim;
-        for (int i = 0; i < tail.used(); i += kPageTokens) {
+        Rotated unturned(layer.inv_freq, layer.attention.rotary_pairs);
+        for (int i = 0; block.rows && i < tail.used(); i += kPageTokens) {
             const int count = std::min(kPageTokens, tail.used() - i);
             const uint64_t* masks;
             if (sight.committed(positions + i, count, masks))
-                kernel.tile(block, tail.rows(stream, 0) + int64_t{i} * dim,
-                            tail.rows(stream, 1) + int64_t{i} * dim, count, masks);
+                attend_tile(block, sight, unturned, tail.rows(stream, 0) + int64_t{i} * dim,
+                            tail.rows(stream, 1) + int64_t{i} * dim, deltas + i, count, masks);
         }
-        each_page([&](int, const float* q, const PageView& page, const uint64_t* masks) {
-            kernel.page(block, q, page, masks);
-        });
+        for (int c = 0; c < pages.columns(); c++)
+            page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
+                kernel.page(block, q, view, masks);
+            });
         for (int r = 0; r < block.rows; r++) {
             const float inverse = block.sum[r] > 0 ? 1.0f / block.sum[r] : 0.0f;
             for (int i = 0; i < dim; i++) block.acc[r * dim + i] *= inverse;
         }
     }
+
+    PageEvidence look(int c) {
+        // What views of one page see adds up; the rows are those that see most of them.
+        PageEvidence seen;
+        int rows = 0;
+        page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
+            const int before = seen.rows;
+            kernels().evidence(block, q, view, masks, unit(), seen);
+            rows = std::max(rows, seen.rows - before);
+        });
+        seen.rows = rows;
+        return seen;
+    }
+
+    // Adds what the rows say of the stream's queries, as pages' keys are met, and of outputs, each row a `share` of the means.
+    void average(float share, float* mean, float* square, float* output) {
+        const float* rows = rotated.queries(block, 0);
+        for (int i = 0; i < block.rows * block.head_dim; i++) {
+            const int channel = i % block.head_dim;
+            const float q = rows[i] * unit(), x = block.acc[i];
+            mean[channel] += q * share;
+            square[channel] += q * q * share;
+            output[channel] += x * x * share;
+        }
+    }
 };
 
-// Adds what the block's rows say of a stream's queries, as `rows`, and outputs to their means [dim].
-void average(const Block& block, const float* rows, float unit, float* mean, float* square, float* output) {
-    const float share = 1.0f / static_cast<float>(block.rows);
-    for (int r = 0; r < block.rows; r++) {
-        for (int i = 0; i < block.head_dim; i++) {
-            const float q = rows[r * block.head_dim + i] * unit;
-            const float x = block.acc[r * block.head_dim + i];
-            mean[i] += q * share;
-            square[i] += q * q * share;
-            output[i] += x * x * share;
-        }
+// Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as
+// many evenly spaced ones as a block takes, so that probes and heads take turns.
+void Probes::load(Observation& to, int kv_head, const Chosen& chosen) const {
+    const kvq_attention& a = to.layer.attention;
+    const int group = a.heads / a.kv_heads, dim = a.head_dim, total = chosen.count * group;
+    const float inverse = 1.0f / to.unit();
+    to.block.start(std::min(kBlockRows, total), dim, a.softcap);
+    for (int r = 0; r < to.block.rows; r++) {
+        const int row = r * total / to.block.rows;
+        const int slot = chosen.slots[row / group];
+        float* q = to.block.q + r * dim;
+        kernels().from_half(rows(slot, a.layer) + (kv_head * group + row % group) * dim, q, dim);
+        for (int i = 0; i < dim; i++) q[i] *= inverse;
+        to.sight.add(arena_.probes[slot].position, -1);
     }
 }
 
-}  // namespace
-
 int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* facts,
                      float* queries) const {
-    int slots[probe_slots(KVQ_MOST_DRAFT_TOKENS)];
-    const int count = usable(tokens, slots);
+    const Chosen newest = this->newest(tokens), samples = this->samples(tokens);
     const int64_t columns = pages.columns(), heads = arena_.config().kv_heads;
     const int64_t dim = arena_.config().head_dim, streams = arena_.streams();
     std::memset(facts, 0,
                 sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * streams * columns));
     std::memset(queries, 0, sizeof(float) * static_cast<size_t>(3 * streams * dim));
+    if (newest.count + samples.count == 0) return KVQ_OK;
     for (int s = 0; s < streams; s++) {
-        if (count == 0) continue;
         const LayerFacts& layer = arena_.layers[s / heads];
-        Block block;
-        Visibility sight(layer.attention.window_tokens);
-        load(block, sight, layer, s % static_cast<int>(heads), slots, count);
-        Observation seen_by{block, sight, layer,
-                            pages, s,     Rotated(layer.inv_freq, layer.attention.rotary_pairs, pages.form(s))};
-        seen_by.attend(tail, arena_.tail_positions);
-        const float unit = layer.attention.softcap > 0 ? layer.attention.softcap : 1.0f / kLog2E;
-        average(block, seen_by.rotated.queries(block, 0), unit, queries + s * dim, queries + (streams + s) * dim,
-                queries + (2 * streams + s) * dim);
-        const auto fact = [&](int which, int64_t c) -> float& {
-            return facts[(which * streams + s) * columns + c];
-        };
-        seen_by.each_page([&](int c, const float* q, const PageView& page, const uint64_t* masks) {
-            PageEvidence seen;
-            kernels().evidence(block, q, page, masks, unit, seen);
-            if (!seen.rows) return;
-            // What was summed over rows becomes a mean.
-            const float rows = static_cast<float>(seen.rows), mass = seen.mass / rows;
-            fact(KVQ_MASS, c) = mass;
-            fact(KVQ_KEY_ERROR, c) = seen.key_error / rows;
-            fact(KVQ_VALUE_ERROR, c) = seen.value_error / rows;
-            fact(KVQ_EVICT_ERROR, c) = seen.evict_error / rows;
-            const Entry& e = pages.entry(s, c);
-            const uint8_t fallen = static_cast<uint8_t>(std::max(1, e.peak_mass - kPeakStep));
-            const float before = e.mean_mass ? mass_of(e.mean_mass) : mass;
-            pages.remember(s, c, std::max(mass_code(mass), fallen),
-                           mass_code(before + kMeanShare * (mass - before)));
-        });
-        for (int64_t c = 0; c < columns; c++) {
-            const Entry& e = pages.entry(s, static_cast<int>(c));
-            fact(KVQ_PEAK_MASS, c) = e.k_bits ? mass_of(e.peak_mass) : 0.0f;
-            fact(KVQ_MEAN_MASS, c) = e.k_bits ? mass_of(e.mean_mass) : 0.0f;
+        Observation recent(layer, pages, s), spread(layer, pages, s);
+        load(recent, s % static_cast<int>(heads), newest);
+        load(spread, s % static_cast<int>(heads), samples);
+        const float share = 1.0f / static_cast<float>(recent.block.rows + spread.block.rows);
+        for (Observation* one : {&recent, &spread}) {
+            one->attend(tail, arena_.tail_positions, arena_.tail_deltas);
+            one->average(share, queries + s * dim, queries + (streams + s) * dim,
+                         queries + (2 * streams + s) * dim);
+        }
+        for (int c = 0; c < columns; c++) {
+            const auto fact = [&](int which) -> float& {
+                return facts[(which * streams + s) * columns + c];
+            };
+            record(pages, s, c, recent.look(c), spread.look(c), spread.block.rows, fact);
         }
     }
     return KVQ_OK;

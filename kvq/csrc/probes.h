@@ -6,19 +6,22 @@
 
 namespace kvq {
 
-// Probes are the newest of every kProbeStride tokens, and one token of every run of kPageTokens,
-// chosen by a hash. Evidence is asked for as of a token up to a draft ago, and a rejected draft may
-// follow: each ring has room for what both may overwrite, so that evidence is that of sequential
+// Probes are the newest of every kProbeStride tokens, and a sample of the whole text: of runs of
+// kPageTokens, evenly spaced, one token each, chosen by a hash. Evidence is asked for as of a token
+// up to a draft ago, and a rejected draft may follow: the newest have room for what both may
+// overwrite, and a sample that both might have is not used, so that evidence is that of sequential
 // decoding.
 constexpr int kProbeStride = 8;
-constexpr int kProbes = 4;  // of each kind that are used
+constexpr int kNewest = 4;   // that are used
+constexpr int kSamples = 8;  // at most, and half as many at least once there are so many runs
 
-constexpr int ring_slots(int draft_tokens, int stride) {
-    return kProbes + 2 * ((draft_tokens + stride - 1) / stride);
+constexpr int newest_slots(int draft_tokens) {
+    return kNewest + 2 * ((draft_tokens + kProbeStride - 1) / kProbeStride);
 }
-constexpr int probe_slots(int draft_tokens) {
-    return ring_slots(draft_tokens, kProbeStride) + ring_slots(draft_tokens, kPageTokens);
-}
+constexpr int probe_slots(int draft_tokens) { return newest_slots(draft_tokens) + kSamples; }
+
+// Where the sample of a run of tokens is kept among kSamples slots, -1: the run has none.
+int sample_slot(int64_t run);
 
 class Probes {
 public:
@@ -33,6 +36,8 @@ public:
               const int64_t* positions, const float* inv_freq, const float* q_norm);
     // Rows of the branch from `kept` on are forgotten.
     void forget_from(const Tail& tail, int kept);
+    // Tokens from `first` on are no longer those that were seen.
+    void forget_tokens(int first);
     // A path is committed: a slot that another row of the same depth wrote last holds no probe.
     void settle(const Tail& tail, const int32_t* rows, int count);
     // Checks what a snapshot brought: no probe is used of layers that do not fit the cache.
@@ -47,9 +52,14 @@ private:
         const kvq_config& c = arena_.config();
         return arena_.probe_rows + (int64_t{slot} * c.layers + layer) * c.heads * c.head_dim;
     }
-    int usable(int tokens, int* slots) const;
-    void load(Block& block, class Visibility& sight, const LayerFacts& layer, int kv_head,
-              const int* slots, int count) const;
+    // Slots in order of their tokens; one lost to a rollback is left out until it is written again.
+    struct Chosen {
+        int count = 0;
+        int slots[kSamples];
+    };
+    Chosen newest(int tokens) const;
+    Chosen samples(int tokens) const;
+    void load(struct Observation& to, int kv_head, const Chosen& chosen) const;
 
     const Arena& arena_;
 };

@@ -15,12 +15,12 @@ void fill_rope(float position, const float* inv_freq, int pairs, float factor, f
 // orthonormal Hadamard matrix, in place.
 void hadamard(float* x, int rows, int dim);
 
-// The block's queries as a page's keys must be met. q . (R_delta k) = (R_-delta q) . k, so a moved
+// The block's queries as keys must be met, pages' by their form, floating-point ones without. q . (R_delta k) = (R_-delta q) . k, so a moved
 // page costs a rotation of them, and then (H q) . (H k) = q . k where keys are stored as H k. The
 // newest are kept, as neighbours mostly move alike.
 class Rotated {
 public:
-    Rotated(const float* inv_freq, int pairs, int form)
+    Rotated(const float* inv_freq, int pairs, int form = 0)
         : inv_freq_(inv_freq), pairs_(pairs), form_(form) {}
     const float* queries(const Block& block, int32_t delta);
 

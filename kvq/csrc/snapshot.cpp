@@ -13,7 +13,7 @@ namespace kvq {
 namespace {
 struct Header {
     kvq_config config;
-    int32_t columns, tail_used, tokens, reserved;
+    int32_t columns, tail_used, tokens, views;
     int64_t budget, peak;
 };
 static_assert(sizeof(Header) == 96, "no padding may reach a file");
@@ -26,7 +26,8 @@ static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
 // order.
 template <class Part>
 void Cache::visit(Part&& part) const {
-    part(arena_.tail_positions, int64_t{4} * tail_.used());
+    for (int32_t* places : {arena_.tail_positions, arena_.tail_deltas, arena_.tail_tokens})
+        part(places, int64_t{4} * tail_.used());
     for (int s = 0; s < arena_.streams(); s++)
         for (int side = 0; side < 2; side++)
             part(tail_.rows(s, side), int64_t{2} * tail_.used() * config().head_dim);
@@ -42,7 +43,7 @@ void Cache::visit(Part&& part) const {
 
 int64_t Cache::state_bytes() const {
     int64_t bytes = sizeof(Header) + 3 * arena_.streams() +
-                    pages_.columns() * static_cast<int64_t>(sizeof(Column)) +
+                    pages_.views() * static_cast<int64_t>(sizeof(View)) +
                     kEntryBytes * arena_.streams() * pages_.columns();
     visit([&](const void*, int64_t count) { bytes += count; });
     return bytes;
@@ -56,11 +57,11 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
         bytes += part;
     };
     const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
-                        0,        state().budget,   state().peak};
+                        pages_.views(), state().budget,   state().peak};
     write(&header, sizeof header);
     write(arena_.forms, arena_.streams());
     write(arena_.entering, 2 * arena_.streams());
-    write(arena_.columns, pages_.columns() * static_cast<int64_t>(sizeof(Column)));
+    write(arena_.views, pages_.views() * static_cast<int64_t>(sizeof(View)));
     for (int s = 0; s < arena_.streams(); s++)
         for (int c = 0; c < pages_.columns(); c++) write(&pages_.entry(s, c).k_bits, kEntryBytes);
     visit(write);
@@ -71,7 +72,7 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
 // checked.
 struct Cache::Parts {
     Header header;
-    const uint8_t *entering, *columns, *entries, *rest;
+    const uint8_t *entering, *views, *entries, *rest;
     int64_t pages = 0, planes = 0;
 };
 
@@ -86,30 +87,24 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
     if (std::memcmp(&h.config, &config(), sizeof(kvq_config)) || h.budget != state().budget ||
         h.columns < 0 || h.columns > arena_.sizes.max_columns || h.tail_used < 0 ||
         h.tail_used > most_rows || h.tokens < h.tail_used || h.tokens > config().context_tokens ||
-        h.peak < 0 || h.peak > h.budget)
+        h.peak < 0 || h.peak > h.budget || h.views < h.columns || h.views > arena_.most_views())
         return false;
     const int64_t entries = int64_t{h.columns} * arena_.streams();
     parts.entering = bytes + sizeof h + arena_.streams();
-    parts.columns = parts.entering + 2 * arena_.streams();
-    parts.entries = parts.columns + h.columns * static_cast<int64_t>(sizeof(Column));
+    parts.views = parts.entering + 2 * arena_.streams();
+    parts.entries = parts.views + h.views * static_cast<int64_t>(sizeof(View));
     parts.rest = parts.entries + kEntryBytes * entries;
-    return parts.rest - bytes + int64_t{4} * h.tail_used <= count &&
+    return parts.rest - bytes + int64_t{12} * h.tail_used <= count &&
            !std::memcmp(bytes + sizeof h, arena_.forms, static_cast<size_t>(arena_.streams()));
 }
 
 bool Cache::check_table(Parts& parts) const {
-    const auto is_position = [](int32_t at) { return at >= 0 && at <= kMaxPosition; };
+    const auto is_position = [](int64_t at) { return at >= 0 && at <= kMaxPosition; };
     for (int i = 0; quantized(config()) && i < 2 * arena_.streams(); i++)
         if (!valid_width(parts.entering[i]) ||
             parts.entering[i] > (i % 2 ? config().v_bits : config().k_bits))
             return false;
-    for (int c = 0; c < parts.header.columns; c++) {
-        Column column;
-        std::memcpy(&column, parts.columns + c * sizeof column, sizeof column);
-        if (!is_position(column.pos0) || column.first_token < 0 ||
-            column.first_token >= parts.header.tokens)
-            return false;
-    }
+    if (!check_views(parts)) return false;
     for (int64_t i = 0; i < int64_t{parts.header.columns} * arena_.streams(); i++) {
         const int k_bits = parts.entries[kEntryBytes * i],
                   v_bits = parts.entries[kEntryBytes * i + 1];
@@ -118,18 +113,42 @@ bool Cache::check_table(Parts& parts) const {
         parts.pages++;
         parts.planes += granules(k_bits) + granules(v_bits);
     }
-    for (int row = 0; row < parts.header.tail_used; row++) {
-        int32_t at;
-        std::memcpy(&at, parts.rest + 4 * row, sizeof at);
-        if (!is_position(at)) return false;
+    const int rows = parts.header.tail_used;
+    for (int row = 0; row < rows; row++) {
+        int32_t at, delta, token;
+        std::memcpy(&at, parts.rest + 4 * row, 4);
+        std::memcpy(&delta, parts.rest + 4 * (rows + row), 4);
+        std::memcpy(&token, parts.rest + 4 * (2 * rows + row), 4);
+        if (!is_position(at) || !is_position(int64_t{at} - delta) || token < 0 ||
+            token >= parts.header.tokens)
+            return false;
     }
     return true;
+}
+
+// Views come in their columns' order, at least one of each, and no two show the same slot.
+bool Cache::check_views(const Parts& parts) const {
+    int column = -1;
+    uint64_t shown = 0;
+    for (int i = 0; i < parts.header.views; i++) {
+        View view;
+        std::memcpy(&view, parts.views + i * sizeof view, sizeof view);
+        if (view.column != column) shown = 0, column++;
+        const int low = view.mask ? __builtin_ctzll(view.mask) : 0;
+        const int high = view.mask ? 63 - __builtin_clzll(view.mask) : 0;
+        const int64_t token = view.first_token, start = int64_t{view.pos0} + view.delta;
+        if (view.column != column || (view.mask & shown) || token + low < 0 ||
+            token + high >= parts.header.tokens || start + low < 0 || start + high > kMaxPosition)
+            return false;
+        shown |= view.mask;
+    }
+    return column == parts.header.columns - 1;
 }
 
 // Bytes behind the entries: rows, probes, pages.
 int64_t Cache::rest_bytes(const Parts& parts) const {
     const int64_t rows =
-        parts.header.tail_used * (4 + int64_t{4} * arena_.streams() * config().head_dim);
+        parts.header.tail_used * (12 + int64_t{4} * arena_.streams() * config().head_dim);
     const int64_t probes = probes_.kept()
                                ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() +
                                      probes_.row_bytes() +
@@ -148,8 +167,9 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         return KVQ_BAD_ARGUMENT;
     pages_.clear();
     tail_.forget();
-    std::copy(parts.entering, parts.columns, arena_.entering);
-    std::memcpy(arena_.columns, parts.columns, static_cast<size_t>(parts.entries - parts.columns));
+    std::copy(parts.entering, parts.views, arena_.entering);
+    std::memcpy(arena_.views, parts.views, static_cast<size_t>(parts.entries - parts.views));
+    state().views = parts.header.views;
     state().columns = parts.header.columns;
     state().tail_used = parts.header.tail_used;
     state().tokens = parts.header.tokens;

@@ -32,7 +32,7 @@ bool Tail::newest_of_depth(int row) const {
     return true;
 }
 
-int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view) {
+int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view, int at) {
     BranchState& b = arena_.state->branch;
     for (int i = 0; parents && i < tokens; i++)
         if (parents[i] < -1 || parents[i] >= b.rows + i) return KVQ_BAD_ARGUMENT;
@@ -48,7 +48,8 @@ int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view) {
         added.sees[row / 64] |= uint64_t{1} << row % 64;
         chain &= parent == row - 1;
     }
-    b = {b.rows + tokens, tokens, 0, staged, chain, hi_view, 0};
+    if (!b.rows) b.at = at < 0 ? arena_.state->tokens : at, b.in_gap = at >= 0;
+    b = {b.rows + tokens, tokens, 0, staged, chain, hi_view, b.in_gap, b.at};
     return KVQ_OK;
 }
 
@@ -58,7 +59,7 @@ void Tail::keep_branch_rows(int rows) {
     if (rows == b.rows) return;
     bool chain = true;
     for (int row = 0; !b.chain && row < rows; row++) chain &= arena_.branch[row].parent == row - 1;
-    b = {rows, 0, config().layers, 0, chain, 0, 0};
+    b = {rows, 0, config().layers, 0, chain, 0, b.in_gap, b.at};
 }
 
 bool Tail::is_path(const int32_t* rows, int count) const {
@@ -70,25 +71,26 @@ bool Tail::is_path(const int32_t* rows, int count) const {
     return true;
 }
 
-bool Tail::closes_evenly(const int32_t* rows, int count, int pages) const {
-    const auto kept = [&](int row) {
-        return position(row < used() || !rows ? row : used() + rows[row - used()]);
-    };
-    for (int p = 0; p < pages; p++) {
-        const int start = config().sink_tokens + p * kPageTokens;
-        if (start + kPageTokens > used() + count) return false;
-        for (int i = 1; i < kPageTokens; i++)
-            if (kept(start + i) != kept(start) + i) return false;
+int Tail::stretches(const int32_t* rows, int count, int start, int stop, int by) const {
+    int found = 0;
+    Place last{};
+    for (int row = config().sink_tokens; row < used() + count; row++) {
+        Place place = place_of(row < used() || !rows ? row : used() + rows[row - used()]);
+        if (place.token >= start && place.token < stop) continue;
+        if (place.token >= stop) place.token += by, place.position += by, place.delta += by;
+        found += !found || place.token != last.token + 1 || place.position != last.position + 1 ||
+                 place.delta != last.delta;
+        last = place;
     }
-    return true;
+    return found;
 }
 
 void Tail::keep(const int32_t* rows, int count) {
     const int dim = config().head_dim;
     // A row's new place is never behind its old one, so ascending copies lose nothing.
-    for (int i = 0; rows && i < count; i++) {
-        if (rows[i] == i) continue;
-        arena_.tail_positions[used() + i] = arena_.tail_positions[used() + rows[i]];
+    for (int i = 0; i < count; i++) {
+        put(used() + i, place_of(used() + (rows ? rows[i] : i)));
+        if (!rows || rows[i] == i) continue;
         for (int s = 0; s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
                 std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
@@ -130,21 +132,46 @@ int Tail::close_layer(PageTable& pages, int layer, int count) const {
 
 void Tail::close_columns(PageTable& pages, int count, int rows) {
     const int sinks = config().sink_tokens;
-    const int first_token = arena_.state->tokens - (rows - sinks);
-    for (int p = 0; p < count; p++)
-        pages.append(position(sinks + p * kPageTokens), first_token + p * kPageTokens);
+    for (int p = 0; p < count; p++) {
+        int32_t positions[kPageTokens], deltas[kPageTokens], tokens[kPageTokens];
+        for (int i = 0; i < kPageTokens; i++) {
+            const Place place = place_of(sinks + p * kPageTokens + i);
+            positions[i] = place.position, deltas[i] = place.delta, tokens[i] = place.token;
+        }
+        pages.append(positions, deltas, tokens);
+    }
     const int left = rows - count * kPageTokens;
     for (int row = 0; row < left; row++)
-        arena_.tail_positions[row] = position(row < sinks ? row : row + count * kPageTokens);
+        put(row, place_of(row < sinks ? row : row + count * kPageTokens));
     arena_.state->tail_used = left;
 }
 
-bool Tail::trim(int tokens) {
-    State& state = *arena_.state;
-    const int sinks = std::min(used(), config().sink_tokens);
-    const bool inside = tokens >= state.tokens - (used() - sinks);
-    state.tail_used = inside ? used() - (state.tokens - tokens) : std::min(tokens, sinks);
-    return inside;
+void Tail::split(int start, int stop, int by) {
+    const int dim = config().head_dim, before = used();
+    const auto goes = [&](int row) {
+        return arena_.tail_tokens[row] >= start && arena_.tail_tokens[row] < stop;
+    };
+    int to = 0;
+    for (int from = 0, end; from < before; from = end) {
+        const bool gone = goes(from);
+        for (end = from + 1; end < before && goes(end) == gone;) end++;
+        if (gone) continue;
+        for (int s = 0; to < from && s < arena_.streams(); s++)
+            for (int side = 0; side < 2; side++)
+                std::memmove(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
+                             static_cast<size_t>(end - from) * size_t{2} * dim);
+        for (int row = from; row < end; row++, to++) {
+            Place place = place_of(row);
+            if (place.token >= stop) place.token += by, place.position += by, place.delta += by;
+            put(to, place);
+        }
+    }
+    arena_.state->tail_used = to;
+}
+
+bool Tail::holds(int start, int stop) const {
+    return std::any_of(arena_.tail_tokens, arena_.tail_tokens + used(),
+                       [&](int32_t token) { return token >= start && token < stop; });
 }
 
 }  // namespace kvq

@@ -39,13 +39,15 @@ public:
 
     // Pages of every stream that close when `tokens` more are committed.
     int closing_pages(int tokens) const;
-    int add(int tokens, const int32_t* parents, bool staged, bool hi_view);
+    int add(int tokens, const int32_t* parents, bool staged, bool hi_view, int at);
     void saw_layer(int layer) const { arena_.state->branch.attended += layer == branch().attended; }
     void keep_branch_rows(int rows);
     // Whether `rows` (null: the first `count`) is a path from the root.
     bool is_path(const int32_t* rows, int count) const;
-    // Whether the pages that `count` kept rows close stand at consecutive positions.
-    bool closes_evenly(const int32_t* rows, int count, int pages) const;
+    // Runs of committed and kept rows, sinks left out, whose tokens and positions count up and that
+    // have moved alike; as they would be without tokens `start` to `stop` and with those behind
+    // moved by `by`.
+    int stretches(const int32_t* rows, int count, int start, int stop, int by) const;
     // The path becomes committed rows; the branch ends.
     void keep(const int32_t* rows, int count);
     void forget() { arena_.state->branch = {}; }
@@ -55,14 +57,27 @@ public:
     int close_layer(PageTable& pages, int layer, int count) const;
     // Gives the closed pages their positions and the surviving rows theirs.
     void close_columns(PageTable& pages, int count, int rows);
-    // Keeps the tokens before `tokens`; false: the tail has none of those that go, pages do.
-    bool trim(int tokens);
+    // Forgets tokens `start` to `stop` and moves those behind by `by`.
+    void split(int start, int stop, int by);
+    // Whether a row is one of tokens `start` to `stop`.
+    bool holds(int start, int stop) const;
 
 private:
     const kvq_config& config() const { return arena_.config(); }
-    int32_t position(int row) const {  // of the tail's rows, then the staged ones
-        return row < used() || !branch().staged ? arena_.tail_positions[row]
-                                                : arena_.staging_positions[row - used()];
+    struct Place {
+        int32_t position, delta, token;
+    };
+    Place place_of(int row) const {  // of the tail's rows, then the branch's
+        if (row < used())
+            return {arena_.tail_positions[row], arena_.tail_deltas[row], arena_.tail_tokens[row]};
+        const int32_t at = branch().staged ? arena_.staging_positions[row - used()]
+                                           : arena_.tail_positions[row];
+        return {at, 0, branch().at + depth(row - used())};
+    }
+    void put(int row, const Place& place) const {
+        arena_.tail_positions[row] = place.position;
+        arena_.tail_deltas[row] = place.delta;
+        arena_.tail_tokens[row] = place.token;
     }
 
     const Arena& arena_;

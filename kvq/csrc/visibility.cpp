@@ -38,18 +38,23 @@ bool Visibility::fill(Bits&& bits, const uint64_t*& masks) {
     return any != 0;
 }
 
-bool Visibility::page(const Column& column, const uint64_t*& masks) {
-    const int64_t start = int64_t{column.pos0} + column.delta, end = start + kPageTokens - 1;
+bool Visibility::page(const View& view, const uint64_t*& masks) {
+    const int64_t start = int64_t{view.pos0} + view.delta, end = start + kPageTokens - 1;
     masks = nullptr;
     const bool windowed = window_ > 0 && start <= last_ - window_;
-    if (end <= first_ && !windowed && column.mask == ~uint64_t{0}) return true;
+    if (end <= first_ && !windowed && view.mask == ~uint64_t{0}) return true;
     if (start > last_ || (windowed && end <= first_ - window_)) return false;
     return fill(
         [&](int r) {
             const uint64_t outside = window_ > 0 ? low_bits(begin(r) - start) : 0;
-            return column.mask & low_bits(at_[r] - start + 1) & ~outside;
+            return view.mask & low_bits(at_[r] - start + 1) & ~outside;
         },
         masks);
+}
+
+const uint64_t* Visibility::among(uint64_t keys, const uint64_t* masks) {
+    for (int r = 0; r < rows_; r++) among_[r] = masks ? masks[r] & keys : keys;
+    return among_;
 }
 
 bool Visibility::committed(const int32_t* positions, int count, const uint64_t*& masks) {

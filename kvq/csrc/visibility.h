@@ -22,15 +22,18 @@ public:
         rows_++;
     }
 
-    // Of a page, of up to 64 committed rows, of up to 64 rows from row `from` of the tail on, where
+    // Of a page's view, of up to 64 committed rows, of up to 64 rows from row `from` of the tail on, where
     // committed ones may end and the branch begin. False: no row sees any key. `masks` is null
     // where every row sees every key, else one mask per row, until the next call.
-    bool page(const Column& column, const uint64_t*& masks);
+    bool page(const View& view, const uint64_t*& masks);
     bool committed(const int32_t* positions, int count, const uint64_t*& masks);
     bool tail(const Tail& tail, int from, const int32_t* positions, int count,
               const uint64_t*& masks);
     bool staged(const Tail& tail, int from, const int32_t* positions, int count,
                 const uint64_t*& masks);
+
+    // What `masks`, the answer of a call above, leaves of `keys`.
+    const uint64_t* among(uint64_t keys, const uint64_t* masks);
 
 private:
     int64_t begin(int r) const { return window_ > 0 ? at_[r] - window_ + 1 : INT64_MIN; }
@@ -44,6 +47,7 @@ private:
     int64_t at_[kBlockRows];
     int row_[kBlockRows];
     uint64_t masks_[kBlockRows];
+    uint64_t among_[kBlockRows];
 };
 
 }  // namespace kvq

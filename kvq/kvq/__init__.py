@@ -21,6 +21,7 @@ _NAMES = {
     "CacheShape": "kvq.config",
     "CacheSpec": "kvq.sizing",
     "CheckpointError": "kvq.errors",
+    "Constraint": "kvq_runtime.constraint",
     "DataError": "kvq.errors",
     "Draft": "kvq_runtime.drafter",
     "Drafter": "kvq_runtime.drafter",

@@ -17,6 +17,7 @@ from kvq.errors import UsageError as UsageError
 from kvq.sizing import CacheSpec as CacheSpec
 from kvq_apps.engine import Engine as Engine
 from kvq_runtime.config import Sampling as Sampling
+from kvq_runtime.constraint import Constraint as Constraint
 from kvq_runtime.drafter import Draft as Draft
 from kvq_runtime.drafter import Drafter as Drafter
 from kvq_runtime.generation import Generation as Generation

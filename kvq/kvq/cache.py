@@ -5,7 +5,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +108,22 @@ class Cache:
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
         return max(1, min(self.arena.draft_tokens, floats - 1 - self._engine.tail_rows))
 
+    @property
+    def tree_room(self) -> int:
+        """Rows of `draft_room` that may be a tree: those that are read with one tile of 64 rows.
+
+        Within it a row's result does not depend on where it stands, so that a path through a tree
+        has, bit for bit, what it would have alone.
+        """
+        return min(self.draft_room, PAGE_TOKENS - self._engine.tail_rows % PAGE_TOKENS)
+
     def begin(
-        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
     ) -> None:
         """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
@@ -118,11 +132,13 @@ class Cache:
         follows, -1 the last committed token; None: a chain that goes on from the newest row. A row
         sees the committed tokens, its ancestors and itself. Only a chain into an empty branch may
         bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
-        their high nibbles (QuantSpec, 2502.10424).
+        their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
+        `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
+        open branch does.
         """
         self._check_rows(tokens, parents, view)
         rows = self.branch_rows + tokens
-        if self.tokens + rows > self.context_tokens:
+        if at is None and self.tokens + rows > self.context_tokens:
             raise BudgetError(
                 f"{self.tokens} + {rows} tokens exceed this session's context of "
                 f"{self.context_tokens}; open it with a larger --ctx-size"
@@ -146,7 +162,7 @@ class Cache:
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
                 f"once; {self.budget_bytes + short} bytes can"
             )
-        self._engine.begin(tokens, parents, view=view)
+        self._engine.begin(tokens, parents, view=view, at=at)
         assert self._engine.used_bytes <= self.budget_bytes
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
@@ -176,7 +192,8 @@ class Cache:
             head_dim=self.shape.head_dim,
             value_groups=self.arena.value_groups,
             attention=self._attention() if self.arena.probes else None,
-            constants=self._constants() if "constants" in self.policy.needs else None,
+            constants=self._constants,
+            key_squares=self._engine.key_squares,
             sensitivity=self.sensitivity,
         )
 
@@ -190,20 +207,11 @@ class Cache:
 
     def _attention(self) -> Attention:
         facts, queries = self._engine.evidence(self._boundary)
-        return Attention(
-            mass=facts[0],
-            peak_mass=facts[1],
-            mean_mass=facts[2],
-            key_error=facts[3],
-            value_error=facts[4],
-            evict_error=facts[5],
-            query_mean=queries[0],
-            query_square=queries[1],
-            output_square=queries[2],
-        )
+        names = (field.name for field in fields(Attention))
+        return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
 
-    def _constants(self) -> Constants:
-        keys, values = self._engine.constants()
+    def _constants(self, layer: int) -> Constants:
+        keys, values = self._engine.constants(layer)
         return Constants(
             key_min=keys[..., 1, :] - REACH * keys[..., 0, :],
             key_range=2 * REACH * keys[..., 0, :],
@@ -268,6 +276,21 @@ class Cache:
         """Rolls back to the first `tokens` tokens."""
         self._engine.trim(tokens)
 
+    def why_not_edit(self) -> str | None:
+        """Why nothing in the middle can be replaced, or None: it always can."""
+        return None
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
+
+        Positional integrity encoding (PIE, 2407.03157): metadata only. No page's bytes change, no
+        key is rotated; a page that tokens of both sides lie in gets two *views*, each with a mask
+        and a shift of its own, and queries are turned back by the shift. `begin(n, at=start)`
+        fills the gap; until then its tokens are seen by nobody. Raises `CacheError` where a sink
+        would move, the context would overflow, or the views the budget has room for are used up.
+        """
+        self._engine.edit(start, stop, count)
+
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
         self._engine.demote(actions)
@@ -284,8 +307,24 @@ class Cache:
         """Sets which of a page's 64 tokens are visible."""
         self._engine.mask(column, mask)
 
+    def views(self) -> NDArray[np.int64]:
+        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view of every page.
+
+        Slot i of a page is token first + i where bit i of the mask is set: its key was rotated to
+        position pos0 + i and stands delta further now.
+        """
+        return self._engine.views()
+
+    def places(self) -> NDArray[np.int64]:
+        """Int64 [n, 3]: token, position now and how far it has moved, of the tail's rows."""
+        return self._engine.places()
+
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2]."""
+        """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2].
+
+        Of a page with several views the first three are those of the view that stands last, the
+        mask is what any of them shows.
+        """
         return self._engine.columns()
 
     def holdings(self) -> Holdings:

@@ -7,10 +7,11 @@ from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 # Counts changes of what a page's bytes mean.
 PAGE_VERSION = 3
 ALIGNMENT = 64
-# Query rows kept as evidence: the newest of every 8 tokens, and one of every run of 64.
+# Query rows kept as evidence: the newest of every 8 tokens, and samples of the whole text.
 PROBE_STRIDE = 8
-PROBES = 4
-# Rows of a KV head that are looked at, probes times query heads, at most.
+NEWEST_PROBES = 4
+SAMPLED_PROBES = 8
+# Rows of a KV head that are looked at of each kind, probes times query heads, at most.
 PROBE_ROWS = 16
 # Scales that what was encoded spans, and those from its middle to its ends.
 CODE_SPAN = 240
@@ -19,11 +20,14 @@ REACH = CODE_SPAN // 2
 GRANULES = {8: 4, 4: 2, 2: 1}
 
 
-def ring_slots(draft_tokens: int) -> tuple[int, int]:
-    """Slots for the newest and for the sampled probes: those used, and what drafts overwrite."""
-    strides = (PROBE_STRIDE, PAGE_TOKENS)
-    recent, sampled = (PROBES + 2 * -(-draft_tokens // stride) for stride in strides)
-    return recent, sampled
+def newest_slots(draft_tokens: int) -> int:
+    """Slots for the newest probes: those used, and what drafts overwrite."""
+    return NEWEST_PROBES + 2 * -(-draft_tokens // PROBE_STRIDE)
+
+
+def probe_slots(draft_tokens: int) -> int:
+    """Slots for all probes."""
+    return newest_slots(draft_tokens) + SAMPLED_PROBES
 
 
 def granule_bytes(head_dim: int) -> int:

@@ -22,8 +22,8 @@ from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 7
-EVIDENCE_FACTS = 6
+ABI = 8
+EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
 log = logging.getLogger("kvq")
@@ -69,9 +69,11 @@ class _Layout(ctypes.Structure):
 class _Stats(ctypes.Structure):
     _fields_ = (
         ("columns", c_int32),
+        ("views", c_int32),
         ("tokens", c_int32),
         ("tail_rows", c_int32),
         ("branch_rows", c_int32),
+        ("reserved", c_int32),
         ("used_bytes", c_int64),
         ("peak_bytes", c_int64),
     )
@@ -107,7 +109,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
-    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32)),
+    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32)),
     "kvq_cache_attend": (
         c_int32,
         (c_int64, POINTER(_Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
@@ -115,14 +117,18 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
     "kvq_cache_trim": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_edit": (c_int32, (c_int64, c_int32, c_int32, c_int32, _STATS)),
     "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
     "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
+    "kvq_cache_views": (c_int32, (c_int64, c_int32, _INTS)),
+    "kvq_cache_places": (c_int32, (c_int64, c_int32, _INTS)),
     "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, c_int32, _FLOATS, _FLOATS)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
+    "kvq_cache_key_squares": (c_int32, (c_int64, c_int32, c_int32, _FLOATS)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
@@ -343,10 +349,16 @@ class NativeCache:
         return short.value, columns.value
 
     def begin(
-        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
     ) -> None:
         rows = None if parents is None else (c_int32 * tokens)(*parents)
-        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view]))
+        first = -1 if at is None else at
+        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first))
         self._stats.branch_rows += tokens
 
     def attend(
@@ -393,6 +405,9 @@ class NativeCache:
     def trim(self, tokens: int) -> None:
         self._change(self._library.kvq_cache_trim, tokens)
 
+    def edit(self, start: int, stop: int, count: int) -> None:
+        self._change(self._library.kvq_cache_edit, start, stop, count)
+
     def demote(self, actions: NDArray[np.int32]) -> None:
         actions = np.ascontiguousarray(actions, np.int32)
         self._change(self._library.kvq_cache_demote, pointer(actions), len(actions))
@@ -418,6 +433,16 @@ class NativeCache:
         _check(self._library.kvq_cache_columns(self.handle, count, *pointers))
         return facts, widths
 
+    def views(self) -> NDArray[np.int64]:
+        facts = np.zeros((self._held.views, 5), np.int64)
+        _check(self._library.kvq_cache_views(self.handle, len(facts), pointer(facts)))
+        return facts
+
+    def places(self) -> NDArray[np.int64]:
+        places = np.zeros((self._held.tail_rows, 3), np.int64)
+        _check(self._library.kvq_cache_places(self.handle, len(places), pointer(places)))
+        return places
+
     def entering(self) -> NDArray[np.uint8]:
         shape = self.arena.shape
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
@@ -433,14 +458,19 @@ class NativeCache:
         _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
-    def constants(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def constants(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         shape, count = self.arena.shape, self._held.columns
-        pages = (shape.num_layers, shape.num_kv_heads, count, 2)
-        keys = np.zeros((*pages, shape.head_dim), np.float32)
-        values = np.zeros((*pages, PAGE_TOKENS), np.float32)
+        keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float32)
+        values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float32)
         pointers = pointer(keys), pointer(values)
-        _check(self._library.kvq_cache_constants(self.handle, count, *pointers))
+        _check(self._library.kvq_cache_constants(self.handle, layer, count, *pointers))
         return keys, values
+
+    def key_squares(self, layer: int) -> NDArray[np.float32]:
+        count = self._held.columns
+        squares = np.zeros((self.arena.shape.num_kv_heads, count, PAGE_TOKENS), np.float32)
+        _check(self._library.kvq_cache_key_squares(self.handle, layer, count, pointer(squares)))
+        return squares
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim

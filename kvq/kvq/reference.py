@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError
-from kvq.formats import REACH
+from kvq.formats import REACH, SAMPLED_PROBES
 
 Float = NDArray[Any]  # float32
 Half = NDArray[Any]  # float16
@@ -254,6 +254,21 @@ def sampled_token(run: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
     return run * PAGE_TOKENS + ((x ^ (x >> 31)) % PAGE_TOKENS | 1)
+
+
+def sample_slot(run: int) -> int | None:
+    """Which of `SAMPLED_PROBES` slots keeps the sampled token of a run; None: it is no probe.
+
+    Runs up to so many have a slot each. Whenever there are twice as many, every second sample goes,
+    oldest first, as new ones come, now from every second run: after any number of runs each slot is
+    taken and the samples span the text, all as far apart or half as far.
+    """
+    if run < SAMPLED_PROBES:
+        return run
+    stride = 1 << (run // SAMPLED_PROBES).bit_length()
+    if run % stride:
+        return None
+    return sample_slot((2 * (run // stride - SAMPLED_PROBES // 2) + 1) * (stride // 2))
 
 
 def page_errors(

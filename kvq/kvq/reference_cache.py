@@ -4,8 +4,11 @@ What the native cache is tested against, and what runs without a compiler. Knows
 page loses bits is told from outside.
 """
 
+import functools
 import io
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 from zipfile import BadZipFile
@@ -17,14 +20,14 @@ from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
+    NEWEST_PROBES,
     PAGE_VERSION,
     PROBE_ROWS,
     PROBE_STRIDE,
-    PROBES,
     constant_bytes,
     granule_bytes,
+    newest_slots,
     page_bytes,
-    ring_slots,
 )
 from kvq.reference import (
     KEYS,
@@ -48,13 +51,15 @@ from kvq.reference import (
     page_errors,
     planes,
     rotate,
+    sample_slot,
     sampled_token,
     split_heads,
 )
-from kvq.sizing import Arena
+from kvq.sizing import GAP_VIEWS, Arena
 
 # The last position of a page must be an int32.
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
+_ALL = (1 << PAGE_TOKENS) - 1
 
 
 def grid_axis(side: int, form: PageForm) -> int:
@@ -70,7 +75,7 @@ class Page:
     grids: tuple[Grid, Grid]
     bits: tuple[int, int]
     form: PageForm = PageForm.PLAIN
-    peak_mass: int = 0
+    peak_weight: int = 0
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
@@ -86,14 +91,77 @@ class Page:
 
 
 @dataclass(slots=True)
-class Column:
-    """Positions of one page of all streams; `pages[stream]` is None once evicted."""
+class View:
+    """Tokens of one page that have moved together, as edits leave them.
+
+    Slot i holds token `first_token + i`, whose key was rotated to position `pos0 + i` and stands
+    `delta` further now; it is visible where bit i of `mask` is set.
+    """
 
     pos0: int
+    delta: int
     first_token: int
-    delta: int = 0
-    mask: int = (1 << PAGE_TOKENS) - 1
+    mask: int = _ALL
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What slots of one view share."""
+        return self.pos0, self.delta, self.first_token
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """Which slots are visible [64]."""
+        return np.array([self.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_)
+
+
+@dataclass(slots=True)
+class Column:
+    """One page of all streams; `pages[stream]` is None once evicted."""
+
+    views: list[View]
     pages: list[Page | None] = field(default_factory=lambda: [])
+
+
+@dataclass(slots=True)
+class _Places:
+    """Of floating-point rows their tokens, positions, and how far these have moved; int64 [n]."""
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    deltas: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, rows: Any) -> "_Places":
+        return _Places(self.tokens[rows], self.positions[rows], self.deltas[rows])
+
+    def joined(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> "_Places":
+        """With rows behind them that have not moved."""
+        return _Places(
+            np.concatenate([self.tokens, tokens]),
+            np.concatenate([self.positions, positions]),
+            np.concatenate([self.deltas, np.zeros_like(tokens)]),
+        )
+
+    def views(self) -> list[View]:
+        """Those of a page of these rows, as many as they have places."""
+        found: dict[tuple[int, int, int], View] = {}
+        rows = zip(self.tokens.tolist(), self.positions.tolist(), self.deltas.tolist(), strict=True)
+        for slot, (token, position, delta) in enumerate(rows):
+            place = (position - delta - slot, delta, token - slot)
+            view = found.setdefault(place, View(*place, mask=0))
+            view.mask |= 1 << slot
+        return list(found.values())
+
+    @property
+    def stretches(self) -> int:
+        """Runs of rows whose tokens and positions count up and that have moved alike."""
+        steps = np.diff([self.tokens, self.positions, self.deltas], axis=1)
+        return int((steps != [[1], [1], [0]]).any(axis=0).sum()) + (len(self) > 0)
+
+
+_NO_PLACES = _Places(*np.zeros((3, 0), np.int64))
 
 
 @dataclass(slots=True)
@@ -103,6 +171,19 @@ class _Probe:
     token: int
     position: int
     rows: Half
+
+
+@dataclass(slots=True)
+class _Look:
+    """What probe rows [R, D] with these outputs [R, D] saw of every page of a stream.
+
+    `seen` [6] a page: rows that see any of it, then, summed over these, the mass they give it, but
+    of single tokens' weights the largest, and their key, value and eviction errors.
+    """
+
+    rows: Float
+    outputs: Float
+    seen: list[NDArray[np.float64]] = field(default_factory=lambda: [])
 
 
 @dataclass(slots=True)
@@ -139,6 +220,27 @@ class _Keys:
         return seen & (distance < window_tokens) if window_tokens > 0 else seen
 
 
+def _turned_back(delta: int, inv_freq: Float) -> Callable[[Float], Float]:
+    """Turns queries to meet keys that stay as they were rotated, `delta` positions ago."""
+
+    def turn(rows: Float) -> Float:
+        if delta == 0:
+            return rows
+        back = np.full(len(rows), -delta, np.int64)
+        return rotate(rows[:, None, :], back, inv_freq)[:, 0]
+
+    return turn
+
+
+def _low_bits(count: int) -> int:
+    return (1 << min(max(count, 0), PAGE_TOKENS)) - 1
+
+
+def _signed(mask: int) -> int:
+    """A mask as an int64 holds it."""
+    return mask - (1 << 64) if mask >> 63 else mask
+
+
 class ReferenceCache:
     """The cache in numpy: same calls, same bytes and same meaning as the native one."""
 
@@ -152,7 +254,7 @@ class ReferenceCache:
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
         self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
-        self._positions: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._places = _NO_PLACES
         self._open_branch()
         self._probes: dict[int, _Probe] = {}
         self._layers: dict[int, tuple[AttentionParams, Float]] = {}
@@ -172,7 +274,7 @@ class ReferenceCache:
 
     @property
     def tail_rows(self) -> int:
-        return len(self._positions)
+        return len(self._places)
 
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
@@ -184,7 +286,7 @@ class ReferenceCache:
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
     def _closing(self, tokens: int) -> int:
-        return self.arena.closing_pages(len(self._positions), tokens)
+        return self.arena.closing_pages(len(self._places), tokens)
 
     # -- a branch, pass by pass --
 
@@ -193,6 +295,7 @@ class ReferenceCache:
         self._parents: list[int] = []
         self._branch_positions: NDArray[np.int64] = np.zeros(0, np.int64)
         self._branch: dict[int, list[_Rows]] = {}
+        self._at: int | None = None
         self._pass_rows = 0
         self._attended: set[int] = set()
         self._view = "full"
@@ -206,13 +309,23 @@ class ReferenceCache:
         """A pass is under way that not every layer has seen."""
         return self._pass_rows > 0 and len(self._attended) < self.arena.shape.num_layers
 
+    @property
+    def _first(self) -> int:
+        """The token the branch begins with."""
+        return self.tokens if self._at is None else self._at
+
     def begin(
-        self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
     ) -> None:
         rows = self.branch_rows
         if self._unattended:
             raise CacheError("begin() was called twice without commit() or rewind()")
-        room = len(self._positions) + rows + tokens
+        room = len(self._places) + rows + tokens
         if (
             not 1 <= tokens <= self.arena.pass_tokens
             or any(self.missing(tokens))
@@ -223,9 +336,27 @@ class ReferenceCache:
         added = range(rows - 1, rows + tokens - 1) if parents is None else parents
         if any(not -1 <= parent < rows + i for i, parent in enumerate(added)):
             raise CacheError("a row's parent must be -1 or an earlier row of the branch")
+        self._begin_at(at, rows + tokens)
         self._parents += added
         self._pass_rows, self._view = tokens, view
         self._attended = set()
+
+    def _begin_at(self, at: int | None, rows: int) -> None:
+        """The branch's first row is token `at` of a gap that holds all its rows; None: the end."""
+        if self._parents:
+            if at is not None and at != self._at:
+                raise CacheError("a branch stays where it began")
+        elif at is not None and at != self.tokens:
+            held = self._held_tokens()
+            if at < 0 or at + rows > self.tokens or ((held >= at) & (held < at + rows)).any():
+                raise CacheError(f"there is no gap of {rows} tokens at token {at}")
+            self._at = at
+
+    def _held_tokens(self) -> NDArray[np.int64]:
+        """Every token that is visible somewhere or stands in the tail."""
+        views = [view for column in self.table for view in column.views]
+        slots = [view.first_token + np.flatnonzero(view.valid) for view in views]
+        return np.concatenate([self._places.tokens, *slots])
 
     def attend(
         self,
@@ -292,18 +423,23 @@ class ReferenceCache:
         valid: list[NDArray[np.bool_]] = []
         for column in self.table:
             page = column.pages[stream]
-            if page is None:
-                continue
-            turn = self._turned(stream, column.delta, inv_freq)
-            parts.append((page.read(KEYS, view), turn))
-            values.append(page.read(VALUES, view))
-            where.append(column.pos0 + column.delta + np.arange(PAGE_TOKENS, dtype=np.int64))
-            valid.append(np.array([column.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_))
-        floats = [(self._tail[stream], self._positions)]
+            for view_of_page in column.views if page else ():
+                turn = self._turned(stream, view_of_page.delta, inv_freq)
+                parts.append((page.read(KEYS, view), turn))
+                values.append(page.read(VALUES, view))
+                first = view_of_page.pos0 + view_of_page.delta
+                where.append(first + np.arange(PAGE_TOKENS, dtype=np.int64))
+                valid.append(view_of_page.valid)
+        tail, places = self._tail[stream], self._places
+        floats: list[tuple[_Rows, NDArray[np.int64], int]] = []
+        for delta in sorted({0, *places.deltas.tolist()}):
+            alike = places.deltas == delta
+            rows = _Rows(tail.k[alike], tail.v[alike])
+            floats.append((rows, places.positions[alike], delta))
         if branch:
-            floats.append((self._branch[params.layer][head], self._branch_positions))
-        for rows, at in floats:
-            parts.append((rows.k.astype(np.float32), lambda x: x))
+            floats.append((self._branch[params.layer][head], self._branch_positions, 0))
+        for rows, at, delta in floats:
+            parts.append((rows.k.astype(np.float32), _turned_back(delta, inv_freq)))
             values.append(rows.v.astype(np.float32))
             where.append(at)
             valid.append(np.ones(len(at), np.bool_))
@@ -314,14 +450,9 @@ class ReferenceCache:
 
         These stay as they were encoded: the query turns back by the page's shift.
         """
-
-        def turn(rows: Float) -> Float:
-            if delta:
-                back = np.full(len(rows), -delta, np.int64)
-                rows = rotate(rows[:, None], back, inv_freq)[:, 0]
-            return hadamard(rows) if self._forms[stream] & PageForm.ROTATED_KEYS else rows
-
-        return turn
+        turn = _turned_back(delta, inv_freq)
+        rotated = self._forms[stream] & PageForm.ROTATED_KEYS
+        return (lambda rows: hadamard(turn(rows))) if rotated else turn
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
@@ -337,11 +468,11 @@ class ReferenceCache:
             raise CacheError(f"rows {rows} are no path of the branch's {self.branch_rows} rows")
         if self._unattended:
             raise CacheError("a layer has not seen the newest rows yet")
-        sinks, pages = self.arena.plan.sink_tokens, self._closing(len(path))
-        positions = np.concatenate([self._positions, self._branch_positions[path]])
-        closing = positions[sinks : sinks + pages * PAGE_TOKENS].reshape(pages, PAGE_TOKENS)
-        if (np.diff(closing, axis=1) != 1).any():
-            raise CacheError("the tokens of a page must stand at consecutive positions")
+        pages = self._closing(len(path))
+        tokens = self._first + np.arange(len(path), dtype=np.int64)
+        places = self._places.joined(tokens, self._branch_positions[path])
+        if not self._fits_views(places):
+            raise CacheError("the tokens stand at too many stretches of positions")
         self._settle_probes(path)
         heads = self.arena.shape.num_kv_heads
         for layer, branch in self._branch.items():
@@ -349,8 +480,8 @@ class ReferenceCache:
                 tail = self._tail[layer * heads + head]
                 tail.k = np.concatenate([tail.k, branch[head].k[path]])
                 tail.v = np.concatenate([tail.v, branch[head].v[path]])
-        self._positions = positions
-        self.tokens += len(path)
+        self._places = places
+        self.tokens += len(path) if self._at is None else 0
         self._open_branch()
         for _ in range(pages):
             self._close_page()
@@ -359,9 +490,8 @@ class ReferenceCache:
     def _close_page(self) -> None:
         sinks = self.arena.plan.sink_tokens
         chosen = slice(sinks, sinks + PAGE_TOKENS)
-        keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._positions)]
-        first_token = self.tokens - (len(self._positions) - sinks)
-        column = Column(pos0=int(self._positions[sinks]), first_token=first_token)
+        keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._places)]
+        column = Column(self._places.take(chosen).views())
         for stream, (rows, bits) in enumerate(
             zip(self._tail, self._entering.tolist(), strict=True)
         ):
@@ -374,7 +504,7 @@ class ReferenceCache:
             page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
             column.pages.append(page)
             rows.k, rows.v = rows.k[keep], rows.v[keep]
-        self._positions = self._positions[keep]
+        self._places = self._places.take(keep)
         self.table.append(column)
 
     def rewind(self, rows: int = 0) -> None:
@@ -399,7 +529,7 @@ class ReferenceCache:
         self._layers[params.layer] = (params, inv_freq)
         depths = self._depths()[-self._pass_rows :]
         for t, (depth, position) in enumerate(zip(depths, positions.tolist(), strict=True)):
-            token = self.tokens + depth
+            token = self._first + depth
             slot = self._probe_slot(token)
             if slot is None:
                 continue
@@ -419,130 +549,176 @@ class ReferenceCache:
 
     def _forget_probes(self, kept_rows: int) -> None:
         for depth in self._depths()[kept_rows:]:
-            slot = self._probe_slot(self.tokens + depth)
-            if slot in self._probes and self._probes[slot].token == self.tokens + depth:
+            slot = self._probe_slot(self._first + depth)
+            if slot in self._probes and self._probes[slot].token == self._first + depth:
                 self._probes[slot].token = -1
 
     def _settle_probes(self, path: Sequence[int]) -> None:
         """A slot that another row of the same depth wrote last holds no probe."""
         depths = self._depths()
         for depth, row in enumerate(path):
-            slot = self._probe_slot(self.tokens + depth)
+            slot = self._probe_slot(self._first + depth)
             if slot in self._probes and depth in depths[row + 1 :]:
                 self._probes[slot].token = -1
 
     def _probe_slot(self, token: int) -> int | None:
         """Where a token's query is kept, if it is a recent or a sampled probe."""
-        recent, sampled = ring_slots(self.arena.draft_tokens)
+        newest = newest_slots(self.arena.draft_tokens)
         if token % PROBE_STRIDE == 0:
-            return token // PROBE_STRIDE % recent
+            return token // PROBE_STRIDE % newest
         run = token // PAGE_TOKENS
-        return recent + run % sampled if token == sampled_token(run) else None
+        sample = sample_slot(run) if token == sampled_token(run) else None
+        return None if sample is None else newest + sample
 
-    def _usable_probes(self, tokens: int) -> list[_Probe]:
-        """The newest probes among the first `tokens` tokens, oldest first."""
-        runs = range((tokens - 1) // PAGE_TOKENS, -1, -1)
-        sampled = [token for token in map(sampled_token, runs) if token < tokens]
-        last = (tokens - 1) // PROBE_STRIDE
-        recent = [i * PROBE_STRIDE for i in range(last, max(-1, last - PROBES), -1)]
-        wanted = sorted([*sampled[:PROBES], *recent] if tokens else [])
-        held = [
-            self._probes.get(slot) for slot in map(self._probe_slot, wanted) if slot is not None
-        ]
-        return [p for p, token in zip(held, wanted, strict=True) if p and p.token == token]
+    def _probes_of(self, tokens: Sequence[int]) -> list[_Probe]:
+        """Those probes that are still kept, in the order of their tokens."""
+        kept = {probe.token: probe for probe in self._probes.values()}
+        return [kept[token] for token in sorted(tokens) if token in kept]
+
+    def _newest_probes(self, tokens: int) -> list[_Probe]:
+        """The newest among the first `tokens` tokens."""
+        last = -(-tokens // PROBE_STRIDE)
+        first = max(0, last - NEWEST_PROBES)
+        return self._probes_of([i * PROBE_STRIDE for i in range(first, last)])
+
+    def _sampled_probes(self, tokens: int) -> list[_Probe]:
+        """Those among the first `tokens` tokens whose slot no draft can have overwritten."""
+        horizon = tokens + 2 * self.arena.draft_tokens
+        newest: dict[int, int] = {}
+        for run in range(horizon // PAGE_TOKENS + 1):
+            slot = sample_slot(run)
+            if slot is not None and sampled_token(run) < horizon:
+                newest[slot] = sampled_token(run)
+        return self._probes_of([token for token in newest.values() if token < tokens])
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
         """What the probes among the first `tokens` tokens see.
 
-        Returns facts float32 [6, L, Hk, C] and queries float32 [3, L, Hk, D].
-
-        Facts in order: mass, peak mass, mean mass, key, value and eviction error. Of the queries
-        their mean, their mean square, and the mean square of their attention's output.
+        Returns facts float32 [8, L, Hk, C] in the order of `kvq.policies.Attention`'s fields, and
+        queries float32 [3, L, Hk, D]: of the queries their mean, their mean square, and the mean
+        square of their attention's output.
         """
         self._check_between_passes()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
-        probes = self._usable_probes(tokens)
-        facts = np.zeros((6, shape.num_layers, heads, len(self.table)), np.float32)
+        kinds = [self._newest_probes(tokens), self._sampled_probes(tokens)]
+        facts = np.zeros((8, shape.num_layers, heads, len(self.table)), np.float32)
         queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
-        for layer in range(shape.num_layers if probes else 0):
+        for layer in range(shape.num_layers if any(kinds) else 0):
             for head in range(heads):
-                group = slice(
-                    head * shape.num_heads // heads, (head + 1) * shape.num_heads // heads
+                looks = [
+                    self._look(layer, head, *self._probe_rows(layer, head, probes))
+                    for probes in kinds
+                ]
+                rows = np.concatenate([look.rows for look in looks])
+                rows = self._turned(layer * heads + head, 0, self._layers[layer][1])(rows)
+                outputs = np.concatenate([look.outputs for look in looks])
+                queries[:, layer, head] = (
+                    rows.mean(axis=0),
+                    *(np.square(x).mean(axis=0) for x in (rows, outputs)),
                 )
-                rows = np.concatenate([p.rows[layer, group] for p in probes]).astype(np.float32)
-                where = np.repeat([p.position for p in probes], shape.num_heads // heads)
-                # Many query heads: evenly spaced rows, so that probes and heads take turns.
-                count = min(len(rows), PROBE_ROWS)
-                taken = np.arange(count) * len(rows) // count
-                rows, where = rows[taken], where[taken]
-                met = self._turned(layer * heads + head, 0, self._layers[layer][1])(rows)
-                queries[0, layer, head] = met.mean(axis=0)
-                queries[1, layer, head] = np.square(met).mean(axis=0)
-                outputs = self._observe(layer, head, rows, where, facts)
-                queries[2, layer, head] = np.square(outputs).mean(axis=0)
+                self._record(layer, head, looks[0], looks[1], facts[:, layer, head])
         return facts, queries
 
-    def _observe(
-        self, layer: int, head: int, rows: Float, where: NDArray[np.int64], facts: Float
-    ) -> Float:
-        """Fills the facts of one stream's pages from probe rows [R, D]; returns their outputs."""
+    def _probe_rows(
+        self, layer: int, head: int, probes: Sequence[_Probe]
+    ) -> tuple[Float, NDArray[np.int64]]:
+        """Rows [R, D] of a KV head and their positions: many are thinned out evenly."""
+        shape = self.arena.shape
+        group = shape.num_heads // shape.num_kv_heads
+        own = slice(head * group, (head + 1) * group)
+        rows = np.array([p.rows[layer, own] for p in probes], np.float32)
+        rows = rows.reshape(-1, shape.head_dim)
+        where = np.repeat(np.array([p.position for p in probes], np.int64), group)
+        count = min(len(rows), PROBE_ROWS)
+        taken = np.arange(count) * len(rows) // max(count, 1)
+        return rows[taken], where[taken]
+
+    def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> _Look:
+        """What probe rows [R, D] see of a stream's pages."""
         params, inv_freq = self._layers[layer]
         keys = self._keys(params, head, inv_freq, "full", branch=False)
         seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
         weights = attention_weights(params, keys.logits(rows), seen)
-        outputs = weights @ keys.values
+        look = _Look(rows, weights @ keys.values)
         start = 0
         stream = layer * params.num_kv_heads + head
+        for column in self.table:
+            page = column.pages[stream]
+            if page is None:
+                look.seen.append(np.zeros(6))
+                continue
+            # What views of one page see adds up; the rows are those that see most of them.
+            rows_seeing, mass, peak, errors = 0, 0.0, 0.0, np.zeros(3)
+            for view in column.views:
+                part = slice(start, start + PAGE_TOKENS)
+                start += PAGE_TOKENS
+                sees = seen[:, part].any(axis=1)
+                masses = weights[:, part].sum(axis=1)
+                heavy = sees & (masses >= OBSERVED_MASS)
+                errors += page_errors(
+                    weights[heavy, part],
+                    self._turned(stream, view.delta, inv_freq)(rows)[heavy],
+                    look.outputs[heavy],
+                    keys.values[part],
+                    page.grids[KEYS].scale,
+                    np.expand_dims(page.grids[VALUES].scale, grid_axis(VALUES, page.form)),
+                ).sum(axis=0)
+                rows_seeing, mass = max(rows_seeing, int(sees.sum())), mass + float(masses.sum())
+                peak = max(peak, float(weights[:, part].max(initial=0)))
+            look.seen.append(np.array([rows_seeing, mass, peak, *errors]))
+        return look
+
+    def _record(self, layer: int, head: int, newest: _Look, sampled: _Look, facts: Any) -> None:
+        """Fills the facts [8, C] of one stream's pages from what two kinds of rows saw."""
+        stream = layer * self.arena.shape.num_kv_heads + head
         for c, column in enumerate(self.table):
             page = column.pages[stream]
             if page is None:
                 continue
-            part = slice(start, start + PAGE_TOKENS)
-            start += PAGE_TOKENS
-            sees = seen[:, part].any(axis=1)
-            if sees.any():
-                mass = weights[sees, part].sum(axis=1)
-                heavy = np.nonzero(sees)[0][mass >= OBSERVED_MASS]
-                turned = self._turned(stream, column.delta, inv_freq)(rows)
-                errors = page_errors(
-                    weights[heavy, part],
-                    turned[heavy],
-                    outputs[heavy],
-                    keys.values[part],
-                    page.grids[KEYS].scale,
-                    np.expand_dims(page.grids[VALUES].scale, grid_axis(VALUES, page.form)),
-                )
-                mean = float(mass.mean())
-                facts[0, layer, head, c] = mean
-                facts[3:, layer, head, c] = errors.sum(axis=0) / sees.sum()
-                page.peak_mass = max(mass_code(mean), 1, page.peak_mass - PEAK_STEP)
-                before = mass_of(page.mean_mass) if page.mean_mass else mean
-                page.mean_mass = mass_code(before + MEAN_SHARE * (mean - before))
-            facts[1, layer, head, c] = mass_of(page.peak_mass)
-            facts[2, layer, head, c] = mass_of(page.mean_mass)
-        return outputs
+            new, old = newest.seen[c], sampled.seen[c]
+            if rows := new[0] + old[0]:
+                recent = float(new[1] / max(new[0], 1))
+                total = float(old[1] / max(len(sampled.rows), 1))
+                facts[:3, c] = (new[1] + old[1]) / rows, recent, total
+                facts[5:, c] = (new[3:] + old[3:]) / rows
+                peak = mass_code(max(new[2], old[2]))
+                page.peak_weight = max(1, peak, page.peak_weight - PEAK_STEP)
+                before = mass_of(page.mean_mass) if page.mean_mass else recent
+                page.mean_mass = mass_code(before + MEAN_SHARE * (recent - before))
+            facts[3:5, c] = mass_of(page.peak_weight), mass_of(page.mean_mass)
 
-    def constants(self) -> tuple[Float, Float]:
-        """Scales and mids float32: keys [L, Hk, C, 2, D], values [L, Hk, C, 2, 64].
+    def constants(self, layer: int) -> tuple[Float, Float]:
+        """Scales and mids of a layer float32: keys [Hk, C, 2, D], values [Hk, C, 2, 64].
 
         Of values on a grid of channels every token has the channels' root mean squares.
         """
-        shape = self.arena.shape
-        pages = (shape.num_layers, shape.num_kv_heads, len(self.table), 2)
-        out = (
-            np.zeros((*pages, shape.head_dim), np.float32),
-            np.zeros((*pages, PAGE_TOKENS), np.float32),
-        )
-        for c, column in enumerate(self.table):
-            for stream, page in enumerate(column.pages):
-                layer, head = divmod(stream, shape.num_kv_heads)
-                for side in (KEYS, VALUES):
-                    if page:
-                        lines = np.array([page.grids[side].scale, page.grids[side].mid])
-                        if side > grid_axis(side, page.form):
-                            lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
-                        out[side][layer, head, c] = lines
+        heads, dim = self.arena.shape.num_kv_heads, self.arena.shape.head_dim
+        pages = (heads, len(self.table), 2)
+        out = np.zeros((*pages, dim), np.float32), np.zeros((*pages, PAGE_TOKENS), np.float32)
+        for head, c, page in self._layer_pages(layer):
+            for side in (KEYS, VALUES):
+                lines = np.array([page.grids[side].scale, page.grids[side].mid])
+                if side > grid_axis(side, page.form):
+                    lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
+                out[side][head, c] = lines
         return out
+
+    def key_squares(self, layer: int) -> Float:
+        """Squared lengths of a layer's keys as read, [Hk, C, 64]; 0 where a page is evicted."""
+        heads = self.arena.shape.num_kv_heads
+        squares = np.zeros((heads, len(self.table), PAGE_TOKENS), np.float32)
+        for head, c, page in self._layer_pages(layer):
+            squares[head, c] = np.square(page.read(KEYS, "full")).sum(axis=1)
+        return squares
+
+    def _layer_pages(self, layer: int) -> Iterator[tuple[int, int, Page]]:
+        """(head, column, page) of a layer's pages that are held."""
+        for head in range(self.arena.shape.num_kv_heads):
+            stream = self._stream(layer, head)
+            for c, column in enumerate(self.table):
+                page = column.pages[stream]
+                if page is not None:
+                    yield head, c, page
 
     # -- changes between forward passes --
 
@@ -551,23 +727,74 @@ class ReferenceCache:
         self._check_idle()
         if not 0 <= tokens <= self.tokens:
             raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
-        sinks = min(self.arena.plan.sink_tokens, len(self._positions))
-        first_in_tail = self.tokens - (len(self._positions) - sinks)
-        kept = len(self._positions) - (self.tokens - tokens)
-        if tokens < first_in_tail:
-            kept = min(tokens, sinks)
-            while self.table:
-                last = self.table[-1]
-                inside = tokens - last.first_token
-                if inside < PAGE_TOKENS:
-                    last.mask &= (1 << max(inside, 0)) - 1
-                if last.mask:
-                    break
-                self.table.pop()
-        for rows in self._tail:
-            rows.k, rows.v = rows.k[:kept], rows.v[:kept]
-        self._positions = self._positions[:kept]
+        self._remove(tokens, self.tokens)
         self.tokens = tokens
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """Removes tokens `start` to `stop`; what follows moves and leaves a gap for `count`."""
+        self._check_idle()
+        moved = count - (stop - start)
+        inside = self.arena.plan.sink_tokens <= start <= stop <= self.tokens
+        if not inside or count < 0 or self.tokens + moved > self.arena.context_tokens:
+            raise CacheError(f"{count} tokens cannot stand for tokens {start} to {stop}")
+        before = deepcopy([column.views for column in self.table]), self._places
+        kept = self._split(start, stop, moved)
+        if not self._fits_views(self._places.take(kept), reserve=GAP_VIEWS):
+            for column, views in zip(self.table, before[0], strict=True):
+                column.views = views
+            self._places = before[1]
+            raise CacheError("the budget has no room for these tokens")
+        self._drop_rows(kept)
+        self.table = [column for column in self.table if column.views]
+        for probe in self._probes.values():
+            probe.token = -1 if probe.token >= start else probe.token
+        self.tokens += moved
+
+    def _split(self, start: int, stop: int, moved: int) -> NDArray[np.bool_]:
+        """Tokens `start` to `stop` are seen no more, those behind have moved; the rows that stay.
+
+        A view that holds tokens of both sides becomes two; views of one page that have come to
+        the same place become one.
+        """
+        for column in self.table:
+            found: dict[tuple[int, int, int], View] = {}
+            for view in column.views:
+                first = view.first_token
+                sides = (
+                    (view.mask & _low_bits(start - first), 0),
+                    (view.mask & ~_low_bits(stop - first), moved),
+                )
+                for mask, by in sides:
+                    place = (view.pos0, view.delta + by, first + by)
+                    if mask:
+                        found.setdefault(place, View(*place, mask=0)).mask |= mask
+            column.views = list(found.values())
+        places = self._places
+        by = np.where(places.tokens >= stop, moved, 0)
+        kept = (places.tokens < start) | (places.tokens >= stop)
+        self._places = _Places(places.tokens + by, places.positions + by, places.deltas + by)
+        return kept
+
+    def _fits_views(self, places: _Places, reserve: int = 0) -> bool:
+        """Whether there are views enough for these rows once they lie in pages, and `reserve` more.
+
+        Every column, also one that is yet to come, has one view of its own; the others are shared.
+        """
+        further = sum(len(column.views) - 1 for column in self.table if column.views)
+        rows = places.take(slice(self.arena.plan.sink_tokens, None))
+        needed = further + rows.stretches + reserve
+        return not self.arena.plan.quantized or needed <= self.arena.spare_views
+
+    def _remove(self, start: int, stop: int) -> None:
+        """Tokens `start` to `stop` are gone; pages that show nothing any more go with them."""
+        kept = self._split(start, stop, 0)
+        self._drop_rows(kept)
+        self.table = [column for column in self.table if column.views]
+
+    def _drop_rows(self, kept: NDArray[np.bool_]) -> None:
+        for rows in self._tail:
+            rows.k, rows.v = rows.k[kept], rows.v[kept]
+        self._places = self._places.take(kept)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
@@ -596,11 +823,15 @@ class ReferenceCache:
 
     def shift(self, column: int, delta: int) -> None:
         self._check_idle()
-        self._column(column).delta = delta
+        for view in self._column(column).views:
+            view.delta = delta
 
     def mask(self, column: int, mask: int) -> None:
         self._check_idle()
-        self._column(column).mask = mask & (1 << PAGE_TOKENS) - 1
+        views = self._column(column).views
+        if len(views) != 1:
+            raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
+        views[0].mask = mask & _ALL
 
     def _check_idle(self) -> None:
         if self._parents:
@@ -634,17 +865,30 @@ class ReferenceCache:
     def columns(self) -> tuple[NDArray[np.int64], Bytes]:
         """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
         shape = self.arena.shape
-        facts = np.array(
-            [
-                (c.pos0, c.delta, c.first_token, np.uint64(c.mask).astype(np.int64))
-                for c in self.table
-            ],
-            np.int64,
-        ).reshape(-1, 4)
+        rows: list[tuple[int, int, int, int]] = []
+        for column in self.table:
+            last = max(column.views, key=lambda view: view.pos0 + view.delta)
+            mask = functools.reduce(operator.or_, (view.mask for view in column.views))
+            rows.append((*last.place, _signed(mask)))
+        facts = np.array(rows, np.int64).reshape(-1, 4)
         widths = np.array(
             [[page.bits if page else (0, 0) for page in c.pages] for c in self.table], np.uint8
         ).reshape(len(self.table), shape.num_layers, shape.num_kv_heads, 2)
         return facts, np.ascontiguousarray(widths.transpose(1, 2, 0, 3))
+
+    def views(self) -> NDArray[np.int64]:
+        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view."""
+        rows = [
+            (c, *view.place, _signed(view.mask))
+            for c, column in enumerate(self.table)
+            for view in column.views
+        ]
+        return np.array(rows, np.int64).reshape(-1, 5)
+
+    def places(self) -> NDArray[np.int64]:
+        """Int64 [n, 3]: token, position and delta of the tail's rows."""
+        places = self._places
+        return np.stack([places.tokens, places.positions, places.deltas], axis=1)
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """A page's stored bytes; empty once evicted."""
@@ -655,19 +899,18 @@ class ReferenceCache:
     def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
         """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
         rows = self._tail[layer * self.arena.shape.num_kv_heads + head]
-        return rows.k, rows.v, self._positions.astype(np.int32)
+        return rows.k, rows.v, self._places.positions.astype(np.int32)
 
     # -- snapshots --
 
     def state(self) -> bytes:
         """Everything a later `load_state` needs, as an npz archive."""
         self._check_idle()
-        facts, widths = self.columns()
-        arrays: dict[str, NDArray[np.generic]] = {"facts": facts, "widths": widths}
+        arrays: dict[str, NDArray[np.generic]] = {"widths": self.columns()[1]}
+        arrays |= {"views": self.views(), "places": self.places()}
         arrays["arena"] = self._identity()
         arrays["entering"] = self._entering
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
-        arrays["positions"] = self._positions
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
         self._save_probes(arrays)
@@ -685,7 +928,7 @@ class ReferenceCache:
 
     def _save_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
         masses = [
-            (page.peak_mass, page.mean_mass) if page else (0, 0)
+            (page.peak_weight, page.mean_mass) if page else (0, 0)
             for column in self.table
             for page in column.pages
         ]
@@ -713,7 +956,7 @@ class ReferenceCache:
         for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
             for page, (peak, mean) in zip(column.pages, masses, strict=True):
                 if page:
-                    page.peak_mass, page.mean_mass = peak, mean
+                    page.peak_weight, page.mean_mass = peak, mean
 
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
@@ -744,16 +987,15 @@ class ReferenceCache:
 
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         self.tokens, self.peak_bytes = map(int, arrays["counts"])
-        self._positions = arrays["positions"]
+        self._places = _Places(*arrays["places"].T)
         self._entering = arrays["entering"]
         streams = range(self.arena.streams)
         self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
         widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
         self.table = []
-        for c, (pos0, delta, first_token, mask) in enumerate(arrays["facts"].tolist()):
-            column = Column(
-                pos0=pos0, first_token=first_token, delta=delta, mask=mask & (1 << 64) - 1
-            )
+        for c in range(widths.shape[1]):
+            views = arrays["views"][arrays["views"][:, 0] == c, 1:].tolist()
+            column = Column([View(*place, mask=mask & _ALL) for *place, mask in views])
             for stream in streams:
                 k_bits, v_bits = map(int, widths[stream, c])
                 page = None

@@ -124,9 +124,11 @@ def restore(form: PanelFormat, panels: Bytes) -> Float:
     return dequantize(codes, scales.astype(np.float32) * SCALE_UNIT, form.bits)[:, : form.columns]
 
 
-def dequantize(codes: Bytes, scales: Float, bits: int) -> Float:
+def dequantize(codes: Bytes, scales: Float, bits: int, view: View = "full") -> Float:
     """Codes uint8 [N, K], scales float32 [N, blocks] -> `scale * (code - 2**(bits - 1))` [N, K]."""
     values = codes.astype(np.float32).reshape(*scales.shape, -1)
+    if bits == 8 and view == "hi":
+        values = values - values % 16 + np.float32(7.5)
     values -= np.float32(1 << (bits - 1))
     values *= scales[..., None]
     return values.reshape(codes.shape)

@@ -26,7 +26,7 @@ from kvq.formats import (
     format_bytes,
     granule_bytes,
     page_bytes,
-    ring_slots,
+    probe_slots,
     value_groups,
 )
 from kvq.policies import policy_named
@@ -36,11 +36,16 @@ DEFAULT_TOKENS = 8192
 SHORTEST_CONTEXT_TOKENS = 2
 # `sizeof` of the library's structs.
 STATE_BYTES = 136
-COLUMN_BYTES = 24
+VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
 BRANCH_ROW_BYTES = 24
 LAYER_BYTES = 552
+# Bytes of what a floating-point row is: token, position, how far it has moved.
+PLACE_BYTES = 12
+# Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
+# free what filling gaps may take.
+SPARE_VIEWS, GAP_VIEWS = 64, 32
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
 
@@ -51,11 +56,11 @@ class Regions(NamedTuple):
     state: int
     forms: int
     entering: int
-    columns: int
+    views: int
     entries: int
     constant_owners: int
     granule_owners: int
-    tail_positions: int
+    places: int
     tail: int
     branch: int
     probes: int
@@ -131,17 +136,17 @@ class Geometry:
     def regions_for(self, columns: int, pool_bytes: int) -> Regions:
         """Everything but pages: state, tables, tail, probes, scratch."""
         shape, dim = self.shape, self.shape.head_dim
-        slots = sum(ring_slots(self.draft_tokens)) if self.probes else 0
+        slots = probe_slots(self.draft_tokens) if self.probes else 0
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
             state=STATE_BYTES,
             forms=self.streams,
             entering=self.streams * 2,
-            columns=columns * COLUMN_BYTES,
+            views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
             entries=columns * self.streams * ENTRY_BYTES,
             constant_owners=columns * self.streams * 4,
             granule_owners=pool_bytes // granule_bytes(dim) * 4,
-            tail_positions=self.tail_rows * 4,
+            places=self.tail_rows * PLACE_BYTES,
             tail=self.streams * self.tail_rows * dim * 4,
             branch=self.draft_tokens * BRANCH_ROW_BYTES,
             probes=slots * PROBE_BYTES,
@@ -189,7 +194,7 @@ class Geometry:
     @property
     def _row_bytes(self) -> int:
         """Bytes of one column of the page table."""
-        return COLUMN_BYTES + self.streams * (ENTRY_BYTES + 4)
+        return 2 * VIEW_BYTES + self.streams * (ENTRY_BYTES + 4)
 
     @property
     def _full_bytes(self) -> int:
@@ -212,6 +217,11 @@ class Arena(Geometry):
     num_bytes: int
     max_columns: int
     regions: Regions
+
+    @property
+    def spare_views(self) -> int:
+        """Views beyond one of every column that an edited text may have."""
+        return self.max_columns + SPARE_VIEWS
 
     @property
     def pool_bytes(self) -> int:

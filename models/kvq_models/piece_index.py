@@ -59,6 +59,21 @@ class PieceIndex:
             openings.append(Opening(ids=ids, ends=ends))
         return openings[::-1]
 
+    def spelling(self, text: bytes) -> list[int]:
+        """Tokens that together are `text`, from the left the longest ones; none if there are none.
+
+        Where several tokens have the same bytes, the first of them.
+        """
+        openings, ids, place = self.openings(text), list[int](), 0
+        while place < len(text):
+            ends = openings[place].ends
+            if not ends:
+                return []
+            token = max(ends, key=lambda one: (ends[one], -one))
+            ids.append(token)
+            place = ends[token]
+        return ids
+
     def _equal(self, piece: bytes) -> Ids:
         first = bisect_left(self._pieces, piece)
         return self._ids[first : bisect_right(self._pieces, piece, first)]

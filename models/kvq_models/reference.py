@@ -7,7 +7,7 @@ can stand in for the exact one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -49,12 +49,14 @@ def forward(
     mixed: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     long_rope: bool = False,
+    skipped: Collection[int] = (),
 ) -> np.ndarray:
     """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
     `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
     weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
-    `long_rope` picks the long rotary table of models that have one.
+    `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
+    stream as it is; `attend` is given zeros for them.
     """
     table = weight("embed")
     if mixed is None:
@@ -63,6 +65,9 @@ def forward(
         hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
     hidden = hidden * np.float32(config.embedding_scale)
     for layer in range(config.num_layers):
+        if layer in skipped:
+            _attend_to_zeros(config, layer, positions, attend)
+            continue
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         hidden = _mlp(config, weight, layer, hidden)
     hidden = hidden if rows is None else hidden[rows]
@@ -99,6 +104,16 @@ def _attention(
     if config.sandwich_norms:
         output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
     return hidden + output
+
+
+def _attend_to_zeros(
+    config: ModelConfig, layer: int, positions: np.ndarray, attend: Attend
+) -> None:
+    """A cache counts the layers that have seen a pass, those that do nothing too."""
+    params = config.attention(layer)
+    heads = params.num_heads + 2 * params.num_kv_heads
+    qkv = np.zeros((len(positions), heads * params.head_dim), np.float32)
+    attend(params, qkv, positions, config.inv_freq(layer), None, None)
 
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:

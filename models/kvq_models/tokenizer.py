@@ -333,6 +333,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._shown: frozenset[int] = frozenset()
         self._skipped = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -340,9 +341,14 @@ class IncrementalDetokenizer:
         """Leaves out the next `num_bytes` of the stream."""
         self._skipped = num_bytes
 
+    def show(self, control: frozenset[int]) -> None:
+        """From now on these control tokens are text."""
+        self._shown = control
+
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
-        piece = self._tokenizer.token_bytes(token, special=self._special)
+        special = self._special or token in self._shown
+        piece = self._tokenizer.token_bytes(token, special=special)
         skipped = min(self._skipped, len(piece))
         self._skipped -= skipped
         return self._decoder.decode(piece[skipped:])

@@ -21,7 +21,7 @@ from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
 from kvq.errors import BundleError, KvqError
 from kvq.files import replace_file
 from kvq.policies import Sensitivity
-from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, dequantize, unpack
+from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, View, dequantize, unpack
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.family import layer_shapes
@@ -192,7 +192,7 @@ class Manifest:
             policy=str(kv.get("policy", DEFAULT_POLICY)),
             sensitivity=None
             if sensitivity is None
-            else Sensitivity.from_json(sensitivity, config.num_layers),
+            else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
             forms=_page_forms(data["page_forms"], config),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
@@ -301,11 +301,14 @@ class Bundle:
             return None
         return Tokenizer.from_bundle(self.path, ControlTokens.from_json(self.manifest.tokens))
 
-    def read_weight(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
+    def read_weight(
+        self, name: str, rows: slice | np.ndarray | None = None, *, view: View = "full"
+    ) -> np.ndarray:
         """A canonical weight (`layers.0.qkv`, `final_norm`) as float32, quantised ones restored.
 
         `rows` picks rows (a slice or indices) without restoring the others; the head of a model
-        that ties it reads as the embedding. Raises `BundleError` for an unknown name.
+        that ties it reads as the embedding. `view` "hi" restores 8-bit weights from their upper
+        nibbles. Raises `BundleError` for an unknown name.
         """
         if name == "head" and self.config.tied_head:
             name = "embed"
@@ -313,7 +316,7 @@ class Bundle:
             return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
         codes, scales = self.read_codes(name, rows)
         form = self._form(name)
-        return dequantize(codes, scales, form.bits)[:, : form.columns]
+        return dequantize(codes, scales, form.bits, view)[:, : form.columns]
 
     def read_codes(
         self, name: str, rows: slice | np.ndarray | None = None

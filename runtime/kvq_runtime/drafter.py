@@ -1,13 +1,18 @@
-"""What a drafter proposes. Knows token ids only, no model and no cache.
+"""What a drafter proposes, and what it is told. Knows no file and no text.
 
 A drafter guesses how a text goes on; one pass of the model checks all guesses at once, and only
 tokens that plain decoding would have chosen are kept (arXiv 2211.17192). No drafter is an empty
 draft, so there is one loop for both.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq_runtime.sequence import Branch, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,19 +20,44 @@ class Draft:
     """Guessed tokens: a chain, or a tree when `parents` says which token each one follows.
 
     `parents[i]` is the place of an earlier token of the draft, or -1 for the end of the text.
-    `confidence`, 0 to 1, is what its drafter thinks of the first token; it is to be compared with
-    the same drafter's only.
+    `probabilities` float [len(ids), V]: row i is what token i was drawn from, given that those
+    guessed earlier at the same place are wrong; None: no guess was drawn, each is certain.
+    `chances`, 0 to 1, are what the drafter thinks of each token if the one before it is right, to
+    be compared with the same drafter's only; none where it has no opinion.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
-    confidence: float = 0.0
+    probabilities: NDArray[np.floating] | None = field(default=None, compare=False)
+    chances: tuple[float, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return self.parents is None or self.parents == tuple(range(-1, len(self.ids) - 1))
+
+    def places_after(self, place: int) -> list[int]:
+        """Places of the tokens guessed right after `place` (-1: the text), in their order."""
+        if self.parents is None:
+            return [place + 1] if place + 1 < len(self.ids) else []
+        return [own for own, parent in enumerate(self.parents) if parent == place]
 
     def after(self, place: int, token: int) -> int | None:
-        """The place of `token` drafted right after `place` (-1: the text), or None."""
-        parents = range(-1, len(self.ids) - 1) if self.parents is None else self.parents
-        pairs = enumerate(zip(self.ids, parents, strict=True))
-        return next((own for own, pair in pairs if pair == (token, place)), None)
+        """The place of `token` guessed right after `place` (-1: the text), or None."""
+        return next((own for own in self.places_after(place) if self.ids[own] == token), None)
+
+    def first(self, count: int) -> "Draft":
+        """Its first `count` tokens, of which none follows a later one."""
+        if count >= len(self.ids):
+            return self
+        count = max(0, count)
+        parents, rows = self.parents, self.probabilities
+        return Draft(
+            ids=self.ids[:count],
+            parents=None if parents is None else parents[:count],
+            probabilities=None if rows is None else rows[:count],
+            chances=self.chances[:count],
+        )
 
 
 NO_DRAFT = Draft()
@@ -37,20 +67,35 @@ NO_DRAFT = Draft()
 class Round:
     """What became of a draft, or of none.
 
-    `tokens` followed the text: the draft's first `accepted` ones and one more. `rows` are those of
-    the whole pass, which took `seconds`: `drafted` guesses among them, and in a shared pass the
-    rows of other sequences.
+    `tokens` followed the text: those at the draft's places `path`, and one more. `logits` float32
+    [1 + len(draft.ids), V] are the model's after the text and after each guess, right or wrong,
+    exact as far as the answer's choice needed them (`Rows.exact_rows`). `rows` are those of the
+    whole pass, which took `seconds`: the guesses, and in a shared pass the rows of other sequences.
     """
 
+    draft: Draft
+    path: tuple[int, ...]
     tokens: tuple[int, ...]
-    drafted: int
-    accepted: int
+    logits: NDArray[np.float32]
     rows: int
     seconds: float
 
+    @property
+    def drafted(self) -> int:
+        """How many tokens were guessed."""
+        return len(self.draft.ids)
+
+    @property
+    def accepted(self) -> int:
+        """How many of these were kept."""
+        return len(self.path)
+
 
 class Drafter(Protocol):
-    """Guesses how one text goes on. It is told how the text changes, and never reads it again."""
+    """Guesses how one text goes on. It is told how the text changes, and never reads it again.
+
+    One whose guesses branch has an attribute `branches`, which is True: not every backend takes it.
+    """
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """The text is now its first `kept` tokens as they were, and then `new`."""
@@ -62,4 +107,40 @@ class Drafter(Protocol):
 
     def observe(self, outcome: Round) -> None:
         """Notes what a pass made of the last draft; `follow` tells the tokens once more."""
+        ...
+
+
+class Foresight(Protocol):
+    """The sampler of an answer, ahead of it: it goes along guesses and is then forgotten."""
+
+    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
+        """The next guess, chosen among `logits` [V] as the answer chooses, and notes it.
+
+        With the probabilities [V] that it was drawn from; None where the likeliest is taken.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """Where a draft begins: at most `room` tokens after `due`, which the cache has not seen.
+
+    `branch` is empty; rows that a draft brings into it are forgotten before its guesses are
+    checked. `foresight` makes a sampler at the text's end, as many times as it is wanted; what it
+    looks at are the `exact_rows` largest logits (`Rows.exact_rows`).
+    """
+
+    branch: Branch[Any]
+    due: Sequence[int]
+    room: int
+    exact_rows: int
+    foresight: Callable[[], Foresight]
+
+
+@runtime_checkable
+class ComputingDrafter(Drafter, Protocol):
+    """A drafter that guesses with passes of its own, of this model or another."""
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """What `propose` would return, asked for in its place; yields the rows of its passes."""
         ...

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, overload
 
-from kvq.config import Budget, parse_budget, parse_kv
+from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends, device
+from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
@@ -18,7 +19,7 @@ from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import is_gguf
 from kvq_runtime.healing import heal
-from kvq_runtime.session import Session
+from kvq_runtime.session import Session, no_names
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Engine:
         self.files = files
         self.backend = backends.open_backend(backend, files, threads=self.threads)
         self._tokenizer = self.backend.tokenizer()
+        self.vocabulary = Vocabulary.of(self._tokenizer, self.model.stop_ids)
         self._longest_context = self.model.context_length
         self._closed = False
 
@@ -168,6 +170,7 @@ class Engine:
         context_tokens: int | None = None,
         policy: str | None = None,
         chunk_tokens: int = 256,
+        draft_tokens: int | None = None,
         seed: int | None = None,
         draft: Callable[[], Drafter] | None = None,
     ) -> Session[Any]:
@@ -176,7 +179,8 @@ class Engine:
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
         `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what 8192 tokens (or a
         shorter context) need. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`;
-        None: every token takes a pass of its own. Raises `UsageError`, `BackendError` for what the
+        None: every token takes a pass of its own. `draft_tokens`: rows that drafts may take.
+        Raises `UsageError`, `BackendError` for what the
         backend cannot do, and `BudgetError` for a budget too small, naming the smallest that works.
         """
         self._check_open()
@@ -189,6 +193,7 @@ class Engine:
             context_tokens=context_tokens,
             policy=policy,
             chunk_tokens=chunk_tokens,
+            draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
             seed=seed,
         )
         config = self.backend.session_config(request)
@@ -196,10 +201,15 @@ class Engine:
         session: Session[Any] = Session(
             backend=self.backend,
             config=config,
-            vocabulary=Vocabulary.of(self._tokenizer, self.model.stop_ids),
+            vocabulary=self.vocabulary,
         )
         session.drafter = None if draft is None else draft()
+        session.writers = self.writer
         return session
+
+    def writer(self, name: str) -> Writer:
+        """The method of `Session.drafts` called `name`; the engine of `import kvq` knows some."""
+        return no_names(name)
 
     def close(self) -> None:
         """Gives the weights' memory back; sessions of this engine end with it."""

@@ -5,6 +5,7 @@ pool of many, a test with logits made by hand) runs those and comes back with th
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,10 +16,12 @@ from kvq.errors import UsageError
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide
 from kvq_runtime.drafter import NO_DRAFT, Draft
 from kvq_runtime.healing import Beginning
-from kvq_runtime.sampling import likeliest, log_probability, sample
+from kvq_runtime.sampling import candidates, draw, likeliest, log_probability
 from kvq_runtime.stop_strings import StopStrings
+from kvq_runtime.verify import accept
 
 Cancel = Callable[[], bool]
 
@@ -52,6 +55,10 @@ class Detokenizer(Protocol):
         """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
         ...
 
+    def show(self, control: frozenset[int]) -> None:
+        """These control tokens have a text too."""
+        ...
+
     def push(self, token: int) -> str:
         """Text that `token` completed."""
         ...
@@ -67,6 +74,9 @@ class NoText:
     def skip(self, num_bytes: int) -> None:
         """There is nothing to leave out."""
 
+    def show(self, control: frozenset[int]) -> None:
+        """There is nothing to show."""
+
     def push(self, token: int) -> str:
         """Always empty."""
         return ""
@@ -81,13 +91,15 @@ class Vocabulary:
     """What a generation knows of the model's tokens.
 
     `detokenizer` makes a fresh one for each generation; `pieces` finds tokens by their bytes;
-    `encode` turns a text into tokens, `start` says that nothing stands before it.
+    `encode` turns a text into tokens, `start` says that nothing stands before it; `grammars` reads
+    constraints.
     """
 
     stop_ids: frozenset[int] = frozenset()
     detokenizer: Callable[[], Detokenizer] = NoText
     pieces: Callable[[], PieceIndex] = PieceIndex
     encode: Callable[..., list[int]] | None = None
+    grammars: Grammars | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, stop_ids: frozenset[int]) -> "Vocabulary":
@@ -99,7 +111,14 @@ class Vocabulary:
             detokenizer=lambda: IncrementalDetokenizer(tokenizer),
             pieces=lambda: tokenizer.pieces,
             encode=tokenizer.encode,
+            grammars=Grammars(tokenizer),
         )
+
+    def grammar(self, constraint: Constraint) -> Grammar:
+        """`constraint`, read for this vocabulary; raises what `Grammars.read` raises."""
+        if self.grammars is None:
+            raise UsageError("this model has no tokenizer, so an answer cannot be constrained")
+        return self.grammars.read(constraint)
 
 
 IDS_ONLY = Vocabulary()
@@ -113,8 +132,9 @@ class GenerationOptions:
     `stop_ids` (None: the model's end tokens), or before any of `stop_strings`. `begin_with` is
     the end of a prompt that was not prefilled, see `healing.heal`: the first tokens are chosen
     among those that spell it. Those that lie within it count as the prompt's and make no step;
-    of the first that reaches beyond it only the rest is text. `draft` False: the session's drafter
-    is not asked; the answer is the same.
+    of the first that reaches beyond it only the rest is text. What comes after follows `grammar`
+    to its end (`Vocabulary.grammar` reads one). The text has the control tokens of `shown`.
+    `draft` False: the session's drafter is not asked; the answer is the same.
     """
 
     max_tokens: int | None = None
@@ -124,11 +144,24 @@ class GenerationOptions:
     logprobs: bool = False
     top_logprobs: int = 0
     begin_with: bytes = b""
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
     draft: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
+
+    def ends(self, vocabulary: Vocabulary) -> frozenset[int]:
+        """The tokens that end the answer."""
+        return vocabulary.stop_ids if self.stop_ids is None else self.stop_ids
+
+    def beginning(self, vocabulary: Vocabulary) -> Beginning | Guide:
+        """What may come next at the answer's start. Raises `UsageError` as `Generation` does."""
+        beginning = Beginning(vocabulary.pieces, self.begin_with)
+        if self.grammar is None:
+            return beginning
+        return self.grammar.guide(beginning, self.ends(vocabulary))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +199,11 @@ class Generation:
         self._room = room
         self._new = 0
         self._generator = generator
-        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
-        self._beginning = Beginning(vocabulary.pieces, options.begin_with)
+        self._stop_ids = options.ends(vocabulary)
+        self._beginning = options.beginning(vocabulary)
         self._detokenizer = vocabulary.detokenizer()
+        if options.shown:
+            self._detokenizer.show(options.shown)
         if options.begin_with:
             self._detokenizer.skip(len(options.begin_with))
         self._stops = StopStrings(options.stop_strings)
@@ -202,37 +237,51 @@ class Generation:
         """Chooses tokens along `draft` while they agree with it, and one more.
 
         `logits` float32 [1 + len(draft.ids), V]: after the text, and after each drafted token.
-        Every token is sampled as plain decoding samples it, with the same random numbers in the
-        same order, so the answer is the same with any draft. `cancel` is asked after each token.
+        Along a draft without probabilities every token is sampled as plain decoding samples it,
+        with the same random numbers in the same order, so the answer is the same; along others it
+        has the same distribution, see `verify.accept`. `cancel` is asked after each token.
         """
         place, path, steps, prompt_tokens = -1, list[int](), list[Step](), 0
         while True:
-            token, step = self._choose(logits[place + 1], cancel)
+            own = logits[place + 1]
+            token, guess = accept(*self._candidates(own), draft, place, self._generator)
+            step = self._step(own, token, cancel)
             prompt_tokens += step is None
             steps += [] if step is None else [step]
-            drafted = draft.after(place, token)
-            if self.finish_reason is not None or drafted is None:
+            if self.finish_reason is not None or guess is None:
                 return Taken(
                     path=tuple(path), token=token, steps=tuple(steps), prompt_tokens=prompt_tokens
                 )
-            path.append(drafted)
-            place = drafted
+            path.append(guess)
+            place = guess
 
-    def _choose(self, logits: NDArray[np.float32], cancel: Cancel) -> tuple[int, Step | None]:
-        """The next token, and its step unless it only spells the prompt's end."""
-        options, allowed = self._options, self._beginning.allowed
-        token = sample(logits, options.sampling, self._history, self._generator, allowed)
+    def foresight(self) -> "Foresight":
+        """A sampler that stands where this answer does and goes on along guesses."""
+        return Foresight(
+            self._options.sampling, self._history, copy(self._beginning), self._generator
+        )
+
+    def _candidates(
+        self, logits: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What may come next, and how likely."""
+        allowed = self._beginning.allowed
+        return candidates(logits, self._options.sampling, self._history, allowed)
+
+    def _step(self, logits: NDArray[np.float32], token: int, cancel: Cancel) -> Step | None:
+        """Takes `token` as the next; its step unless it only spells the prompt's end."""
+        options = self._options
         self._history.append(token)
         self._room -= 1
         text = self._stops.feed(self._detokenizer.push(token))
         if self._beginning.take(token) and self._room > 0:
             self.finish_reason = "cancelled" if cancel() else None
-            return token, None
+            return None
         self._new += 1
         self.finish_reason = self._reason(token, cancel)
         if self.finish_reason is not None:
             text += self._rest()
-        return token, Step(
+        return Step(
             token=token,
             text=text,
             logprob=log_probability(logits, token) if options.logprobs else None,
@@ -241,7 +290,7 @@ class Generation:
         )
 
     def _reason(self, token: int, cancel: Cancel) -> str | None:
-        if token in self._stop_ids or self._stops.found is not None:
+        if token in self._stop_ids or self._stops.found is not None or self._beginning.ended:
             return "stop"
         if self._new == self._options.max_tokens or self._room <= 0:
             return "length"
@@ -253,3 +302,33 @@ class Generation:
             return ""
         rest = self._stops.feed(self._detokenizer.flush())
         return rest if self._stops.found is not None else rest + self._stops.flush()
+
+
+class Foresight:
+    """See `drafter.Foresight`. Its random numbers are the answer's next ones, never used twice."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        history: Sequence[int],
+        beginning: Beginning | Guide,
+        generator: np.random.Generator,
+    ) -> None:
+        self._sampling = sampling
+        self._history = list(history)
+        self._beginning = beginning
+        self._generator = generator
+
+    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
+        """See `drafter.Foresight`."""
+        ids, probabilities = candidates(
+            logits, self._sampling, self._history, self._beginning.allowed
+        )
+        token = draw(ids, probabilities, self._generator)
+        self._history.append(token)
+        self._beginning.take(token)
+        if self._sampling.greedy:
+            return token, None
+        dense = np.zeros(len(logits), np.float64)
+        dense[ids] = probabilities
+        return token, dense

@@ -5,7 +5,7 @@ hardly ever seen before what follows. Its last token is dropped, and what is gen
 with that token's bytes. Knows bytes and token ids, no logits and no session.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvq.errors import UsageError
 from kvq_models.piece_index import Ids, Opening, PieceIndex
@@ -49,6 +49,21 @@ class Beginning:
         """The tokens that may come next, in the order of their ids; None: every token."""
         done = self._place == len(self._openings)
         return None if done else self._openings[self._place].ids
+
+    @property
+    def left_bytes(self) -> int:
+        """How many of the bytes are still to come."""
+        return len(self._openings) - self._place
+
+    @property
+    def within(self) -> Mapping[int, int]:
+        """Of the tokens that may come next those that lie within the bytes, and their ends."""
+        return self._openings[self._place].ends if self.left_bytes else {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow: never."""
+        return False
 
     def take(self, token: int) -> bool:
         """Notes that `token`, an allowed one, comes next; whether it lies within the bytes."""

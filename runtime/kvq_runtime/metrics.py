@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kvq.cache import Holdings
+from kvq_runtime.staleness import EditCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,10 +13,12 @@ class SessionStats:
 
     `ttft_ms` is the time of the last prompt's prefill and the first token's sampling.
     Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
-    them, `tokens_per_round` tokens each on average, 1 without drafts. `bandwidth_gb_s` is (weight
+    them, `tokens_per_round` tokens each on average, 1 without drafts; of the time of these rounds
+    `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
+    kept. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`.
+    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`.
     """
 
     prompt_tokens: int
@@ -26,6 +29,9 @@ class SessionStats:
     drafted_tokens: int
     accepted_tokens: int
     tokens_per_round: float
+    draft_ms: float
+    pass_ms: float
+    choose_ms: float
     kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
@@ -34,6 +40,10 @@ class SessionStats:
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    edits: int
+    edited_tokens: int
+    recomputed_edits: int
+    stale_tokens: int
 
 
 class Meter:
@@ -46,7 +56,9 @@ class Meter:
         self._prefilled_tokens = 0
         self._prefill_s = 0.0
         self._decoded_tokens = 0
-        self._decode_s = 0.0
+        self.draft_s = 0.0
+        self._pass_s = 0.0
+        self._choose_s = 0.0
         self._decode_bytes = 0
         self._rounds = 0
         self.drafted_tokens = 0
@@ -70,20 +82,21 @@ class Meter:
         """A pass over generated tokens, of which it kept so many, read `kv_bytes` of the cache."""
         self._rounds += 1
         self._decoded_tokens += num_tokens
-        self._decode_s += seconds
+        self._pass_s += seconds
         self._decode_bytes += self._weight_bytes + kv_bytes
 
-    def drafted(self, num_tokens: int, num_accepted: int) -> None:
-        """A pass checked so many guesses and kept so many of them."""
+    def drafted(self, num_tokens: int, num_accepted: int, seconds: float) -> None:
+        """A pass checked so many guesses, found in `seconds`, and kept so many of them."""
         self.drafted_tokens += num_tokens
         self.accepted_tokens += num_accepted
+        self.draft_s += seconds
 
     def chose(self, prompt_tokens: int, all_tokens: int, seconds: float) -> None:
         """Tokens were chosen, the first `prompt_tokens` of which spell the end of the prompt."""
         self._prompt_tokens += prompt_tokens
         self._new_tokens += all_tokens - prompt_tokens
         if not self._waiting:
-            self._decode_s += seconds
+            self._choose_s += seconds
             return
         self._prompt_s += seconds
         if all_tokens > prompt_tokens:
@@ -97,25 +110,34 @@ class Meter:
         kv_budget: int,
         bytes_per_token: float,
         holdings: Holdings,
+        edits: EditCounts,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
+        decode_s = self.draft_s + self._pass_s + self._choose_s
         return SessionStats(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
-            decode_tok_s=_rate(self._decoded_tokens, self._decode_s),
+            decode_tok_s=_rate(self._decoded_tokens, decode_s),
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             tokens_per_round=_rate(self._decoded_tokens, self._rounds),
+            draft_ms=self.draft_s * 1e3,
+            pass_ms=self._pass_s * 1e3,
+            choose_ms=self._choose_s * 1e3,
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,
             bytes_per_token=bytes_per_token,
-            bandwidth_gb_s=_rate(self._decode_bytes, self._decode_s) / 1e9,
+            bandwidth_gb_s=_rate(self._decode_bytes, decode_s) / 1e9,
             mean_k_bits=holdings.mean_k_bits,
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
+            edits=edits.edits,
+            edited_tokens=edits.edited_tokens,
+            recomputed_edits=edits.recomputed_edits,
+            stale_tokens=edits.stale_tokens,
         )
 
 

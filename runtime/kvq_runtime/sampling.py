@@ -16,6 +16,8 @@ __all__ = [
     "Sampling",
     "candidates",
     "distribution",
+    "draw",
+    "largest",
     "likeliest",
     "log_probability",
     "sample",
@@ -26,7 +28,7 @@ Ids = NDArray[np.int64]
 
 # Sorting a whole vocabulary takes longer than the rest of a step, and is hardly ever needed.
 _FEW = 1024
-_BLOCK = 64
+_GROUP = 32
 
 
 def sample(
@@ -36,11 +38,15 @@ def sample(
     generator: np.random.Generator,
     allowed: Ids | None = None,
 ) -> int:
-    """Token drawn from `distribution(logits, sampling, history, allowed)`.
+    """Token drawn from `distribution(logits, sampling, history, allowed)`."""
+    return draw(*candidates(logits, sampling, history, allowed), generator)
 
-    Greedy sampling leaves `generator` untouched; everything else draws one uniform number.
+
+def draw(ids: Ids, probabilities: NDArray[np.float64], generator: np.random.Generator) -> int:
+    """One of `ids` with its probability.
+
+    A single one leaves `generator` untouched; everything else draws one uniform number.
     """
-    ids, probabilities = candidates(logits, sampling, history, allowed)
     if len(ids) == 1:
         return int(ids[0])
     cumulative = np.cumsum(probabilities)
@@ -77,17 +83,17 @@ def candidates(
 
 def log_probability(logits: Floats, token: int) -> float:
     """Natural log of the model's own probability of `token`, before any filter."""
-    largest, total = _scale(logits)
-    return float(logits[token] - largest) - total
+    peak, total = _scale(logits)
+    return float(logits[token] - peak) - total
 
 
 def likeliest(logits: Floats, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens with `log_probability`, likeliest first, ties by id."""
     if count == 0:
         return ()
-    ids = _largest(logits, count) if count < len(logits) else _descending(logits)
-    largest, total = _scale(logits)
-    return tuple((int(token), float(logits[token] - largest) - total) for token in ids)
+    ids = largest(logits, count) if count < len(logits) else _descending(logits)
+    peak, total = _scale(logits)
+    return tuple((int(token), float(logits[token] - peak) - total) for token in ids)
 
 
 def _scale(logits: Floats) -> tuple[float, float]:
@@ -102,7 +108,7 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
         _refuse(float(logits[best]))
     if sampling.greedy:
         return np.array([best], np.int64), np.ones(1)
-    ids = _largest(logits, sampling.top_k or len(logits))
+    ids = largest(logits, sampling.top_k or len(logits))
     ids = ids[_nucleus(logits[ids], sampling.top_p)]
     ids = ids[_likely(logits[ids], sampling.min_p)]
     return ids, _softmax(logits[ids] / np.float64(sampling.temperature))
@@ -142,20 +148,35 @@ def _penalized(logits: Floats, sampling: Sampling, history: Sequence[int]) -> Fl
     return logits
 
 
-def _largest(logits: Floats, count: int) -> Ids:
+def largest(logits: Floats, count: int) -> Ids:
     """Ids of the `count` largest logits, largest first and ties by id; of all, in order of id.
 
     Logits of minus infinity are left out.
     """
-    ids = np.arange(len(logits))
-    if count < len(logits):
-        if count < len(logits) // _BLOCK:
-            # At least `count` logits reach the count-th largest of the blocks' maxima.
-            whole = len(logits) // _BLOCK * _BLOCK
-            maxima = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
-            ids = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
-        ids = ids[_descending(logits[ids])][:count]
+    if count >= len(logits):
+        ids = np.arange(len(logits))
+        return ids[np.isfinite(logits)]
+    ids = _reaching(logits, count)
+    ids = ids[_descending(logits[ids])][:count]
     return ids[np.isfinite(logits[ids])]
+
+
+def _reaching(logits: Floats, count: int) -> Ids:
+    """Ids, in order, of at least the `count` largest logits, and of few more.
+
+    Logits are grouped by their place's remainder, which makes maxima of whole rows at once; at
+    least `count` logits reach the count-th largest of the groups' maxima.
+    """
+    groups = len(logits) // _GROUP
+    if count >= groups:
+        return np.arange(len(logits))
+    whole = logits[: groups * _GROUP]
+    maxima = whole.reshape(_GROUP, groups).max(axis=0)
+    least = np.partition(maxima, -count)[-count]
+    found = np.flatnonzero(maxima >= least)
+    ids = (found + groups * np.arange(_GROUP)[:, None]).ravel()
+    ids = np.concatenate([ids, np.arange(len(whole), len(logits))])
+    return np.sort(ids[logits[ids] >= least])
 
 
 def _descending(logits: Floats) -> Ids:
@@ -170,7 +191,7 @@ def _nucleus(logits: Floats, top_p: float) -> Ids | slice:
     probabilities = _softmax(logits)
     count = _FEW
     while True:
-        places = _largest(logits, count) if count < len(logits) else _descending(logits)
+        places = largest(logits, count) if count < len(logits) else _descending(logits)
         reached = np.cumsum(probabilities[places])
         if reached[-1] >= top_p or count >= len(logits):
             return places[: int(np.searchsorted(reached, top_p, side="left")) + 1]

@@ -4,23 +4,32 @@ The tokens a sequence holds and those its cache holds differ by a pending end: w
 chosen but has not been through the model. A pass adds rows to a *branch*, which forgets all that
 is not committed: a prompt's piece commits every row, a verified draft the rows that were right.
 
-What needs the model is written as a generator that yields `Rows` and is sent a `Passed`, so that
+An edit in the middle leaves gaps: tokens that are pending although tokens behind them are cached.
+
+What needs a model is written as a generator that yields a `Call` and is sent a `Passed`, so that
 one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are served by one code.
 """
 
 import collections.abc
+import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, UsageError
-from kvq_runtime.backends import Backend, C, Pass, Rows
+from kvq.errors import BackendError, CacheError, UsageError
+from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
+from kvq_runtime.staleness import Ages, EditCounts, Staleness
+
+logger = logging.getLogger(__name__)
+
+# A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
+MOST_GAPS = 16
 
 Ids = collections.abc.Sequence[int]
 Logits = NDArray[np.float32]
@@ -39,7 +48,24 @@ class Passed:
     rows: int
 
 
-Work = Generator[Rows[C], Passed, T]
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call(Generic[C]):
+    """What one sequence asks for: a pass of `rows` through the model of `backend`."""
+
+    backend: Backend[C]
+    rows: Rows[C]
+    rope_long: bool = False
+
+    def joins(self, other: "Call[Any]") -> bool:
+        """Whether both can be parts of one pass."""
+        return (
+            self.backend is other.backend
+            and self.rows.mode == other.rows.mode
+            and self.rope_long == other.rope_long
+        )
+
+
+Work = Generator[Call[C], Passed, T]
 
 
 class SharedPassError(Exception):
@@ -48,11 +74,15 @@ class SharedPassError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceState(Generic[C]):
-    """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache."""
+    """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache.
+
+    `ages` int32: see `Staleness`.
+    """
 
     tokens: NDArray[np.int64]
     logits: Logits | None
     cache: bytes
+    ages: Ages
 
 
 class Sequence(Generic[C]):
@@ -70,6 +100,8 @@ class Sequence(Generic[C]):
         self._unchanged = 0
         # Of the last cached token; None: it goes through the model again before one is chosen.
         self._logits: Logits | None = None
+        self._staleness = Staleness()
+        self._edits = [0, 0, 0]
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -96,7 +128,21 @@ class Sequence(Generic[C]):
     @property
     def pending_tokens(self) -> int:
         """Tokens at the end that have not been through the model yet."""
-        return len(self._tokens) - self.cache.tokens
+        return len(self._tokens) - self.cache.tokens + self._staleness.missing
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old the encoding of its tokens is."""
+        return self._staleness
+
+    @property
+    def edit_counts(self) -> EditCounts:
+        """What edits of this text were so far."""
+        edits, tokens, recomputed = self._edits
+        stale = self._staleness.stale
+        return EditCounts(
+            edits=edits, edited_tokens=tokens, recomputed_edits=recomputed, stale_tokens=stale
+        )
 
     @property
     def room(self) -> int:
@@ -111,18 +157,12 @@ class Sequence(Generic[C]):
 
     def append(self, ids: Iterable[int]) -> None:
         """Adds tokens to the pending end. Raises `UsageError` for one the model does not have."""
-        new = list(map(int, ids))
-        size = self._backend.model.vocab_size
-        wrong = next((token for token in new if not 0 <= token < size), None)
-        if wrong is not None:
-            raise UsageError(f"token {wrong} is not one of the model's: 0 to {size - 1}")
-        self._tokens += new
+        self._tokens += self._checked(ids)
 
     def keep(self, num_tokens: int) -> None:
         """Forgets all but the first `num_tokens` tokens."""
         if self.cache.tokens > num_tokens:
-            self.cache.trim(num_tokens)
-            self._logits = None
+            self._trim(num_tokens)
         self._rewrite(num_tokens, ())
 
     def rollback(self, num_tokens: int) -> None:
@@ -143,19 +183,117 @@ class Sequence(Generic[C]):
         self.append(ids[shared:])
         return len(ids) - len(self.due())
 
-    def due(self) -> list[int]:
-        """What must go through the model before a next token can be chosen.
+    def edit(self, start: int, stop: int, new_ids: Ids, *, reencode_tail: int = 1) -> int:
+        """Replaces tokens `start` to `stop` by `new_ids`; how many tokens are kept as computed.
 
-        The pending end, or the last token once more where its logits were dropped by a rollback.
+        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids` and the
+        last `reencode_tail` tokens of the text are pending afterwards, and no model runs here.
+        Several edits are made one after the other in the text as it then is, or from the last
+        place to the first; what is pending is encoded left to right. Where the cache cannot move
+        what follows, that is pending too: `edit_counts` tells, and a line in the log says why.
+        Raises `UsageError` for a place that is none, an unknown token, or a text too long.
+        """
+        new, held = self._checked(new_ids), self.cache.tokens
+        if not 0 <= start <= stop <= len(self._tokens):
+            raise UsageError(
+                f"tokens {start} to {stop} cannot be replaced; the text has {len(self._tokens)}"
+            )
+        if len(new) > stop - start + self.room:
+            raise UsageError(
+                f"the edited text has {len(self._tokens) - stop + start + len(new)} tokens and the "
+                f"context holds {self.config.context_tokens}; open the session with a larger one"
+            )
+        if start == stop and not new:
+            return held - self._staleness.missing
+        behind = self._tokens[stop:]
+        if stop >= held or not self._moved(start, stop, len(new)):
+            self.keep(start)
+        self._rewrite(start, [*new, *behind])
+        last = max(0, len(self._tokens) - max(reencode_tail, 0))
+        if self.cache.tokens > last:
+            self._trim(last)
+        self._logits = None
+        return self.cache.tokens - self._staleness.missing
+
+    def _moved(self, start: int, stop: int, count: int) -> bool:
+        """Whether what follows an edit in the middle of what is cached was kept and moved."""
+        self._edits[0] += 1
+        self._edits[1] += count
+        reason = self.cache.why_not_edit()
+        if reason is None and len(self._staleness.gaps) >= MOST_GAPS:
+            reason = f"{MOST_GAPS} edits wait for a pass"
+        held = self.cache.tokens
+        try:
+            if reason is None:
+                self.cache.edit(start, stop, count)
+        except CacheError as error:
+            reason = str(error)
+        if reason is None:
+            self._staleness.edited(start, stop, count, held)
+            return True
+        self._edits[2] += 1
+        logger.info("an edit computes %d tokens behind it again: %s", held - stop, reason)
+        return False
+
+    def refresh(self, max_tokens: int | None = None) -> int:
+        """Encodes up to `max_tokens` stale tokens again, left to right; how many are stale then.
+
+        For idle time: each call is one piece that may be the last. When none is stale the cache is
+        what a session that computed the whole text would have, but for where its pages begin.
+        """
+        left = self.config.context_tokens if max_tokens is None else max_tokens
+        while left > 0 and (self.due() or self._staleness.stale):
+            left -= max(1, self.run(self.refreshing(left)))
+        return self._staleness.stale
+
+    def refreshing(self, max_tokens: int) -> Work[C, int]:
+        """One piece of `refresh`: how many tokens it encoded, what was pending first."""
+        if not self.due() and self._staleness.stale:
+            self._open_stale(max_tokens)
+        before = len(self.due())
+        if before:
+            yield from self.advancing(max_tokens)
+        return before - len(self.due())
+
+    def _open_stale(self, max_tokens: int) -> None:
+        """The first stale tokens are pending again."""
+        start, end = self._staleness.stale_runs()[0]
+        stop, held = min(end, start + min(max_tokens, self.chunk_tokens)), self.cache.tokens
+        try:
+            if stop < held and self.cache.why_not_edit() is None:
+                self.cache.edit(start, stop, stop - start)
+                self._staleness.opened(start, stop, held)
+                self._logits = None
+                return
+        except CacheError as error:
+            logger.info("a refresh computes all that follows: %s", error)
+        self._trim(start)
+
+    def due(self) -> list[int]:
+        """What must go through the model before a next token can be chosen, left to right.
+
+        What is pending, or the last token once more where its logits were dropped by a rollback.
         """
         if self._tokens and not self.pending_tokens and self._logits is None:
-            self.cache.trim(len(self._tokens) - 1)
-        return self._tokens[self.cache.tokens :]
+            self._trim(len(self._tokens) - 1)
+        end = self._tokens[self.cache.tokens :]
+        for start, stop in reversed(self._staleness.gaps):
+            end[:0] = self._tokens[start:stop]
+        return end
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Pending tokens with cached ones behind them: (first, after the last) of each run."""
+        return self._staleness.gaps
 
     @contextmanager
-    def branch(self) -> Generator["Branch[C]"]:
-        """Rows after the cached tokens; those that are not committed inside are forgotten."""
-        branch = Branch(self.cache, self._logits, self._commit)
+    def branch(self, at: int | None = None) -> Generator["Branch[C]"]:
+        """Rows after the cached tokens; those that are not committed inside are forgotten.
+
+        `at`: they are the tokens from there on of a gap that an edit left.
+        """
+        held = self._logits if at is None else None
+        branch = Branch(self.cache, held, self._commit, self._call, at)
         try:
             yield branch
         finally:
@@ -163,13 +301,16 @@ class Sequence(Generic[C]):
 
     def advancing(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds."""
-        due = self.due()
-        count = min(len(due), self.chunk_tokens, max_tokens or len(due))
+        self.due()
+        end = self.cache.tokens, len(self._tokens)
+        start, stop = (self.gaps or [end])[0]
+        count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
-        with self.branch() as branch:
+        with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
-            passed = yield from branch.extend(due[:count], rows=[count - 1][: count == len(due)])
+            last = [count - 1][: start + count == len(self._tokens)]
+            passed = yield from branch.extend(self._tokens[start : start + count], rows=last)
             branch.commit(range(count))
         return passed.seconds
 
@@ -193,14 +334,14 @@ class Sequence(Generic[C]):
     def run(self, work: Work[C, T]) -> T:
         """What `work` returns, each of its passes made for this sequence alone."""
         try:
-            rows = next(work)
+            call = next(work)
             while True:
                 try:
-                    passed = forward_all(self._backend, (rows,), rope_long=self.rope_long)[0]
+                    passed = forward_all((call,))[0]
                 except BaseException as error:  # noqa: BLE001  the branch must forget its rows
-                    rows = work.throw(error)
+                    call = work.throw(error)
                 else:
-                    rows = work.send(passed)
+                    call = work.send(passed)
         except StopIteration as end:
             return end.value
 
@@ -216,16 +357,18 @@ class Sequence(Generic[C]):
             tokens=np.array(self._tokens, np.int64),
             logits=None if self._logits is None else self._logits.copy(),
             cache=self.cache.state(),
+            ages=self._staleness.ages.copy(),
         )
 
     def restore(self, state: SequenceState[C]) -> None:
         """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
         self.cache.load_state(state.cache)
-        self.adopt(state.tokens.tolist(), state.logits)
+        self.adopt(state.tokens.tolist(), state.logits, state.ages)
 
-    def adopt(self, tokens: list[int], logits: Logits | None) -> None:
+    def adopt(self, tokens: list[int], logits: Logits | None, ages: Ages) -> None:
         """Takes `tokens`, of which its cache holds the first, and the last held one's logits."""
         self._rewrite(0, tokens)
+        self._staleness = Staleness(ages)
         self._logits = None if logits is None else logits.copy()
 
     def close(self) -> None:
@@ -234,12 +377,30 @@ class Sequence(Generic[C]):
             self._closed = True
             self._cache.close()
 
-    def _commit(self, ids: list[int], logits: Logits | None) -> None:
-        """A branch's path is cached now."""
-        first = self.cache.tokens - len(ids)
+    def _call(self, rows: Rows[C]) -> Call[C]:
+        return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
+
+    def _commit(self, first: int, ids: list[int], logits: Logits | None) -> None:
+        """A branch's path, from token `first` on, is cached now."""
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
         self._tokens += ids[len(self._tokens) - first :]
-        self._logits = logits
+        self._staleness.encoded(first, first + len(ids))
+        self._logits = logits if first + len(ids) == self.cache.tokens else None
+
+    def _trim(self, num_tokens: int) -> None:
+        """The cache holds at most the first `num_tokens`, and no gap at its end."""
+        self.cache.trim(self._staleness.cut(num_tokens))
+        self._staleness.cut(self.cache.tokens)
+        self._logits = None
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """Tokens of the model. Raises `UsageError` for one it does not have."""
+        new = list(map(int, ids))
+        size = self._backend.model.vocab_size
+        wrong = next((token for token in new if not 0 <= token < size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is not one of the model's: 0 to {size - 1}")
+        return new
 
     def _rewrite(self, kept: int, new: Ids) -> None:
         """The text is now its first `kept` tokens, and then `new`."""
@@ -248,23 +409,36 @@ class Sequence(Generic[C]):
 
 
 class Branch(Generic[C]):
-    """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten."""
+    """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten.
+
+    `at`: in the gap at this token instead, which has room for all of them.
+    """
 
     def __init__(
         self,
         cache: C,
         held: Logits | None,
-        adopt: Callable[[list[int], Logits | None], None],
+        adopt: Callable[[int, list[int], Logits | None], None],
+        call: Callable[[Rows[C]], Call[C]],
+        at: int | None = None,
     ) -> None:
         self.logits: Logits = np.zeros((0, 0), np.float32)
         self._cache = cache
         self._adopt = adopt
-        self._first = cache.tokens
+        self._call = call
+        self._at = at
+        self._first = cache.tokens if at is None else at
         self._ids: list[int] = []
         self._depths: list[int] = []
         self._mixed = False
+        self._guessed: list[bool] = []
         self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
+
+    @property
+    def rows(self) -> int:
+        """How many rows were added and not forgotten."""
+        return len(self._ids)
 
     def extend(
         self,
@@ -274,6 +448,7 @@ class Branch(Generic[C]):
         rows: Ids | None = None,
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
         exact_rows: int = 0,
+        mode: Mode = WHOLE,
     ) -> Work[C, Passed]:
         """Adds `ids` as rows of one pass; `logits` are then those of `rows`, all by default.
 
@@ -281,17 +456,18 @@ class Branch(Generic[C]):
         chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
         of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
-        not all exact serve this pass only.
+        not all exact serve this pass only. Rows of a `mode` that is not `WHOLE` can only be
+        rewound.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
             new = [row - first for row in wanted if row >= first]
             try:
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
             except SharedPassError:
                 self.rewind(first)
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
             self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
         self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
         if passed is None:
@@ -303,24 +479,25 @@ class Branch(Generic[C]):
         rows = list(path)
         if rows and self._mixed:
             raise UsageError("rows of mixed embeddings stand for no tokens and cannot be kept")
+        assert not any(self._guessed[row] for row in rows)
         if self._ids:
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._of_row.get(last) if self._whole else None
-            self._adopt([self._ids[row] for row in rows], logits)
+            self._adopt(self._first, [self._ids[row] for row in rows], logits)
         self._ids = []
 
     def rewind(self, num_rows: int) -> None:
         """Forgets all but the first `num_rows` rows, so that a pass may write them anew."""
         self._cache.rewind(num_rows)
-        del self._ids[num_rows:], self._depths[num_rows:]
+        del self._ids[num_rows:], self._depths[num_rows:], self._guessed[num_rows:]
         self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
+        self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
 
     def forget(self) -> None:
         """Forgets every row that was not committed."""
         if self._ids:
-            self._cache.rewind(0)
-            self._ids = []
+            self.rewind(0)
 
     def _begin(
         self,
@@ -329,32 +506,46 @@ class Branch(Generic[C]):
         wanted: list[int],
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
         exact_rows: int,
-    ) -> Rows[C]:
+        mode: Mode,
+    ) -> Call[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
-        self._cache.begin(len(ids), parents)
+        self._cache.begin(len(ids), parents, view=mode.view, at=self._at)
         self._ids += ids
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._mixed |= mixed is not None
+        self._guessed.extend([mode != WHOLE] * len(ids))
         self._whole &= exact_rows == 0
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
-        return Rows(
-            cache=self._cache,
-            ids=(mixed or table)[0],
-            weights=(mixed or table)[1],
-            positions=self._first + np.array(self._depths[first:], np.int64),
-            wanted=np.array(wanted, np.int64),
-            exact_rows=exact_rows,
+        return self._call(
+            Rows(
+                cache=self._cache,
+                ids=(mixed or table)[0],
+                weights=(mixed or table)[1],
+                positions=self._first + np.array(self._depths[first:], np.int64),
+                wanted=np.array(wanted, np.int64),
+                exact_rows=exact_rows,
+                mode=mode,
+            )
         )
 
 
-def forward_all(
-    backend: Backend[C], rows: collections.abc.Sequence[Rows[C]], *, rope_long: bool
-) -> list[Passed]:
+def forward_all(calls: collections.abc.Sequence[Call[Any]]) -> list[Passed]:
+    """What one or many sequences asked for, in as few passes as their models and modes allow."""
+    answers = dict[int, Passed]()
+    for place, first in enumerate(calls):
+        if place not in answers:
+            together = [i for i in range(place, len(calls)) if first.joins(calls[i])]
+            answers |= zip(together, _forward([calls[i] for i in together]), strict=True)
+    return [answers[place] for place in range(len(calls))]
+
+
+def _forward(calls: collections.abc.Sequence[Call[C]]) -> list[Passed]:
     """One pass over the rows of one or many sequences, and what it gave each of them."""
     started = perf_counter()
-    logits = backend.forward(Pass(rows=tuple(rows), rope_long=rope_long))
+    rows, first = [call.rows for call in calls], calls[0]
+    logits = first.backend.forward(Pass(rows=tuple(rows), rope_long=first.rope_long))
     seconds = perf_counter() - started
     for part, own in zip(logits, rows, strict=True):
         if len(part) != len(own.wanted):

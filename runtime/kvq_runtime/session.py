@@ -4,7 +4,8 @@ The step reads the same with and without drafts: what is due and what is drafted
 model in one pass, the generation takes the logits, and what agrees with them is committed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic
@@ -12,13 +13,16 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import KvqError, UsageError
+from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
+from kvq_runtime.alternatives import Alternative, Asked, Writer
 from kvq_runtime.backends import Backend, C
+from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
+from kvq_runtime.constraint import Constraint
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import (
     IDS_ONLY,
     Cancel,
@@ -39,6 +43,11 @@ def unseen(done: int, total: int) -> None:
     """The progress nobody watches."""
 
 
+def no_names(name: str) -> Writer:
+    """Whoever opens a session may give it the names of writers; without one there are none."""
+    raise UsageError(f"the method {name!r} is not known here: give the method itself, a Writer")
+
+
 class Session(Generic[C]):
     """One sequence that prompts are given to and answers are generated from.
 
@@ -52,6 +61,7 @@ class Session(Generic[C]):
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
+        self.writers: Callable[[str], Writer] = no_names
         self._drafter: Drafter | None = None
         self._drafter_is_new = True
         self._backend = backend
@@ -72,6 +82,12 @@ class Session(Generic[C]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+            raise BackendError(
+                f"--draft {type(drafter).__name__.lower()} is not possible on the "
+                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
+                "suffix or none, or run a bundle with an ONNX graph"
+            )
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -85,7 +101,7 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafts(self) -> tuple[int, int]:
+    def drafted(self) -> tuple[int, int]:
         """Tokens drafted and tokens of these kept, as `stats` has them."""
         return self._meter.drafted_tokens, self._meter.accepted_tokens
 
@@ -125,6 +141,28 @@ class Session(Generic[C]):
         self._meter.prompt(len(ids))
         return cached
 
+    def edit(self, start: int, stop: int, new_ids: Sequence[int], *, reencode_tail: int = 1) -> int:
+        """Replaces tokens `start` to `stop`; how many tokens are kept as computed.
+
+        Only metadata changes: `new_ids` and the last `reencode_tail` tokens are pending, and
+        `prefill()` or the next answer runs them. See `Sequence.edit` for the rest.
+        """
+        kept = self.sequence.edit(start, stop, new_ids, reencode_tail=reencode_tail)
+        self._prompt_end = len(self.sequence)
+        self._meter.prompt(self.pending_tokens)
+        return kept
+
+    def refresh(self, max_tokens: int | None = None, *, cancel: Cancel = never) -> int:
+        """Encodes up to `max_tokens` stale tokens again, for idle time; how many are left.
+
+        A token is stale when text on its left has changed since it was encoded. `cancel` is asked
+        before each piece. See `Sequence.refresh`.
+        """
+        left = self.config.context_tokens if max_tokens is None else max_tokens
+        while left > 0 and not cancel() and (self.sequence.due() or self.sequence.staleness.stale):
+            left -= max(1, self.sequence.run(self.sequence.refreshing(left)))
+        return self.sequence.staleness.stale
+
     def generate(
         self,
         max_tokens: int | None = None,
@@ -134,9 +172,12 @@ class Session(Generic[C]):
         stop_ids: Iterable[int] | None = None,
         logprobs: bool = False,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> Iterator[Step]:
         """Yields new tokens; `GenerationOptions` says what each argument asks for.
+
+        The whole answer fits `constraint`, unless `max_tokens` or the context cut it short.
 
         Ends also when `cancel`, asked after every token, says yes; the last step says why. A
         generation cancelled before its first token yields nothing and leaves the session as it
@@ -150,6 +191,7 @@ class Session(Generic[C]):
                 stop_ids=None if stop_ids is None else frozenset(stop_ids),
                 logprobs=logprobs,
                 begin_with=begin_with,
+                grammar=None if constraint is None else self._vocabulary.grammar(constraint),
             )
         )
         if not self._catch_up(unseen, cancel):
@@ -160,8 +202,64 @@ class Session(Generic[C]):
         if not generation.begun:
             self._keep(given)
 
-    def begin(self, options: GenerationOptions) -> Generation:
-        """The answer that goes on from here. Raises `UsageError` where there is no room for one."""
+    def drafts(
+        self,
+        count: int = 3,
+        length: int = 10,
+        *,
+        method: Writer | str = "auto",
+        sampling: Sampling | None = None,
+        stop_strings: Iterable[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        begin_with: bytes = b"",
+        cancel: Cancel = never,
+    ) -> list[Alternative]:
+        """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
+
+        The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
+        `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
+        that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
+        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        """
+        options = GenerationOptions(
+            max_tokens=length,
+            sampling=Sampling() if sampling is None else sampling,
+            stop_strings=tuple(stop_strings),
+            stop_ids=None if stop_ids is None else frozenset(stop_ids),
+            begin_with=begin_with,
+        )
+        writer = self.writers(method) if isinstance(method, str) else method
+        if not self._catch_up(unseen, cancel):
+            return []
+        return self.sequence.run(self.drafting(count, options, writer, cancel))
+
+    def drafting(
+        self, count: int, options: GenerationOptions, writer: Writer, cancel: Cancel = never
+    ) -> Work[C, list[Alternative]]:
+        """The work of `drafts`, where nothing is pending."""
+        self.begin(options)  # refuses what no answer could go on from
+        asked = Asked(
+            self._vocabulary,
+            options,
+            count=count,
+            branch_rows=self.config.draft_tokens,
+            room=self.sequence.room,
+            history=self.tokens,
+            generator=self._generator,
+            cancel=cancel,
+            recorded=self._backend.model.drafts_method,
+        )
+        with self.sequence.branch() as branch:
+            lines = yield from writer.writing(branch, asked)
+        return [asked.finished(line) for line in lines]
+
+    def begin(
+        self, options: GenerationOptions, generator: np.random.Generator | None = None
+    ) -> Generation:
+        """The answer that goes on from here. Raises `UsageError` where there is no room for one.
+
+        `generator` None: the session's own, which goes on.
+        """
         if len(self.sequence) == 0:
             raise UsageError("there is nothing to continue; give a prompt first")
         if self.sequence.room < 1:
@@ -174,7 +272,7 @@ class Session(Generic[C]):
             options,
             history=self.tokens,
             room=self.sequence.room,
-            generator=self._generator,
+            generator=self._generator if generator is None else generator,
         )
 
     def stepping(
@@ -185,16 +283,20 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
+        while sequence.gaps:
+            yield from self.reading()
         due, held = sequence.due(), len(sequence)
-        first, draft = len(due), self._draft(generation, len(due))
+        first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
+            draft = yield from self._drafting(generation, branch, due)
+            drafted_s = watch.lap()
             passed = yield from branch.extend(
                 [*due, *draft.ids],
                 _joined(first, draft.parents),
                 rows=range(first - 1, first + len(draft.ids)),
                 exact_rows=generation.exact_rows,
             )
-            watch = Stopwatch()
+            watch.lap()
             taken = generation.take(passed.logits, draft, cancel=cancel)
             branch.commit([*range(first), *(first + place for place in taken.path)])
         sequence.append([taken.token])
@@ -204,8 +306,25 @@ class Session(Generic[C]):
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
         if taken.prompt_tokens:
             self._prompt_end = held + taken.prompt_tokens
-        self._observe(draft, taken, passed)
-        return taken.steps, passed.seconds + chosen_s
+        if passed.rows:
+            self._observe(draft, taken, passed)
+            drafted_s += watch.lap()
+            self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
+        return taken.steps, drafted_s + passed.seconds + chosen_s
+
+    def fits_beside(self, answers: int, max_tokens: int | None) -> bool:
+        """Whether so many answers of so many tokens can be written side by side; see `beside`."""
+        room = min(self.config.draft_tokens, self.sequence.room)
+        possible = self._backend.takes_trees and max_tokens is not None
+        return answers > 1 and possible and answers * (max_tokens or 0) <= room
+
+    @contextmanager
+    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; nothing of them is kept in the end."""
+        generators = map(np.random.default_rng, seeds)
+        answers = [self.begin(options, generator) for generator in generators]
+        with self.sequence.branch() as branch:
+            yield Beside(branch, answers)
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
@@ -258,6 +377,7 @@ class Session(Generic[C]):
                 logits=np.zeros(0, np.float32) if state.logits is None else state.logits,
                 generator=self._generator.bit_generator.state,
                 cache=state.cache,
+                ages=state.ages,
             ),
         )
 
@@ -283,6 +403,7 @@ class Session(Generic[C]):
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
+            edits=self.sequence.edit_counts,
         )
 
     def close(self) -> None:
@@ -319,23 +440,53 @@ class Session(Generic[C]):
             raise UsageError("this model has no tokenizer: give token ids instead of a text")
         return self._vocabulary.encode(text, start=len(self.sequence) == 0)
 
-    def _draft(self, generation: Generation, due: int) -> Draft:
+    def _drafting(
+        self, generation: Generation, branch: sequences.Branch[C], due: Sequence[int]
+    ) -> Work[C, Draft]:
         """What the drafter guesses, as far as the answer and the branch have room for it.
 
         Where nothing is due the next token needs no pass, and a draft would cost one.
         """
-        room = min(generation.room - 1, self.sequence.cache.draft_room - due)
-        if self._drafter is None or not generation.drafts or due == 0 or room < 1:
+        drafter, room = self._drafter, self.sequence.cache.draft_room - len(due)
+        room = min(generation.room - 1, room)
+        if drafter is None or not generation.drafts or not due or room < 1:
             return NO_DRAFT
-        self._tell(self._drafter)
-        draft = self._drafter.propose(room)
-        size = self._backend.model.vocab_size
-        if len(draft.ids) > room or not all(0 <= token < size for token in draft.ids):
-            raise UsageError(
-                f"{type(self._drafter).__name__} proposed {len(draft.ids)} tokens; possible are "
-                f"up to {room} of 0 to {size - 1}"
+        self._tell(drafter)
+        if isinstance(drafter, ComputingDrafter):
+            ground = Ground(
+                branch=branch,
+                due=due,
+                room=room,
+                exact_rows=generation.exact_rows,
+                foresight=generation.foresight,
             )
-        return draft
+            draft = yield from drafter.drafting(ground)
+            branch.forget()
+        else:
+            draft = drafter.propose(room)
+        self._check(draft, room)
+        return draft if draft.is_chain else draft.first(self.sequence.cache.tree_room - len(due))
+
+    def _check(self, draft: Draft, room: int) -> None:
+        """Raises `UsageError` for a draft that cannot be."""
+        size, count, parents = self._backend.model.vocab_size, len(draft.ids), draft.parents
+        who = type(self._drafter).__name__
+        if count > room or not all(0 <= token < size for token in draft.ids):
+            raise UsageError(
+                f"{who} proposed {count} tokens; possible are up to {room} of 0 to {size - 1}"
+            )
+        if parents is not None and (
+            len(parents) != count or not all(-1 <= one < own for own, one in enumerate(parents))
+        ):
+            raise UsageError(
+                f"{who} proposed a tree with parents {parents}; possible is for each of {count} "
+                "tokens an earlier one, or -1"
+            )
+        if draft.probabilities is not None and draft.probabilities.shape != (count, size):
+            raise UsageError(
+                f"{who} gave probabilities of shape {draft.probabilities.shape}; possible is "
+                f"({count}, {size})"
+            )
 
     def _tell(self, drafter: Drafter) -> None:
         """Tells `drafter` how the text has changed since it was last told."""
@@ -345,17 +496,14 @@ class Session(Generic[C]):
         drafter.follow(kept, new)
 
     def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
-        """Counts what the pass made of `draft`, and tells the drafter."""
-        if passed.rows == 0:
-            return
-        accepted = len(taken.path)
-        self._meter.drafted(len(draft.ids), accepted)
+        """Tells the drafter what the pass made of `draft`."""
         if self._drafter is not None:
             self._drafter.observe(
                 Round(
+                    draft=draft,
+                    path=taken.path,
                     tokens=(*(draft.ids[place] for place in taken.path), taken.token),
-                    drafted=len(draft.ids),
-                    accepted=accepted,
+                    logits=passed.logits,
                     rows=passed.rows,
                     seconds=passed.seconds,
                 )
@@ -394,7 +542,8 @@ class Session(Generic[C]):
         """Everything is checked before anything is replaced."""
         found = snapshot.restored(what, state, vocab_size=self._backend.model.vocab_size)
         snapshot.fill(what, self.sequence.cache, found)
-        self.sequence.adopt(found.tokens, found.logits if len(found.logits) else None)
+        logits = found.logits if len(found.logits) else None
+        self.sequence.adopt(found.tokens, logits, found.ages)
         self._prompt_end = len(self.sequence)
         self._generator = found.generator
 

@@ -1,8 +1,8 @@
 """The file a session is saved in. Knows bytes and their checks, not what the cache's mean.
 
 Layout, integers little-endian: 8 bytes magic, uint32 header length, header (JSON), tokens
-(int64), logits (float32), cache state, then the SHA-256 of everything before it. The header
-holds format, version, what the session must agree on, and the length of each part.
+(int64), logits (float32), ages (int32), cache state, then the SHA-256 of everything before it. The
+header holds format, version, what the session must agree on, and the length of each part.
 """
 
 import hashlib
@@ -18,27 +18,30 @@ from numpy.typing import NDArray
 
 from kvq.errors import SnapshotError
 from kvq.files import replace_file
+from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
 VERSION = 4
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
-# Of an item of each part: tokens, logits, cache.
-_ITEM_BYTES = (8, 4, 1)
+# Of an item of each part: tokens, logits, ages, cache.
+_ITEM_BYTES = (8, 4, 4, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionState:
     """All a session needs to go on: `tokens` int64 [n], `logits` float32 [V] or [0].
 
-    `generator` is the state of its numpy bit generator, `cache` that of its cache.
+    `ages` int32, of the first tokens: see `kvq_runtime.staleness.Staleness`. `generator` is the
+    state of its numpy bit generator, `cache` that of its cache.
     """
 
     tokens: NDArray[np.int64]
     logits: NDArray[np.float32]
     generator: Mapping[str, Any]
     cache: bytes
+    ages: Ages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,7 @@ class Restored:
     logits: NDArray[np.float32]
     generator: np.random.Generator
     cache: bytes
+    ages: Ages
 
 
 class Restorable(Protocol):
@@ -85,6 +89,7 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
     parts = (
         state.tokens.astype("<i8").tobytes(),
         state.logits.astype("<f4").tobytes(),
+        state.ages.astype("<i4").tobytes(),
         state.cache,
     )
     header = {
@@ -115,10 +120,16 @@ def restored(what: Path | str, state: SessionState, *, vocab_size: int) -> Resto
         raise _damaged(what, f"holds tokens that are not the model's 0 to {vocab_size - 1}")
     if len(logits) not in (0, vocab_size) or not np.isfinite(logits).all():
         raise _damaged(what, f"holds no {vocab_size} finite logits")
+    if len(state.ages) > len(tokens) or (len(state.ages) and state.ages.min() < -1):
+        raise _damaged(what, "holds ages that are not its tokens'")
     generator = np.random.default_rng(0)
     generator.bit_generator.state = _generator_state(what, state.generator)
     return Restored(
-        tokens=tokens.tolist(), logits=logits.copy(), generator=generator, cache=state.cache
+        tokens=tokens.tolist(),
+        logits=logits.copy(),
+        generator=generator,
+        cache=state.cache,
+        ages=state.ages,
     )
 
 
@@ -129,7 +140,7 @@ def fill(what: Path | str, cache: Restorable, found: Restored) -> None:
     """
     before = cache.state()
     cache.load_state(found.cache)
-    if cache.tokens > len(found.tokens):
+    if not len(found.ages) <= cache.tokens <= len(found.tokens):
         told = f"holds {len(found.tokens)} tokens and a cache of {cache.tokens}"
         cache.load_state(before)
         raise _damaged(what, told)
@@ -145,12 +156,13 @@ def examine(path: Path) -> Snapshot:
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
     header, offset = _header(path, content)
-    tokens, logits, cache = _parts(path, content, offset, header["part_bytes"])
+    tokens, logits, ages, cache = _parts(path, content, offset, header["part_bytes"])
     state = SessionState(
         tokens=np.frombuffer(tokens, "<i8").astype(np.int64),
         logits=np.frombuffer(logits, "<f4").astype(np.float32),
         generator=_generator_state(path, header["generator"]),
         cache=cache,
+        ages=np.frombuffer(ages, "<i4").astype(np.int32),
     )
     return Snapshot(identity=header["identity"], state=state)
 
@@ -218,7 +230,7 @@ def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str
 
 
 def _parts(path: Path, content: bytes, offset: int, lengths: list[Any]) -> list[bytes]:
-    """Tokens, logits and cache, whose bytes are all that is left."""
+    """Tokens, logits, ages and cache, whose bytes are all that is left."""
     whole = all(type(length) is int and length >= 0 for length in lengths)
     end = len(content) - _DIGEST_BYTES
     if not whole or len(lengths) != len(_ITEM_BYTES) or offset + sum(lengths) != end:

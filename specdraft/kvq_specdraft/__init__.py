@@ -5,15 +5,31 @@ wrong costs time and changes nothing.
 """
 
 from kvq.named import named
+from kvq_runtime.alternatives import Writer
 from kvq_runtime.drafter import Drafter
 
 DRAFTERS = {
     "auto": "kvq_specdraft.auto:Auto",
+    "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
+    "recycle": "kvq_specdraft.recycle:Recycle",
     "suffix": "kvq_specdraft.suffix:Suffix",
+}
+
+# Who writes several alternatives side by side.
+WRITERS = {
+    "auto": "kvq_specdraft.recorded:Recorded",
+    "branches": "kvq_specdraft.branches:Branches",
+    "superposed": "kvq_specdraft.superposed:Superposed",
+    "spliced": "kvq_specdraft.superposed:Spliced",
 }
 
 
 def drafter_named(text: str) -> Drafter:
     """The drafter `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
     return named("--draft", text, DRAFTERS)
+
+
+def writer_named(text: str) -> Writer:
+    """The writer `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    return named("--drafts-method", text, WRITERS)

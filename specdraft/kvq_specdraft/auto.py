@@ -1,129 +1,179 @@
 """The gate: drafts as far as what is measured here says that it pays, and else not at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from time import perf_counter
 
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.costs import PassCosts
 from kvq_specdraft.lookup import Lookup
+from kvq_specdraft.recycle import Recycle
 from kvq_specdraft.suffix import Suffix
 
 # A draft must promise this much more than plain decoding: estimates are noisy.
-MARGIN = 1.05
-# Chance that a token of a draft is right, until some have been seen.
-_PRIOR = 0.4
-# Classes of confidence that are told apart, and the least weight of the newest draft of a class.
-_CLASSES = 4
-_NEWEST = 0.03
+MARGIN = 1.02
+# Of the passes' time this share may be lost, and at first what so many passes take; gains are put
+# by for no more than so many passes, so that good times do not pay for long bad ones.
+_SHARE = 0.008
+_FIRST_PASSES = 2.0
+_MOST_PASSES = 4.0
+# Classes of a drafter's own chances, and the least weight of the newest guess of a class.
+_CLASSES = 16
+_NEWEST = 0.02
 
 
 @dataclass(kw_only=True, eq=False)
 class Auto:
-    """Asks `lookup` and `suffix` and takes the one, and as much of it, as pays best; often none.
+    """Asks the drafters that cost no pass and takes the one, and as much of it, as pays best.
 
-    A draft of n tokens brings 1 + a(1) + .. + a(n) tokens, where a(i) is how often its first i were
-    all right, and costs a pass of so many more rows (arXiv 2211.17192, section 3.3, with measured
-    chances in place of one). Both are learned from this session: seconds from its passes, chances
-    from what each drafter would have proposed at every place, whether it went through the model or
-    not, so that one that is not used costs no pass and is still known. Chances are kept by the
-    drafter's confidence, which needs no training where SpecDec++ (2405.19715) and DISCO
-    (2405.04304) train a classifier. In a pass shared with other sequences all tokens of the pass
-    count, so that a draft must also pay for the time it takes from the others.
+    A draft of n tokens brings 1 + a(1) + .. + a(n) tokens, where a(i) is the chance that token i
+    and all before it are right, and costs a pass of so many more rows: n is where the tokens of a
+    second are most (arXiv 2211.17192, section 3.3, with measured chances and costs). Both are
+    learned from this session: seconds from its passes; chances from how often guesses came true
+    that their drafter thought as likely, whether they went through the model or not, which needs no
+    training where SpecDec++ (2405.19715) and DISCO (2405.04304) train a classifier. In a pass
+    shared with other sequences all tokens of the pass count, so that a draft must also pay for the
+    time it takes from the others.
+
+    What is lost is bounded: an account is given a small share of the passes' time and what drafts
+    save, and pays for asking and for guesses that are wrong. While it is empty nobody is asked.
     """
 
+    branches = True
+
     def __post_init__(self) -> None:
-        self._candidates = (Candidate(Lookup()), Candidate(Suffix()))
+        self._candidates = (Candidate(Lookup()), Candidate(Suffix()), Candidate(Recycle()))
         self._costs = PassCosts()
+        self._account: Account | None = None
         self._rows = 1  # of a pass without a draft of ours
+        # What the candidates were told of the text, and the tokens after it.
+        self._told, self._untold = 0, list[int]()
+        self._asked, self._spent_s = False, 0.0
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`."""
-        for candidate in self._candidates:
-            candidate.follow(kept, new)
+        """See `Drafter`. The candidates are told when they are asked."""
+        if kept < self._told:
+            self._told, self._untold = kept, list(new)
+        else:
+            self._untold[kept - self._told :] = new
 
     def propose(self, room: int) -> Draft:
         """See `Drafter`."""
-        best, best_rate = NO_DRAFT, MARGIN * self._rate(self._rows, 0)
+        if self._account is None or self._account.seconds <= 0:
+            return NO_DRAFT
+        since = perf_counter()
+        self._asked = True
+        kept, new = self._told, self._untold
+        self._told, self._untold = kept + len(new), []
         for candidate in self._candidates:
-            draft = candidate.propose(room)
-            tokens = float(self._rows)
-            for count, chance in enumerate(candidate.chances(draft), 1):
-                tokens += chance
-                rate = self._rate(tokens, count)
-                if rate > best_rate:
-                    best, best_rate = replace(draft, ids=draft.ids[:count]), rate
+            candidate.follow(kept, new)
+        best = self._best(room)
+        self._spent_s = perf_counter() - since
         return best
 
     def observe(self, outcome: Round) -> None:
         """See `Drafter`."""
-        self._rows = outcome.rows - outcome.drafted
+        since = perf_counter()
         self._costs.record(outcome.rows, outcome.seconds)
-        for candidate in self._candidates:
-            candidate.observe(outcome)
+        self._rows = outcome.rows - outcome.drafted
+        plain = self._costs.seconds(self._rows)
+        if self._account is None:
+            self._account = Account(plain)
+        # A token of a pass shared with others is worth its share of the pass.
+        saved = outcome.accepted * plain / self._rows
+        if outcome.drafted:
+            saved += plain - self._costs.seconds(outcome.rows)
+        if self._asked:
+            for candidate in self._candidates:
+                candidate.observe(outcome)
+        spent = self._spent_s + perf_counter() - since
+        self._asked, self._spent_s = False, 0.0
+        self._account.enter(outcome.seconds, plain, saved - spent)
 
-    def _rate(self, tokens: float, drafted: int) -> float:
-        """Tokens a second of a pass with so many more rows; 0 until a pass was measured."""
-        seconds = self._costs.seconds(self._rows + drafted)
-        return tokens / seconds if seconds else 0.0
+    def _best(self, room: int) -> Draft:
+        """What promises the most tokens a second; a draft that fills the room ends the search."""
+        seconds = self._affordable(room)
+        room = len(seconds) - 1
+        best, best_rate = NO_DRAFT, MARGIN * self._rows / seconds[0]
+        for candidate in self._candidates if room else ():
+            draft, tokens, length = candidate.propose(room), float(self._rows), 0
+            for count, likely in enumerate(candidate.likely(draft), 1):
+                tokens += likely
+                if tokens > best_rate * seconds[count]:
+                    best_rate, length = tokens / seconds[count], count
+            if length:
+                best = draft.first(length)
+            if length == room:
+                break
+        return best
+
+    def _affordable(self, room: int) -> list[float]:
+        """Seconds of a pass of 0, 1, .. `room` more rows, as far as they may be lost."""
+        costs, rows = self._costs, self._rows
+        assert self._account is not None
+        limit = costs.seconds(rows, doubted=False) + self._account.seconds
+        seconds = [costs.seconds(rows)]
+        for more in range(rows + 1, min(rows + room, costs.most_rows) + 1):
+            if costs.seconds(more, doubted=False) > limit:
+                break
+            seconds.append(costs.seconds(more))
+        return seconds
+
+
+class Account:
+    """Seconds that drafting may lose, and has not."""
+
+    def __init__(self, pass_s: float) -> None:
+        self.seconds = _FIRST_PASSES * pass_s
+
+    def enter(self, spent_s: float, plain_s: float, saved_s: float) -> None:
+        """A pass took `spent_s`, without a draft `plain_s`; drafting has saved so much."""
+        self.seconds += _SHARE * spent_s + saved_s
+        self.seconds = min(self.seconds, _MOST_PASSES * plain_s)
 
 
 class Candidate:
-    """A drafter of chains, and how often its proposals were right so far, used or not."""
+    """A drafter, and how often guesses that it thought as likely came true, used or not."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._chances: list[list[float]] = [[] for _ in range(_CLASSES)]
-        self._scored = [0] * _CLASSES
-        self._length = 0
-        # Proposals that the text has agreed with so far, and with how many of their tokens.
-        self._open: list[tuple[Draft, int]] = []
+        self._chances = [(own + 0.5) / _CLASSES for own in range(_CLASSES)]
+        self._draft = NO_DRAFT
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`. Proposals are not scored by a text that was not written but given."""
+        """See `Drafter`."""
         self._drafter.follow(kept, new)
-        if kept + len(new) != self._length:
-            self._open.clear()
-        self._length = kept + len(new)
 
     def propose(self, room: int) -> Draft:
         """See `Drafter`."""
-        draft = self._drafter.propose(room)
-        if draft.ids:
-            self._open.append((draft, 0))
-        return draft
+        self._draft = self._drafter.propose(room)
+        return self._draft
 
-    def chances(self, draft: Draft) -> list[float]:
+    def likely(self, draft: Draft) -> list[float]:
         """Of each token of `draft`, the chance that it and all before it are right."""
-        chances = self._chances[_class_of(draft)]
-        while len(chances) < len(draft.ids):
-            chances.append(_PRIOR * (chances[-1] if chances else 1.0))
-        return chances[: len(draft.ids)]
+        likely = list[float]()
+        for own, thought in enumerate(draft.chances):
+            parent = own - 1 if draft.parents is None else draft.parents[own]
+            before = likely[parent] if parent >= 0 else 1.0
+            likely.append(before * self._chances[_class_of(thought)])
+        return likely
 
     def observe(self, outcome: Round) -> None:
-        """See `Drafter`."""
-        self._length += len(outcome.tokens)
-        self._drafter.observe(outcome)
+        """Compares the last proposal with what came, whether it was used or not."""
+        draft, place = self._draft, -1
+        self._draft = NO_DRAFT
         for token in outcome.tokens:
-            self._open = [one for one in self._open if self._goes_on(one[0], one[1], token)]
-            self._open = [(draft, right + 1) for draft, right in self._open]
-
-    def _goes_on(self, draft: Draft, right: int, token: int) -> bool:
-        """Whether `token` agrees with `draft` and leaves something of it; else it is scored."""
-        agrees = draft.ids[right] == token
-        if agrees and right + 1 < len(draft.ids):
-            return True
-        self._score(draft, right + agrees)
-        return False
-
-    def _score(self, draft: Draft, right: int) -> None:
-        """The first `right` tokens of `draft` were right, and no more."""
-        own, chances = _class_of(draft), self.chances(draft)
-        self._scored[own] += 1
-        newest = max(_NEWEST, 1 / (self._scored[own] + 2))
-        for place, chance in enumerate(chances):
-            chances[place] = chance + newest * ((place < right) - chance)
-        self._chances[own][: len(chances)] = chances
+            right = None
+            for guess in draft.places_after(place):
+                came = draft.ids[guess] == token
+                right = guess if came else right
+                own = _class_of(draft.chances[guess])
+                self._chances[own] += _NEWEST * (came - self._chances[own])
+            if right is None:
+                break
+            place = right
+        self._drafter.observe(outcome)
 
 
-def _class_of(draft: Draft) -> int:
-    return min(_CLASSES - 1, int(draft.confidence * _CLASSES))
+def _class_of(thought: float) -> int:
+    return min(_CLASSES - 1, int(thought * _CLASSES))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq_runtime.drafter import NO_DRAFT, Draft, Round
-from kvq_specdraft.repeats import Repeats, check_lengths
+from kvq_specdraft.repeats import Repeats, chance, check_lengths
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Lookup:
             return NO_DRAFT
         return Draft(
             ids=tuple(self._repeats.after(end, place) for place in range(room)),
-            confidence=longest / (longest + 2),
+            chances=tuple(chance(longest + place) for place in range(room)),
         )
 
     def observe(self, outcome: Round) -> None:

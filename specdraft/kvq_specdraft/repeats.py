@@ -52,6 +52,14 @@ class Repeats:
             end = self._older[end - 1]
             most -= 1
 
+    def tail(self, count: int) -> list[int]:
+        """The last `count` tokens, or all."""
+        return self._tokens[-count:].tolist()
+
+    def at(self, place: int, otherwise: int) -> int:
+        """The token at `place`, or `otherwise` where the text is over."""
+        return self._tokens[place] if place < len(self._tokens) else otherwise
+
     def after(self, end: int, place: int) -> int:
         """The token `place` tokens after `end`, as if what lies from there on went on for ever.
 
@@ -69,6 +77,11 @@ class Repeats:
         while length < limit and tokens[end - 1 - length] == tokens[last - 1 - length]:
             length += 1
         return length
+
+
+def chance(length: int, places: int = 1, alike: int = 1) -> float:
+    """What to think of a token that `alike` of `places` went on with after `length` of a kind."""
+    return alike / (places + 1 / length)
 
 
 def check_lengths(drafter: str, **lengths: int) -> None:

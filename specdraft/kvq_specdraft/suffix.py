@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 from kvq.errors import UsageError
 from kvq_runtime.drafter import NO_DRAFT, Draft, Round
-from kvq_specdraft.repeats import Repeats, check_lengths
+from kvq_specdraft.finished import Finished, of_this_process
+from kvq_specdraft.repeats import Repeats, chance, check_lengths
+
+# Where an earlier run ends, and in which text.
+_Place = tuple[Repeats | Finished, int]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -14,18 +18,20 @@ class Suffix:
 
     SuffixDecoding (arXiv 2411.04975). For every length of match it walks down the suffix tree by
     the counts of the children, while the path's probability is at least `least`, and proposes the
-    walk with the largest sum of probabilities. Departures: the tree is not kept but counted, at the
-    moment of asking, over the newest `most` places that match (where the text has no more, the
-    counts are the tree's), so memory is 8 bytes a token and going back is exact; a child seen n
-    times of N after a match of m tokens has probability n / (N + 1 / m), as few short matches tell
-    little; no tree over other answers, which would keep users' texts; chains only, as every row
-    costs time on a CPU.
+    walk with the largest sum of probabilities. `store` is how many tokens of finished answers of
+    this process are looked at besides the text, the paper's second tree; 0, unless asked for:
+    it keeps what was written, and what one text makes faster tells of another. Departures: the
+    trees are not kept but counted, at the moment of asking, over the newest `most` places of each
+    text that match (where it has no more, the counts are the tree's), so memory is 8 bytes a token
+    and going back is exact; a child seen n times of N after a match of m tokens has probability
+    n / (N + 1 / m), as few short matches tell little; chains only, as every row costs time.
     """
 
     max_ngram: int = 16
     min_ngram: int = 2
     most: int = 16
     least: float = 0.1
+    store: int = 0
 
     def __post_init__(self) -> None:
         check_lengths("suffix", max_ngram=self.max_ngram, min_ngram=self.min_ngram, most=self.most)
@@ -33,40 +39,57 @@ class Suffix:
             raise UsageError(
                 f"--draft suffix: least={self.least} is not possible: above 0, at most 1"
             )
+        if self.store < 0:
+            raise UsageError(f"--draft suffix: store={self.store} is not possible: 0 or more")
         self._repeats = Repeats(self.min_ngram)
+        self._finished = of_this_process(self.store, self.min_ngram) if self.store else None
+        # Of the answer that is being written: where it ends, and its tokens.
+        self._end, self._answer = 0, list[int]()
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """See `Drafter`."""
         self._repeats.follow(kept, new)
+        if self._finished is not None and len(self._repeats) != self._end:
+            self._finished.add(self._answer)
+            self._answer = []
+        self._end = len(self._repeats)
 
     def propose(self, room: int) -> Draft:
         """See `Drafter`."""
-        found = list(self._repeats.find(self.max_ngram, self.most))
+        found: list[tuple[_Place, int]] = [
+            ((self._repeats, end), length)
+            for end, length in self._repeats.find(self.max_ngram, self.most)
+        ]
+        if self._finished is not None:
+            tail = self._repeats.tail(self.max_ngram)
+            ends = self._finished.find(tail, self.max_ngram, self.most)
+            found += [((self._finished, end), length) for end, length in ends]
         best, best_score = NO_DRAFT, 0.0
         for length in sorted({length for _, length in found}, reverse=True):
-            ends = [end for end, own in found if own >= length]
-            draft, score = self._walk(ends, length, room)
+            places = [place for place, own in found if own >= length]
+            draft, score = self._walk(places, length, room)
             if score > best_score:
                 best, best_score = draft, score
         return best
 
     def observe(self, outcome: Round) -> None:
-        """Nothing to learn: the tokens are told by `follow`."""
+        """The tokens are told by `follow`; here it learns that they were written, not given."""
+        if self._finished is not None:
+            self._answer += outcome.tokens
+            self._end += len(outcome.tokens)
 
-    def _walk(self, ends: list[int], length: int, room: int) -> tuple[Draft, float]:
-        """The likeliest path after `ends`, where `length` tokens match, and its score."""
-        ids, likely, score, confidence = list[int](), 1.0, 0.0, 0.0
-        after = self._repeats.after
-        for place in range(room):
-            seen = [after(end, place) for end in ends]
+    def _walk(self, places: list[_Place], length: int, room: int) -> tuple[Draft, float]:
+        """The likeliest path after `places`, where `length` tokens match, and its score."""
+        ids, chances, likely, score = list[int](), list[float](), 1.0, 0.0
+        for step in range(room):
+            seen = [text.after(end, step) for text, end in places]
             token = max(seen, key=seen.count)  # of several the newest place's
-            count = seen.count(token)
-            likely *= count / (len(ends) + 1 / length)
-            if likely < self.least:
+            own = chance(length + step, len(places), seen.count(token))
+            likely *= own
+            if likely < self.least or token < 0:
                 break
-            confidence = confidence or likely
             score += likely
             ids.append(token)
-            if count < len(ends):
-                ends = [end for end, own in zip(ends, seen, strict=True) if own == token]
-        return Draft(ids=tuple(ids), confidence=confidence), score
+            chances.append(own)
+            places = [place for place, one in zip(places, seen, strict=True) if one == token]
+        return Draft(ids=tuple(ids), chances=tuple(chances)), score

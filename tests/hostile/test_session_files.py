@@ -44,11 +44,11 @@ def header(*lengths: Any, **changed: Any) -> dict[str, Any]:
 
 
 def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in header(0, 0, 0).items() if name != key}
+    return {name: value for name, value in header(0, 0, 0, 0).items() if name != key}
 
 
 def generator(**changed: Any) -> dict[str, Any]:
-    return header(0, 0, 0, generator=np.random.default_rng(1).bit_generator.state | changed)
+    return header(0, 0, 0, 0, generator=np.random.default_rng(1).bit_generator.state | changed)
 
 
 HEADERS: dict[str, Any] = {
@@ -60,24 +60,24 @@ HEADERS: dict[str, Any] = {
     "deep": b"[" * 100_000,
     "a number of many digits": b'{"format": ' + b"9" * 5000 + b"}",
     **{f"no {key}": without(key) for key in header()},
-    "identity a list": header(0, 0, 0, identity=[1]),
-    "identity null": header(0, 0, 0, identity=None),
-    "generator null": header(0, 0, 0, generator=None),
+    "identity a list": header(0, 0, 0, 0, identity=[1]),
+    "identity null": header(0, 0, 0, 0, identity=None),
+    "generator null": header(0, 0, 0, 0, generator=None),
     "generator of another kind": generator(bit_generator="MT19937"),
     "generator without a state": generator(state={}),
     "generator with text": generator(state={"state": "x", "inc": 1}),
     "generator too large": generator(state={"state": 1 << 200, "inc": 1}),
     "generator negative": generator(state={"state": -1, "inc": 1}),
     "generator half": generator(has_uint32=[1]),
-    "lengths null": header(0, 0, 0, part_bytes=None),
-    "lengths text": header("0", 0, 0),
+    "lengths null": header(0, 0, 0, 0, part_bytes=None),
+    "lengths text": header("0", 0, 0, 0),
     "two lengths": header(0, 0),
-    "four lengths": header(0, 0, 0, 0),
-    "a negative length": header(-8, 8, 0),
-    "a length of true": header(True, 0, 0),
-    "a fraction": header(0.0, 0, 0),
-    "a huge length": header(1 << 70, 0, 0),
-    "another version": header(0, 0, 0, version=[2]),
+    "five lengths": header(0, 0, 0, 0, 0),
+    "a negative length": header(-8, 8, 0, 0),
+    "a length of true": header(True, 0, 0, 0),
+    "a fraction": header(0.0, 0, 0, 0),
+    "a huge length": header(1 << 70, 0, 0, 0),
+    "another version": header(0, 0, 0, 0, version=[2]),
 }
 
 
@@ -97,7 +97,7 @@ def test_parts_of_wrong_lengths_are_refused(lengths: tuple[int, ...], tmp_path: 
 
 def test_a_header_that_claims_the_whole_file_is_refused(tmp_path: Path) -> None:
     for claimed in (0, 1 << 31, (1 << 32) - 1):
-        path = write(tmp_path / "one.kvq", header(0, 0, 0), claimed=claimed)
+        path = write(tmp_path / "one.kvq", header(0, 0, 0, 0), claimed=claimed)
         with pytest.raises(SnapshotError, match=r"one\.kvq"):
             snapshot.read(path, IDENTITY)
 
@@ -113,6 +113,7 @@ def state(**changed: Any) -> SessionState:
         "logits": np.zeros(VOCAB_SIZE, np.float32),
         "generator": np.random.default_rng(5).bit_generator.state,
         "cache": b"[1, 2]",
+        "ages": np.zeros(0, np.int32),
     }
     return SessionState(**(whole | changed))
 
@@ -127,6 +128,8 @@ def state(**changed: Any) -> SessionState:
         {"logits": np.full(VOCAB_SIZE, np.nan, np.float32)},
         {"logits": np.full(VOCAB_SIZE, np.inf, np.float32)},
         {"generator": {"bit_generator": "PCG64"}},
+        {"ages": np.zeros(4, np.int32)},
+        {"ages": np.array([-2], np.int32)},
     ],
     ids=str,
 )

@@ -22,12 +22,13 @@ def relieve(facts, bytes_short, columns_short=0, policy="budget"):
     return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
 
 
-def flat(layers: int, **weights: float) -> Sensitivity:
-    """The same price in every layer."""
-    ones = np.ones(layers)
-    nats = np.zeros((layers, 3))
+def flat(layers: int, heads: int = 2, **weights: float) -> Sensitivity:
+    """The same price in every head."""
+    ones, nats, norms = np.ones((layers, heads)), np.zeros((layers, 3)), np.zeros(layers)
     prices = {name: weights.get(name, 1.0) * ones for name in ("key", "value", "evict")}
-    return Sensitivity(**prices, key_bits_nats=nats, value_bits_nats=nats)
+    return Sensitivity(
+        **prices, key_bits_nats=nats, value_bits_nats=nats, key_norm=norms, value_norm=norms
+    )
 
 
 def test_rungs_and_their_bytes() -> None:
@@ -129,7 +130,7 @@ def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
 def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     facts = evidence(
         all_at(8, 8, layers=1, heads=1, columns=4),
-        sensitivity=flat(1),
+        sensitivity=flat(1, 1),
         key_range=2.55,
         value_range=5.1,
         query_square=3.0,
@@ -147,7 +148,9 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
 def test_evictions_count_as_often_as_there_are_pages() -> None:
     for columns in (2, 8):
         facts = evidence(
-            all_at(8, 8, layers=1, heads=1, columns=columns), sensitivity=flat(1), evict_error=0.5
+            all_at(8, 8, layers=1, heads=1, columns=columns),
+            sensitivity=flat(1, 1),
+            evict_error=0.5,
         )
         costs = Budget(prior=0).costs(facts)
         assert np.allclose(costs[..., -1], 0.5 * columns)
@@ -192,7 +195,7 @@ def test_pages_enter_at_what_the_newest_ones_of_their_stream_are_worth() -> None
     # What the second head's newest pages hold is worth little; its older ones are as dear as all.
     key_error[0, 1, 2:] = 1e-9
     errors = {"key_error": key_error, "value_error": key_error, "evict_error": 1e9}
-    facts = evidence(widths, sensitivity=flat(1), **errors)
+    facts = evidence(widths, sensitivity=flat(1, 1), **errors)
     facts = replace(facts, entering=1, entry_widths=np.full((1, 2, 2), 8, np.uint8))
     short = 5 * (SIZES[0] - SIZES[8])
     relief = policy_named("budget").relieve(facts, short, 0)

@@ -817,8 +817,8 @@ def test_wrong_shapes_are_refused_with_the_right_ones(use_native: bool) -> None:
 
 
 @BOTH
-def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
-    """A page's positions are its first one and a count, so a gap inside it is refused."""
+def test_a_page_has_a_view_for_every_run_of_positions(use_native: bool) -> None:
+    """As far as there are views; then a token that needs one more is refused."""
     plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=4)
     for count in (8, 64):  # in the tail, and staged
         cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native)
@@ -827,10 +827,15 @@ def test_a_page_needs_consecutive_positions(use_native: bool) -> None:
         forward(cache, LAYERS, rows, positions)
         cache.commit(127)
         more = numbered_rows(np.random.default_rng(1), count)
+        scattered = 2 * np.arange(count) + 128
+        forward_and_commit(cache, more, scattered)
+        assert cache.views()[:, 1:4].tolist() == [[4, 0, 4], [5, 0, 4]]
+        assert cache.views()[:, 4].tolist() == [(1 << 47) - 1, -(1 << 47)]
+        for _ in range(14 * 8 // count):
+            forward_and_commit(cache, more, 2 * np.arange(count) + 2 * cache.tokens)
         with pytest.raises(CacheError):
-            forward_and_commit(cache, more, np.arange(count) + 128)
+            forward_and_commit(cache, more, 2 * np.arange(count) + 2 * cache.tokens)
         cache.rewind()
-        assert cache.tokens == 127
         cache.trim(40)
         step(cache, 50)
         assert cache.tokens == 90
@@ -1027,7 +1032,7 @@ def test_native_snapshots_are_sized_exactly() -> None:
         cache.load_state(own + b"\0")
     held = sum(len(cache.page(layer, 0, c)) for layer in (0, 1) for c in range(3))
     tail = 300 - 3 * 64
-    assert len(own) - held - tail * (2 * 2 * 16 * 2 + 4) < 200
+    assert len(own) - held - tail * (2 * 2 * 16 * 2 + 12) < 200
     cache.close()
 
 

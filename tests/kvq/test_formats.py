@@ -14,10 +14,10 @@ from kvq.formats import (
 
 
 def test_page_bytes_of_known_models() -> None:
-    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then float16 scale and minimum of channels and tokens."""
-    assert page_bytes(64, 4, 2) == 64 * 64 * 6 // 8 + 4 * 64 + 4 * 64
-    assert page_bytes(128, 4, 2) == 64 * 128 * 6 // 8 + 4 * 128 + 4 * 64 == 6912
-    assert page_bytes(128, 8, 8) == 2 * 64 * 128 + 768
+    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then scales and mids of channels and tokens, a byte each."""
+    assert page_bytes(64, 4, 2) == 64 * 64 * 6 // 8 + 2 * 64 + 2 * 64 + 16
+    assert page_bytes(128, 4, 2) == 64 * 128 * 6 // 8 + 2 * 128 + 2 * 64 + 16 == 6544
+    assert page_bytes(128, 8, 8) == 2 * 64 * 128 + 400
     qwen = CacheShape(num_layers=24, num_heads=14, num_kv_heads=2, head_dim=64)
     per_token = {
         (kv.k_bits, kv.v_bits): bytes_per_token(qwen, kv)

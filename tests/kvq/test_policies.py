@@ -212,7 +212,7 @@ def test_rows_of_columns_no_layer_can_see_are_freed_first() -> None:
         all_at(4, 2, columns=8),
         windows=(100, 100),
         tokens=4 + 64 * 9,
-        mean_mass=np.arange(8, 0, -1),
+        total_mass=np.arange(8, 0, -1),
     )
     gone = relieve(facts, 0, 4, "h2o:recent=0")
     expected = [[layer, head, c, 0, 0] for c in (2, 1, 0, 7) for layer in (0, 1) for head in (0, 1)]
@@ -220,7 +220,7 @@ def test_rows_of_columns_no_layer_can_see_are_freed_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["h2o:recent=0", "snapkv:pool=1", "chunkkv:reuse=1", "zipcache", "qaq"]
+    "policy", ["h2o:recent=0", "a2sf:recent=0", "snapkv", "chunkkv:reuse=1", "zipcache", "qaq"]
 )
 @settled(20)
 @given(st.integers(0, 2**32), st.integers(0, 200_000), st.booleans())
@@ -234,8 +234,10 @@ def test_less_attention_never_keeps_more(policy: str, seed: int, short: int, dem
     facts = evidence(
         widths,
         mass=mass,
+        recent_mass=mass,
+        total_mass=mass,
+        peak_weight=mass,
         mean_mass=mass,
-        peak_mass=mass,
         key_error=mass,
         value_error=mass,
         evict_error=1e5 * mass,

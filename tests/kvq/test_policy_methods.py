@@ -136,6 +136,23 @@ def test_zipcache_lowers_all_that_is_unsalient_before_anything_salient() -> None
     assert left[..., 0].tolist() == [[[2, 2, 2, 4, 8, 8]], [[2, 8, 0, 0, 0, 0]]]
 
 
+def test_zipcache_saliency_is_the_papers_mean_over_the_rows_that_see_a_token() -> None:
+    """Two pages, rows at 1/2 and at the end: p~ divides by the rows that see the page, H2O not.
+
+    Page 0 has .5 and .3 of two rows, page 1 .5 of the only row that sees it: p~ .4 and .5.
+    """
+    seen = [[0.5, 0.3], [0.5]]
+    saliency = [sum(rows) / len(rows) for rows in seen]
+    assert saliency == [0.4, 0.5]
+    facts = evidence(
+        all_at(4, 4, layers=1, heads=1, columns=2),
+        mass=saliency,
+        total_mass=[sum(rows) / 2 for rows in seen],
+    )
+    assert relieve("zipcache:salient=0.5", facts, 1) == [[0, 0, 0, 2, 2]]
+    assert relieve("h2o:recent=0", facts, 1) == [[0, 0, 1, 0, 0]]
+
+
 # ---- qaq (T7) --------------------------------------------------------------------------------
 
 EXACT_LENGTH = {"query_mean": 0.125, "query_square": 1 / 64}  # |q|^2 = 1, always
@@ -178,7 +195,7 @@ def test_t7_value_bits_follow_attention(attention: float, target: float, bits: i
     facts = evidence(
         all_at(8, 8, layers=1, heads=1),
         tokens=1024,
-        peak_mass=64 * attention,
+        peak_weight=attention,
         value_range=3,
         **EXACT_LENGTH,
     )
@@ -191,11 +208,24 @@ def test_t7_value_bits_follow_the_range_against_the_heads_usual_one() -> None:
     facts = evidence(
         all_at(8, 8, layers=1, heads=1, columns=2),
         tokens=1024,
-        peak_mass=64 / 1024,
+        peak_weight=1 / 1024,
         value_range=one_head(1, 7),
     )
     targets = np.exp(value_targets(facts, (0,))[0, 0, :, 0])
     np.testing.assert_allclose(targets, [1 / 32 / 5, 7 / 32 / 5], rtol=1e-6)
+
+
+def test_t7_one_hot_token_keeps_its_page() -> None:
+    """The paper's S_t is a maximum over the window: the mean over a page would hide the token."""
+    weights = np.full((4, 64), 1e-4)
+    weights[2, 17] = 0.5
+    others = np.full((4, 64), 4e-3)
+    peaks = [float(weights.max()), float(others.max())]
+    assert weights.mean() < others.mean()
+    facts = evidence(
+        all_at(2, 2, layers=1, heads=1, columns=2), peak_weight=peaks, value_range=1, key_range=1
+    )
+    assert relieve("qaq", facts, 1) == [[0, 0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -281,23 +311,30 @@ def channels_last(targets: NDArray[np.float64]) -> list[NDArray[np.float64]]:
 # ---- kv-adaquant -----------------------------------------------------------------------------
 
 
-def calibrated(keys: list[list[float]], values: list[list[float]]) -> Sensitivity:
-    nothing = np.zeros(len(keys))
+def calibrated(
+    keys: list[list[float]] | None = None,
+    values: list[list[float]] | None = None,
+    *,
+    norms: tuple[list[float], list[float]] = ([0, 0], [0, 0]),
+) -> Sensitivity:
+    nothing, nats = np.zeros((2, 2)), np.zeros((2, 3))
     return Sensitivity(
         key=nothing,
         value=nothing,
         evict=nothing,
-        key_bits_nats=np.array(keys, np.float64),
-        value_bits_nats=np.array(values, np.float64),
+        key_bits_nats=nats if keys is None else np.array(keys, np.float64),
+        value_bits_nats=nats if values is None else np.array(values, np.float64),
+        key_norm=np.array(norms[0], np.float64),
+        value_norm=np.array(norms[1], np.float64),
     )
 
 
-def falls(facts: Evidence) -> list[tuple[int, str, int]]:
+def falls(facts: Evidence, policy: str = "kv-adaquant:measured=1") -> list[tuple[int, str, int]]:
     """(layer, side, width) in the order kv-adaquant lowers whole layers in."""
     found: list[tuple[int, str, int]] = []
     before = facts.widths
     for freed in range(0, bytes_of(facts.widths), granule_bytes(DIM)):
-        left = after(facts.widths, relieve("kv-adaquant", facts, freed))
+        left = after(facts.widths, relieve(policy, facts, freed))
         if not left.all():
             break
         for layer, head, column, side in np.argwhere(left < before).tolist():
@@ -329,12 +366,34 @@ def test_kv_adaquant_lowers_what_costs_least_per_byte_keys_never_below_values() 
     ]
 
 
+def test_kv_adaquant_lowers_by_the_papers_norms_where_that_adds_least_error_per_bit() -> None:
+    """Norms of keys 8 and 4, of values 2 and 3: s^2 (4^-4 - 4^-8) / 4 for 8 to 4 bits, and so on.
+
+    In units of 4^-8 / 2: 8 to 4 adds s^2 127.5, 4 to 2 adds s^2 3840, so a norm's square must be
+    30.1 times another's for its first rung to come after the other's second.
+    """
+    norms = {(0, "k"): 8.0, (1, "k"): 4.0, (0, "v"): 2.0, (1, "v"): 3.0}
+    added = {
+        (layer, side, low): norm**2 * (4.0**-low - 4.0**-high) / (high - low)
+        for (layer, side), norm in norms.items()
+        for high, low in ((8, 4), (4, 2))
+    }
+    sensitivity = calibrated(norms=([8, 4], [2, 3]))
+    facts = evidence(all_at(8, 8), sensitivity=sensitivity)
+    order = sorted(added, key=lambda rung: added[rung])
+    assert order[:3] == [(0, "v", 4), (1, "v", 4), (1, "k", 4)]
+    assert falls(facts, "kv-adaquant") == order
+    # Where values weigh more than keys, keys go first: no rule but the norms'.
+    turned = evidence(all_at(8, 8), sensitivity=calibrated(norms=([1, 1], [9, 9])))
+    assert falls(turned, "kv-adaquant")[:2] == [(0, "k", 4), (1, "k", 4)]
+
+
 def test_kv_adaquant_takes_a_layer_from_its_oldest_page_on() -> None:
     sensitivity = calibrated(keys=[[0, 9, 99]] * 2, values=[[0, 2, 9], [0, 1, 9]])
     facts = evidence(all_at(8, 8, heads=1), sensitivity=sensitivity)
     step = 2 * granule_bytes(DIM)
-    assert relieve("kv-adaquant", facts, 2 * step) == [[1, 0, 0, 8, 4], [1, 0, 1, 8, 4]]
-    assert relieve("kv-adaquant", facts, 3 * step + 1)[-1] == [0, 0, 0, 8, 4]
+    assert relieve("kv-adaquant:measured=1", facts, 2 * step) == [[1, 0, 0, 8, 4], [1, 0, 1, 8, 4]]
+    assert relieve("kv-adaquant:measured=1", facts, 3 * step + 1)[-1] == [0, 0, 0, 8, 4]
 
 
 def test_kv_adaquant_reaches_no_rung_before_the_one_above_it() -> None:

@@ -193,10 +193,10 @@ def test_cache_opens_at_the_minimum_and_not_a_byte_below(
 
 
 def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> None:
-    """12 query rows of 64 float16 for each of 2 x 4 heads, and what each layer saw last."""
+    """14 query rows of 64 float16 for each of 2 x 4 heads, and what each layer saw last."""
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
     bare = minimum_budget(shape, KvPlan(), 1000)
-    probes = 12 * 8 + 32 + 12 * 8 * 64 * 2 + 2 * 552 + 48
+    probes = 14 * 8 + 16 + 14 * 8 * 64 * 2 + 2 * 552 + 48
     for policy in POLICIES:
         asks = "attention" in policy_named(policy).needs
         least = minimum_budget(shape, KvPlan(), 1000, policy=policy)

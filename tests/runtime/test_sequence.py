@@ -1,6 +1,7 @@
 """A sequence against a list of tokens, and answers with drafts against answers without."""
 
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
-from kvq_runtime.sequence import Sequence
+from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
 
 VOCABULARY = 16
@@ -55,6 +56,8 @@ text = st.lists(token, max_size=9)
             st.tuples(st.just("align"), text),
             st.tuples(st.just("forget"), text),
             st.tuples(st.just("fork"), st.none()),
+            st.tuples(st.just("edit"), st.tuples(st.integers(0, 50), st.integers(0, 4), text)),
+            st.tuples(st.just("refresh"), st.integers(0, 9)),
         ),
         max_size=14,
     )
@@ -85,6 +88,15 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
                 pass
             with sequence.forward(value[:8]) as branch:
                 assert len(branch.logits) == len(value[:8])
+        elif action == "edit" and len(tokens) < 40:
+            start = min(value[0], len(tokens))
+            stop = min(start + value[1], len(tokens))
+            kept = sequence.edit(start, stop, value[2])
+            tokens[start:stop] = value[2]
+            assert kept == len(tokens) - sequence.pending_tokens
+        elif action == "refresh":
+            stale = sequence.staleness.stale
+            assert sequence.refresh(value) <= stale
         elif action == "fork":
             other, sequence = sequence, sequence.fork()
             other.close()
@@ -94,7 +106,10 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             followed[kept:] = new
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
-        assert list(sequence.cache.ids) == tokens[: sequence.cache.tokens]
+        held = tokens[: sequence.cache.tokens]
+        for start, stop in sequence.gaps:
+            held[start:stop] = [-1] * (stop - start)
+        assert list(sequence.cache.ids) == held
     if tokens:
         while sequence.advance():
             pass
@@ -312,6 +327,58 @@ def test_a_drafter_follows_rollback_align_and_restore() -> None:
     session.drafter = late
     list(session.generate(5, stop_ids=()))
     assert late.text == list(session.tokens[: len(late.text)]) != []
+
+
+class Itself(Guesser):
+    """Guesses with the model itself, in rows that are forgotten before the check (QS-4)."""
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        foresight, ids, rows = ground.foresight(), list[int](), list[Any]()
+        next_ids = list(ground.due)
+        while len(ids) < ground.room:
+            passed = yield from ground.branch.extend(next_ids)
+            token, probabilities = foresight.choose(passed.logits[-1])
+            next_ids = [token]
+            ids.append(token)
+            rows.append(probabilities)
+        drawn = None if rows[0] is None else np.array(rows)
+        return Draft(ids=tuple(ids), probabilities=drawn)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> None:
+    drafter = Itself(0, 0, trees=False, greedy=[])
+    session = open_session(backend(), drafter, 2)
+    sampling = Sampling(temperature=temperature, repeat_penalty=1.2)
+    steps = list(session.generate(16, sampling=sampling, stop_ids=()))
+    assert [one.drafted for one in drafter.rounds] == [one.accepted for one in drafter.rounds]
+    assert {one.drafted for one in drafter.rounds[:-1]} == {5}
+    if temperature == 0:
+        _, tokens, _, _ = answer(
+            None, GenerationOptions(max_tokens=16, sampling=sampling, stop_ids=frozenset()), 2
+        )
+        assert session.tokens == tokens
+    assert len(steps) == 16
+    assert session.stats().draft_ms > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Draft(ids=(1, 2), parents=(-1,)),
+        Draft(ids=(1, 2), parents=(-1, 1)),
+        Draft(ids=(1, 2), parents=(-2, 0)),
+        Draft(ids=(1, 2), probabilities=np.ones((1, VOCABULARY))),
+    ],
+)
+def test_a_draft_of_a_wrong_form_is_refused(wrong: Draft) -> None:
+    class Wrong(Guesser):
+        def propose(self, room: int) -> Draft:
+            return wrong
+
+    session = open_session(backend(), Wrong(0, 0, trees=False, greedy=[]), 1)
+    with pytest.raises(UsageError, match=r"Wrong (proposed a tree|gave probabilities)"):
+        list(session.generate(5, stop_ids=()))
 
 
 @pytest.mark.parametrize("ids", [(1,) * 6, (VOCABULARY,), (-1,)])

@@ -65,7 +65,7 @@ def same_cache(one: Cache, other: Cache) -> None:
         assert one.state() == other.state()
         return
     seen = [cache.evidence().attention for cache in (one, other)]
-    for name in ("mass", "mean_mass", "peak_mass", "key_error", "query_square", "output_square"):
+    for name in ("mass", "mean_mass", "peak_weight", "key_error", "query_square", "output_square"):
         np.testing.assert_array_equal(*(getattr(attention, name) for attention in seen))
 
 

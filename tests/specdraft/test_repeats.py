@@ -79,7 +79,7 @@ def test_lookup_proposes_what_followed_the_longest_newest_run(history: list, roo
         while len(endless) < room:
             endless += text[end:]
         assert draft.ids == tuple(endless[:room])
-        assert draft.confidence == length / (length + 2)
+        assert draft.chances == tuple(1 / (1 + 1 / (length + place)) for place in range(room))
 
 
 def walked(text: list[int], matching: list[tuple[int, int]], room: int) -> tuple[float, list[int]]:
@@ -96,7 +96,7 @@ def walked(text: list[int], matching: list[tuple[int, int]], room: int) -> tuple
         for place in range(room):
             like = [one for one in going if one[:place] == path]
             chosen, count = Counter(one[place] for one in like).most_common(1)[0]
-            likely *= count / (len(like) + 1 / length)
+            likely *= count / (len(like) + 1 / (length + place))
             if likely < 0.1:
                 break
             score += likely
@@ -122,7 +122,7 @@ def test_the_majority_wins_over_the_newest() -> None:
         assert drafter.propose(3).ids[0] == expected
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", sorted(set(DRAFTERS) - {"lookahead"}))
 def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
     drafter = drafter_named(name)
     assert drafter.propose(5) == NO_DRAFT
@@ -133,7 +133,7 @@ def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("guess", "--draft 'guess' is unknown; possible: auto, lookup, suffix"),
+        ("guess", "--draft 'guess' is unknown; possible: auto, lookahead, lookup"),
         ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..., most=..."),
         ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
         ("lookup:most=0", "--draft lookup: most=0 is not possible: 1 or more"),

@@ -37,6 +37,7 @@ class Opened:
     def __init__(self, handle: int, config: Any) -> None:
         self.handle, self.config = handle, config
         self.position = self.layer = self.rows = 0
+        self.gap = -1  # where the last edit left one
         self.states: list[bytes] = []
 
 
@@ -53,6 +54,7 @@ class Fuzz:
         self.calls: list[Callable[[Opened], object]] = [
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
             self.commit, self.rewind, self.trim, self.demote, self.entering, self.move, self.look,
+            *[self.edit] * 4,
             self.save, self.load, self.missing, self.close,
         ]  # fmt: skip
 
@@ -113,7 +115,9 @@ class Fuzz:
             parents = (ctypes.c_int32 * max(1, len(values)))(*values)
             tokens = min(tokens, 4096)
         view = self.number(1)
-        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view) == 0:
+        at = -1 if self.chance.random() < 0.8 else self.number(cache.position)
+        at = cache.gap if cache.gap >= 0 and self.chance.random() < 0.7 else at
+        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at) == 0:
             cache.rows, cache.layer = tokens, 0
 
     def attend(self, cache: Opened) -> None:
@@ -180,6 +184,16 @@ class Fuzz:
         if self.call.kvq_cache_trim(cache.handle, self.number(self.stats.tokens), self.stats) == 0:
             cache.position = min(cache.position, self.stats.tokens)
 
+    def edit(self, cache: Opened) -> None:
+        self.call.kvq_cache_stats(cache.handle, self.stats)
+        start = self.number(self.stats.tokens)
+        stop = start + self.number(9) if self.chance.random() > self.wild else self.number(300)
+        stop = min(stop, 2**31 - 1)
+        count = self.number(9)
+        status = self.call.kvq_cache_edit(cache.handle, start, stop, count, self.stats)
+        if status == 0:
+            cache.gap, cache.position = start if count else -1, self.stats.tokens
+
     def demote(self, cache: Opened) -> None:
         self.call.kvq_cache_stats(cache.handle, self.stats)
         count = self.chance.randint(0, 12)
@@ -214,14 +228,22 @@ class Fuzz:
         facts, widths = np.zeros((columns, 4), np.int64), np.zeros((pages, 2), np.uint8)
         pointers = native.pointer(facts), native.pointer(widths)
         self.call.kvq_cache_columns(cache.handle, columns, *pointers)
-        seen = np.zeros(6 * pages, np.float32)
+        views = self.stats.views if self.chance.random() < 0.9 else self.chance.randint(0, 50)
+        facts = np.zeros((max(1, views), 5), np.int64)
+        self.call.kvq_cache_views(cache.handle, views, native.pointer(facts))
+        places = np.zeros((max(1, rows), 3), np.int64)
+        self.call.kvq_cache_places(cache.handle, rows, native.pointer(places))
+        seen = np.zeros(8 * pages, np.float32)
         queries = np.zeros(3 * c.layers * c.kv_heads * c.head_dim, np.float32)
         pointers = native.pointer(seen), native.pointer(queries)
         tokens = self.number(self.stats.tokens)
         self.call.kvq_cache_evidence(cache.handle, tokens, columns, *pointers)
         grids = [np.zeros((pages, 2, n), np.float32) for n in (c.head_dim, 64)]
         pointers = [native.pointer(part) for part in grids]
-        self.call.kvq_cache_constants(cache.handle, columns, *pointers)
+        layer = self.number(c.layers - 1)
+        self.call.kvq_cache_constants(cache.handle, layer, columns, *pointers)
+        squares = native.pointer(np.zeros((pages, 64), np.float32))
+        self.call.kvq_cache_key_squares(cache.handle, layer, columns, squares)
         page = np.zeros(constant_bytes(c.head_dim, 256) + 128 * c.head_dim, np.uint8)
         where = self.number(1), self.number(1), self.number(columns)
         self.call.kvq_cache_page(cache.handle, *where, native.pointer(page))

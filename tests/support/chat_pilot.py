@@ -15,7 +15,7 @@ from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.markdown import STYLES
 from kvq_apps.chat.settings import ChatSettings
 
-LONG_S = 20.0
+LONG_S = 120.0
 PALETTE = {name: Style(color=f"color({100 + index})") for index, name in enumerate(STYLES)}
 
 Script = Callable[[ChatApp, Pilot[Any]], Awaitable[None]]

@@ -47,7 +47,11 @@ def evidence(
         return np.broadcast_to(given, (layers, heads, *last)).copy()
 
     names = {field.name for kind in (Attention, Constants) for field in fields(kind)}
-    assert set(arrays) <= names, "no such evidence"
+    assert set(arrays) <= names | {"key_squares"}, "no such evidence"
+    constants = {field.name: filled(field.name) for field in fields(Constants)}
+    squares = np.broadcast_to(
+        np.asarray(arrays.get("key_squares", 0), np.float32), (layers, heads, columns, PAGE)
+    )
     return Evidence(
         facts=facts,
         widths=widths,
@@ -55,7 +59,8 @@ def evidence(
         tokens=4 + PAGE * columns + PAGE if tokens is None else tokens,
         head_dim=DIM,
         attention=Attention(**{field.name: filled(field.name) for field in fields(Attention)}),
-        constants=Constants(**{field.name: filled(field.name) for field in fields(Constants)}),
+        constants=lambda layer: Constants(**{name: x[layer] for name, x in constants.items()}),
+        key_squares=lambda layer: squares[layer],
         sensitivity=sensitivity,
     )
 
@@ -79,13 +84,11 @@ def random_evidence(
     for field in fields(Constants):
         last = DIM if field.name.startswith("key") else PAGE
         arrays[field.name] = some(*held.shape, last) * held[..., None]
-    nats = [rng.random((layers, 3)) for _ in range(2)]
+    arrays["key_squares"] = some(*held.shape, PAGE) * held[..., None]
     sensitivity = Sensitivity(
-        key=rng.random(layers),
-        value=rng.random(layers),
-        evict=rng.random(layers),
-        key_bits_nats=nats[0],
-        value_bits_nats=nats[1],
+        **{name: rng.random((layers, heads)) for name in ("key", "value", "evict")},
+        **{name: rng.random((layers, 3)) for name in ("key_bits_nats", "value_bits_nats")},
+        **{name: rng.random(layers) for name in ("key_norm", "value_norm")},
     )
     return evidence(
         widths,

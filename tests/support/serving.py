@@ -22,7 +22,7 @@ from typing import Any
 from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.loading import ServedModel
+from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
@@ -37,7 +37,7 @@ from kvq_runtime.session import Session
 from tiny import CHATML, byte_level_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> None:
@@ -130,6 +130,7 @@ class Rule:
                 context_tokens=self.context_tokens,
                 budget_bytes=1 << 20,
                 chunk_tokens=10_000,
+                draft_tokens=DRAFT_TOKENS,
             ),
         )
         self.sessions.append(session)

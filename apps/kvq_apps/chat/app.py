@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
@@ -19,6 +19,7 @@ from textual.driver import Driver
 from textual.events import Resize
 from textual.screen import Screen
 from textual.theme import Theme
+from textual.timer import Timer
 from textual.widgets import Footer, Static
 
 from kvq.errors import KvqError, UsageError
@@ -115,6 +116,12 @@ class ChatApp(App[None]):
         """Below the command line half of the terminal stays the terminal's."""
         if self.is_inline:
             self.transcript.styles.height = max(1, min(INLINE_LINES, event.size.height // 2))
+
+    def set_timer(self, *arguments: Any, **options: Any) -> Timer:
+        """A late tick still comes: Textual skips it, and with that one every later resize."""
+        timer = super().set_timer(*arguments, **options)
+        timer._skip = False
+        return timer
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette: Textual's own commands, then every key and slash command."""

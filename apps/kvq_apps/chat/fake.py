@@ -21,9 +21,10 @@ BYTES_PER_TOKEN = 768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeOptions:
-    """How the fake behaves. Times in milliseconds; `fail_at` and `lose_at` count tokens.
+    """How the fake behaves. Times in milliseconds; `fail_at`, `lose_at` and `hold_at` count tokens.
 
-    `fail_times` replies fail or get lost, then all is well; `silent` says nothing until cancelled.
+    `fail_times` replies fail or get lost, then all is well; before its token number `hold_at` a
+    reply waits until it is stopped.
     """
 
     tok_ms: float = 0.0
@@ -33,8 +34,8 @@ class FakeOptions:
     context: int = 4096
     fail_at: int = 0
     lose_at: int = 0
+    hold_at: int = 0
     fail_times: int = 1_000_000
-    silent: bool = False
     broken: bool = False
 
 
@@ -102,9 +103,9 @@ class FakeClient:
         self.tokens = self.tokens[:cached]
         if not self._prefill(prompt, stream):
             return "cancelled"
-        while self.options.silent and not stream.cancelled():
-            sleep(0.002)
         for count, piece in enumerate(self._script(turn), 1):
+            while count == self.options.hold_at and not stream.cancelled():
+                sleep(0.002)
             if stream.cancelled():
                 return "cancelled"
             self._fault(count)

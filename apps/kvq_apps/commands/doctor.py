@@ -16,7 +16,8 @@ from kvq_apps.owners import filled
 
 PACKAGES = (
     "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
-    "huggingface-hub", "starlette", "uvicorn", "textual", "markdown-it-py", "pygments",
+    "llguidance", "huggingface-hub", "starlette", "uvicorn", "textual", "markdown-it-py",
+    "pygments",
 )  # fmt: skip
 EDITORS = ("nvim", "vim", "code", "codium", "emacs", "hx", "zed", "subl")
 SECRETS = ("api-key",)

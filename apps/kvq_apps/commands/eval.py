@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import parse_kv
+from kvq.config import MOST_DRAFT_TOKENS, parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
@@ -24,6 +24,10 @@ DEFAULT_CONTEXT = 2048
 # A table or a sweep reads its text many times, and fills in the same lines.
 DEFAULT_WINDOWS = 16
 DEFAULT_SWEEP_LINES = 20
+# Where several drafts are written, and how long they are.
+DRAFTS_PLACES = 100
+DRAFTS_CONTEXT = 256
+DRAFTS_TOKENS = 10
 # A sweep judges pressure: a line to fill in must have this share of the context around it.
 LEAST_FILLED = Fraction(3, 4)
 
@@ -51,6 +55,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         predict="tokens of a line at most (default: {kvq_apps.evaluation.asked:Asked.line_tokens})",
     )  # fmt: skip
     flags.add_flags(
+        parser.add_argument_group("several drafts"),
+        "drafts", "drafts-method",
+        drafts="numbers of drafts to compare (default: 1,3,5)",
+        drafts_method="a way to write them; may be repeated (default: "
+        "each of {kvq_apps.evaluation.several:METHODS})",
+    )  # fmt: skip
+    flags.add_flags(
         parser.add_argument_group("many settings"),
         "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
@@ -66,11 +77,13 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
-        raise UsageError("--task is missing; choose ppl, kld, passkey, retrieval or fim")
+        raise UsageError("--task is missing; choose ppl, kld, passkey, retrieval, fim or drafts")
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
     model, files = _model_and_files(arguments)
     mode = {"task": _one_task, "table": _table, "sweep": _sweep}[modes[0]]
+    if arguments.task == "drafts":
+        mode = _drafts
 
     from kvq_apps.model_path import resolve_model
     from kvq_runtime.engine import Engine
@@ -166,6 +179,48 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
         "n": measured.n,
         **measured.details,
     }
+    if arguments.json:
+        output.print_json(report)
+    else:
+        _print(report)
+    return 0
+
+
+def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Several drafts at places in texts: the best of k against what stands there."""
+    from kvq_apps.engine import writer_for
+    from kvq_apps.evaluation import several
+    from kvq_apps.evaluation.documents import training_texts
+
+    context = min(_one_length(engine, arguments), engine.model.context_length)
+    if not options.written(arguments, "context"):
+        context = min(context, DRAFTS_CONTEXT)
+    length = arguments.predict or DRAFTS_TOKENS
+    counts = arguments.drafts or (1, 3, 5)
+    texts = [text for file in files for text in training_texts(file)]
+    asked = several.places(
+        engine.tokenizer, texts, count=arguments.limit or DRAFTS_PLACES, context=context,
+        length=length, seed=arguments.seed or 0,
+    )  # fmt: skip
+    cache = {
+        "kv": "fp", "kv_budget": f"{context + MOST_DRAFT_TOKENS}tok",
+        "context_tokens": context + MOST_DRAFT_TOKENS, "draft_tokens": MOST_DRAFT_TOKENS,
+    }  # fmt: skip
+    with output.Progress() as progress:
+        rows = several.measure(
+            partial(engine.session, **(cache | options.session_options(arguments))),
+            partial(writer_for, tokenizer=engine.tokenizer),
+            engine.tokenizer,
+            asked,
+            arguments.drafts_method or several.METHODS,
+            counts,
+            progress,
+        )
+        found = list(rows)
+    report = {
+        "task": "drafts", "model": engine.model.name, "backend": engine.backend.name,
+        "context": context, "length": length, "n": len(asked), "rows": found,
+    }  # fmt: skip
     if arguments.json:
         output.print_json(report)
     else:
@@ -322,7 +377,7 @@ def _lengths(engine: "Engine", arguments: Namespace, room: int = 0) -> tuple[int
 def _one_length(engine: "Engine", arguments: Namespace) -> int:
     length, *more = _lengths(engine, arguments)
     if more:
-        raise UsageError("--table and --sweep take one --context")
+        raise UsageError("--table, --sweep and --task drafts take one --context")
     return length
 
 

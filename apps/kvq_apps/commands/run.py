@@ -12,12 +12,14 @@ from kvq_apps import flags, options, output, text_input
 from kvq_apps.interrupt import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
+    from kvq_runtime.constraint import Constraint
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
 
 DEFAULT_PREDICT = 256
 # More than any text has on average; a prompt of fewer is counted as a whole.
 CHARACTERS_PER_TOKEN = 16
+CONSTRAINT_FLAGS = ("json-schema", "grammar", "regex")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft")
-    flags.add_flags(parser, "extract", "stream", "no-stream", "usage")
+    flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
 
@@ -42,7 +44,7 @@ def run(arguments: Namespace) -> int:
     if arguments.predict is not None and arguments.predict < 1:
         raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
     pieces = _pieces(arguments)
-    sampling = options.sampling(arguments)
+    sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
     from kvq_apps.model_path import resolve_model
@@ -57,7 +59,7 @@ def run(arguments: Namespace) -> int:
     ):
         _refuse_endless(prompt, engine, session)
         ids, begin_with = _prompt_ids(engine, arguments, prompt)
-        answer = _answer(session, ids, begin_with, arguments, sampling, cancel, pieces)
+        answer = _answer(session, ids, begin_with, arguments, sampling, constraint, cancel, pieces)
         report = _report(engine, session, answer)
         report["prompt_tokens"] = len(ids) + bool(begin_with)
     code = _first_fence(answer.text) if arguments.extract else None
@@ -72,6 +74,22 @@ def run(arguments: Namespace) -> int:
     if arguments.usage:
         _print_usage(report)
     return INTERRUPTED if answer.finish_reason == "cancelled" else 0
+
+
+def _constraint(arguments: Namespace) -> "Constraint | None":
+    """What the answer has to look like, if one of the flags says so."""
+    asked = options.given(arguments, **{flag: flag for flag in CONSTRAINT_FLAGS})
+    if len(asked) > 1:
+        names = " and ".join(f"--{flag}" for flag in asked)
+        raise UsageError(f"{names} exclude each other; give one")
+    from kvq_runtime.constraint import Constraint
+
+    for flag, value in asked.items():
+        if flag == "regex":
+            return Constraint.regex(text_input.check_argument(value))
+        text = text_input.read_text(value)
+        return Constraint.grammar(text) if flag == "grammar" else Constraint.json(text)
+    return None
 
 
 def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
@@ -158,6 +176,7 @@ def _answer(
     begin_with: bytes,
     arguments: Namespace,
     sampling: Any,
+    constraint: "Constraint | None",
     cancel: Callable[[], bool],
     pieces: Callable[[str], None] | None,
 ) -> _Answer:
@@ -173,6 +192,7 @@ def _answer(
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
+        constraint=constraint,
         cancel=cancel,
     )
     for step in steps:

@@ -29,6 +29,10 @@ class ServedModel(Served):
     loaded_at: int
 
 
+# Several short answers to one prompt are written side by side in so many rows.
+DRAFT_TOKENS = 64
+
+
 def load(
     model: str | None,
     engine_options: Mapping[str, Any],
@@ -44,6 +48,7 @@ def serve_engine(
     engine: Engine, session_options: Mapping[str, Any], config: ServeConfig
 ) -> ServedModel:
     """What is served of an opened engine."""
+    session_options = {"draft_tokens": DRAFT_TOKENS} | session_options
     first = engine.session(**session_options)
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()

@@ -50,6 +50,7 @@ inline void Block::start(int row_count, int dim, float softcap) {
 struct PageEvidence {
     int rows = 0;
     float mass = 0;         // of attention weights
+    float peak = 0;         // the largest weight a row gave one token: no sum
     float key_error = 0;    // squared change of the output, were keys rounded to 8 bits
     float value_error = 0;  // likewise values
     float evict_error = 0;  // and were the page gone
@@ -71,9 +72,11 @@ struct Kernels {
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.
     void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D].
-    void (*tile)(Block& block, const uint16_t* k, const uint16_t* v, int n,
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `page`.
+    void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);
+    // logits [rows, 64]: products of the block's rows with the page's keys; q as in `page`.
+    void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
     // `page`; unit turns its products with keys into natural logits.
     void (*evidence)(const Block& block, const float* q, const PageView& page,

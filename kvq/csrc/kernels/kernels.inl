@@ -325,9 +325,19 @@ inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
 // sums could keep: 2^-32 of a weight, times all keys of a long context, stays below 1e-5.
 constexpr float kNegligible = 32.0f;
 
+// The sum of weights of 1 at most, as whole steps of 2^-24: it does not depend on their order.
+inline float sum_of_steps(const F* p) {
+    const F steps = set1(16777216.0f);
+    I total = to_int(p[0] * steps);
+    for (int i = 1; i < kPageTokens / 8; i++) total = total + to_int(p[i] * steps);
+    return static_cast<float>(reduce_add(total)) * (1.0f / 16777216.0f);
+}
+
 // Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
-// before is rescaled to it. False: all weights are negligible, p holds logits still.
-inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p) {
+// before is rescaled to it. False: all weights are negligible, p holds logits still. `any_order`:
+// the result is the same wherever in the tile the visible rows stand.
+inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p,
+                           bool any_order = false) {
     constexpr int kLanes = kPageTokens / 8;
     for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
     if (block.softcap_log2 > 0.0f)
@@ -348,7 +358,7 @@ inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bi
     const F maximum = set1(block.maximum[r]);
     for (int i = 0; i < kLanes; i++) p[i] = exp2_lanes(p[i] - maximum);
     const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
-    block.sum[r] += reduce_add(total);
+    block.sum[r] += any_order ? sum_of_steps(p) : reduce_add(total);
     return true;
 }
 
@@ -428,9 +438,11 @@ void read_values(const PageView& page, int head_dim, const Grid& v, float* out) 
     }
 }
 
-// Attention weights [64] of row r over the page, 0 where it cannot look; returns their sum.
-inline float page_weights(const Block& block, int r, const float* logits, uint64_t bits, float* p) {
-    F total = set1(0.0f);
+// Attention weights [64] of row r over the page, 0 where it cannot look; returns their sum and
+// raises `peak` to the largest.
+inline float page_weights(const Block& block, int r, const float* logits, uint64_t bits, float* p,
+                          float& peak) {
+    F total = set1(0.0f), largest = set1(peak);
     const F inverse = set1(block.sum[r] > 0.0f ? 1.0f / block.sum[r] : 0.0f);
     for (int i = 0; i < kPageTokens / 8; i++) {
         F x = load(logits + 8 * i);
@@ -439,7 +451,9 @@ inline float page_weights(const Block& block, int r, const float* logits, uint64
         const F seen = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), weight, set1(0.0f));
         store(p + 8 * i, seen);
         total = total + seen;
+        largest = max(largest, seen);
     }
+    peak = reduce_max(largest);
     return reduce_add(total);
 }
 
@@ -455,7 +469,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const uint64_t bits = mask_of(visible, r);
         if (!bits) continue;
         alignas(64) float p[kPageTokens];
-        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p);
+        const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p, seen.peak);
         seen.rows++;
         seen.mass += mass;
         if (mass < kvq::kObservedMass) continue;
@@ -570,7 +584,7 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
+void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible) {
     const int head_dim = block.head_dim;
     alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
@@ -583,11 +597,12 @@ void attend_tile(Block& block, const uint16_t* k, const uint16_t* v, int n,
             transpose(rows, keys + c * kPageTokens + t, kPageTokens);
         }
     rows_of<4>(block.rows, [&](auto count, int r) {
-        tile_logits<count()>(block.q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
+        tile_logits<count()>(q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
     });
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
-        if (!softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r, n), p))
+        // A row of a tree must get what it would get in the place where it is kept.
+        if (!softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r, n), p, true))
             for (F& weights : p) weights = set1(0.0f);
         for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
     }

@@ -14,8 +14,9 @@
 
 namespace kvq {
 const Kernels* neon_kernels() {
-    static const Kernels table{"neon",      pack, read_grid, narrow,   attend_page,
-                               attend_tile, page_evidence, to_half, from_half};
+    static const Kernels table{"neon",      pack,        read_grid,   narrow,
+                               attend_page, attend_tile, page_scores, page_evidence,
+                               to_half,     from_half};
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
 }
 }  // namespace kvq

@@ -4,7 +4,7 @@ A policy sees evidence and returns actions. It never touches a page itself, runs
 boundaries, and must be deterministic: ties go to the oldest page, then layer, then head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
@@ -15,6 +15,7 @@ from kvq.config import PAGE_TOKENS
 from kvq.named import named
 
 POLICIES = {
+    "a2sf": "kvq.policies.a2sf:A2SF",
     "budget": "kvq.policies.budget:Budget",
     "chunkkv": "kvq.policies.chunkkv:ChunkKV",
     "expected-attention": "kvq.policies.expected_attention:ExpectedAttention",
@@ -37,11 +38,14 @@ Floats = NDArray[np.float32]
 class Attention:
     """What probe queries saw of every page; float32 [L, Hk, C] each, 0 where a page is evicted.
 
-    Probes are committed query rows: the newest and a seeded sample of older ones, all query heads
-    of a KV head. Means are over the rows that could see the page (causal, inside the window).
+    Probes are committed query rows, all query heads of a KV head: the newest, and a seeded sample
+    of the whole text. Means are over the rows that could see the page (causal, inside the window).
 
-    `mass`: mean attention weight the page received. `peak_mass`: the largest `mass` of this and
-    earlier observations, halved every four of them. `mean_mass`: their running mean.
+    `mass`: mean attention weight the page received. `recent_mass`: the same from the newest rows
+    alone. `total_mass`: from the sampled rows, those before the page counting as 0: what a query
+    gave it on average since the text began. `peak_weight`: the largest weight a row gave a single
+    token of it, in this and earlier observations, halved every four of them. `mean_mass`: running
+    mean of `recent_mass`, of which every observation forgets a fifth.
     `key_error`, `value_error`: mean squared change of the attention output, in units of value
     squared, were the page's keys (values) read at 8 bits instead of exactly; a read at b bits
     costs 4^(8 - b) times as much. `evict_error`: the same were the page gone.
@@ -51,7 +55,9 @@ class Attention:
     """
 
     mass: Floats
-    peak_mass: Floats
+    recent_mass: Floats
+    total_mass: Floats
+    peak_weight: Floats
     mean_mass: Floats
     key_error: Floats
     value_error: Floats
@@ -63,10 +69,10 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What every page spans, by its stored constants; 0 where it is evicted.
+    """What a layer's pages span, by their stored constants; 0 where one is evicted.
 
-    `key_min`, `key_range`: float32 [L, Hk, C, D], smallest key and span of each channel over the
-    page's tokens (rotated keys). `value_min`, `value_range`: float32 [L, Hk, C, 64], smallest
+    `key_min`, `key_range`: float32 [Hk, C, D], smallest key and span of each channel over the
+    page's tokens (rotated keys). `value_min`, `value_range`: float32 [Hk, C, 64], smallest
     value and span of each token over the head's channels.
     """
 
@@ -78,11 +84,13 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sensitivity:
-    """What an error in one layer costs, from calibration at export; float64 [L] each.
+    """What an error in one layer or KV head costs, from calibration at export; float64.
 
-    `key`, `value`: nats of divergence per unit of `Attention.key_error` and `value_error`, summed
-    over heads and pages; `evict` the same per page evicted. `key_bits_nats` and `value_bits_nats`
-    float64 [L, 3]: divergence when only that layer's keys (values) are read at 8, 4 and 2 bits.
+    `key`, `value` [L, Hk]: nats of divergence per unit of `Attention.key_error` and `value_error`,
+    summed over pages; `evict` the same of what `eviction_prices` makes of `evict_error`.
+    `key_bits_nats` and `value_bits_nats` [L, 3]: divergence when only that layer's keys (values)
+    are read at 8, 4 and 2 bits. `key_norm`, `value_norm` [L]: Frobenius norms of the weights that
+    make a layer's keys and values.
     """
 
     key: NDArray[np.float64]
@@ -90,6 +98,8 @@ class Sensitivity:
     evict: NDArray[np.float64]
     key_bits_nats: NDArray[np.float64]
     value_bits_nats: NDArray[np.float64]
+    key_norm: NDArray[np.float64]
+    value_norm: NDArray[np.float64]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sensitivity) and self.to_json() == other.to_json()
@@ -102,11 +112,12 @@ class Sensitivity:
         return {name: values.tolist() for name, values in rounded.items()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], num_layers: int) -> "Sensitivity":
-        """Raises KeyError, TypeError or ValueError for another object."""
+    def from_json(cls, data: Mapping[str, Any], layers: int, heads: int) -> "Sensitivity":
+        """That of so many layers of KV heads. Raises KeyError, TypeError or ValueError."""
         values = {f.name: np.array(data[f.name], np.float64) for f in fields(cls)}
+        shapes = {"nats": (layers, 3), "norm": (layers,)}
         for name, array in values.items():
-            shape = (num_layers, 3) if name.endswith("_nats") else (num_layers,)
+            shape = shapes.get(name[-4:], (layers, heads))
             if array.shape != shape or not np.isfinite(array).all() or (array < 0).any():
                 raise ValueError(f"{name} of shape {array.shape} is no sensitivity of {shape}")
         return cls(**values)
@@ -121,8 +132,10 @@ class Evidence:
     none. `tokens`: tokens seen so far. `head_dim`, `value_groups`: they fix the bytes a page frees.
     `entering`: pages of every layer and head that are about to close, at `entry_widths` uint8
     [L, Hk, 2]; 0 where nobody says so.
-    `attention` and `constants` are there if the policy asks for them by its `needs`;
-    `sensitivity` is None for a model that was not calibrated.
+    `constants` and `key_squares` are read layer by layer, so that no copy of all lies beside the
+    cache; `key_squares(layer)`: float32 [Hk, C, 64], squared lengths of the keys as they are read.
+    `attention` is there if the policy asks for it by its `needs`; `sensitivity` is None for a model
+    that was not calibrated.
     """
 
     facts: NDArray[np.int64]
@@ -130,12 +143,17 @@ class Evidence:
     windows: NDArray[np.int64]
     tokens: int
     head_dim: int
+    constants: Callable[[int], Constants]
+    key_squares: Callable[[int], Floats]
     value_groups: int = PAGE_TOKENS
     entering: int = 0
     entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None
-    constants: Constants | None = None
     sensitivity: Sensitivity | None = None
+
+    def of_layers(self, of_layer: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
+        """What a function of the layer says of each, stacked [L, ...]."""
+        return np.stack([of_layer(layer) for layer in range(len(self.widths))])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,9 +170,9 @@ class Relief:
 
 
 class Policy(Protocol):
-    """Frees space when asked. `needs` names evidence it cannot do without.
+    """Frees space when asked. `needs` names evidence that costs bytes to keep.
 
-    Possible needs: "attention" (the cache keeps probe queries) and "constants".
+    The only such need is "attention": the cache keeps probe queries.
     """
 
     needs: ClassVar[frozenset[str]]

@@ -54,7 +54,7 @@ RECENT = 4
 class Budget:
     """Convex-hull allocation of bits and evictions."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     prior: float = 0.1
 
@@ -79,27 +79,28 @@ class Budget:
 
     def costs(self, evidence: Evidence) -> Costs:
         """Damage float64 [L, Hk, C, rungs] of reading each page at each rung."""
-        attention, constants = evidence.attention, evidence.constants
+        weights = _weights(evidence)
+        return evidence.of_layers(lambda layer: self._layer(evidence, layer, weights[:, layer]))
+
+    def _layer(self, evidence: Evidence, layer: int, weights: Costs) -> Costs:
+        """The damage in one layer [Hk, C, rungs]; `weights` [3, Hk]: of keys, values, evictions."""
+        attention, constants = evidence.attention, evidence.constants(layer)
         assert attention is not None
-        assert constants is not None
-        dim = evidence.head_dim
-        chance = self.prior / max(1, evidence.widths.shape[2])
+        dim, columns = evidence.head_dim, evidence.widths.shape[2]
         key_step, value_step = constants.key_range / CODE_SPAN, constants.value_range / CODE_SPAN
         # Of a query that looks for one token: what rounding and absence do to its output.
-        logit_noise = np.einsum("lhd,lhcd->lhc", attention.query_square, np.square(key_step)) / 12
+        square = attention.query_square[layer]
+        logit_noise = np.einsum("hd,hcd->hc", square, np.square(key_step)) / 12
         middle = constants.value_min + constants.value_range / 2
         size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
-        unseen = FOCUS**2 * chance
-        keys = attention.key_error + unseen * (1 - FOCUS) ** 2 * logit_noise * size
-        values = attention.value_error + unseen * np.square(value_step).mean(axis=-1) * dim / 12
-        gone = attention.evict_error * evidence.widths.shape[2] + unseen * size
-        key_weight, value_weight, evict_weight = _weights(evidence)
-        costs = np.empty((*keys.shape, len(RUNGS)))
-        for rung, (k_bits, v_bits) in enumerate(RUNGS[:-1].tolist()):
-            rounded_keys = key_weight * keys * 4.0 ** (8 - k_bits)
-            costs[..., rung] = rounded_keys + value_weight * values * 4.0 ** (8 - v_bits)
-        costs[..., -1] = evict_weight * gone
-        return costs
+        unseen = FOCUS**2 * self.prior / max(1, columns)
+        keys = attention.key_error[layer] + unseen * (1 - FOCUS) ** 2 * logit_noise * size
+        steps = np.square(value_step).mean(axis=-1) * dim / 12
+        values = attention.value_error[layer] + unseen * steps
+        gone = attention.evict_error[layer] * columns + unseen * size
+        keys, values, gone = weights[..., None] * np.stack([keys, values, gone])
+        rounding = [keys * 4.0 ** (8 - k) + values * 4.0 ** (8 - v) for k, v in RUNGS[:-1].tolist()]
+        return np.stack([*rounding, gone], axis=-1)
 
 
 def _entering(evidence: Evidence, costs: Costs) -> tuple[Steps, Costs]:
@@ -148,15 +149,13 @@ def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Ste
     return np.column_stack([pages[page, :3], RUNGS[rung]]).astype(np.int32)
 
 
-def _weights(evidence: Evidence) -> tuple[Costs, Costs, Costs]:
-    """What a unit of key, value and eviction error costs in each layer, float64 [L, 1, 1] each."""
+def _weights(evidence: Evidence) -> Costs:
+    """What a unit of key, value and eviction error costs in each head, float64 [3, L, Hk]."""
     sensitivity = evidence.sensitivity
     if sensitivity is not None:
-        parts = (sensitivity.key, sensitivity.value, sensitivity.evict)
-        return tuple(part[:, None, None] for part in parts)  # type: ignore[return-value]
+        return np.stack([sensitivity.key, sensitivity.value, sensitivity.evict])
     assert evidence.attention is not None
     output = evidence.attention.output_square.sum(axis=-1).mean(axis=1).astype(np.float64)
     weight = 1 / np.maximum(output, 1e-12)
     weight[[0, -1]] *= EDGE
-    column = weight[:, None, None]
-    return column, column, column
+    return np.broadcast_to(weight[:, None], (3, *evidence.widths.shape[:2]))

@@ -2,8 +2,8 @@
 
 The paper sums the attention of an observation window over the tokens of a chunk (about ten) and
 over the heads, keeps each layer's best chunks whole, and lets `reuse` layers in a row use the
-choice of the first. Here the chunk is the page. A layer follows the first of its group only if both
-have the same sliding window: another window sees other pages.
+choice of the first. Here the chunk is the page and the window the newest probes. A layer follows
+the first of its group only if both have the same sliding window: another sees other pages.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class ChunkKV(Scorer):
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None
-        mass = evidence.attention.mass
+        mass = evidence.attention.recent_mass
         layers = np.arange(len(mass))
         first = layers - layers % self.reuse
         leader = np.where(evidence.windows[first] == evidence.windows, first, layers)

@@ -21,17 +21,19 @@ from kvq.policies.scorer import Scorer
 class ExpectedAttention(Scorer):
     """Evicts the pages that are expected to move the output least."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
+        return evidence.of_layers(lambda layer: self._layer(evidence, layer))
+
+    def _layer(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
         assert evidence.attention is not None
-        assert evidence.constants is not None
-        constants = evidence.constants
-        mean = evidence.attention.query_mean
-        variance = np.maximum(evidence.attention.query_square - np.square(mean), 0)
+        constants = evidence.constants(layer)
+        mean = evidence.attention.query_mean[layer]
+        variance = np.maximum(evidence.attention.query_square[layer] - np.square(mean), 0)
         key = middle(constants.key_min, constants.key_range)
-        logit = np.einsum("lhcd,lhd->lhc", key, mean)
-        logit += np.einsum("lhcd,lhd->lhc", np.square(key), variance) / 2
+        logit = np.einsum("hcd,hd->hc", key, mean)
+        logit += np.einsum("hcd,hd->hc", np.square(key), variance) / 2
         square = mean_square(constants.value_min, constants.value_range).mean(axis=-1)
         with np.errstate(divide="ignore"):  # a page of zeros moves nothing: minus infinity
             return logit + np.log(square) / 2

@@ -1,10 +1,11 @@
-"""H2O (2306.14048): heavy hitters and recent tokens stay.
+"""H2O (2306.14048): heavy hitters and recent tokens stay; nothing is forgotten.
 
 The paper splits each head's cache in half: the newest tokens, and those with the most attention
 accumulated over all queries so far; each new token drops the least of the older ones. Here the unit
-is the page, and the sum is a mean over the queries that could see the page (`mean_mass`): a plain
-sum favours old tokens, which had more queries. Option `recent`: the share of pages that counts as
-recent and goes last; the tail is kept besides.
+is the page, and the sum is estimated by a sample of the queries since the text began
+(`total_mass`), who look at what is left: no query counts less for its age, and an early page, which
+more queries could see, is favoured as in the paper. Option `recent`: the share of pages that counts
+as recent and goes last; the tail is kept besides.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ class H2O(Scorer):
         super().__post_init__()
         if not 0 <= self.recent <= 1:
             raise UsageError(
-                f"--kv-policy h2o: recent={self.recent} is not possible: a share from 0 to 1"
+                f"--kv-policy recent={self.recent} is not possible: a share from 0 to 1"
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None
-        return evidence.attention.mean_mass
+        return evidence.attention.total_mass
 
     def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
         held = evidence.widths[..., 0] > 0

@@ -1,10 +1,10 @@
 """Key norms (2406.11430): keys of low norm draw attention, so those of high norm go.
 
 The paper sorts each head's tokens by the norm of their keys, keeps the lowest and leaves the first
-two layers alone, where norm and attention hardly correlate. Here a page's mean square norm is
-estimated from the smallest and largest value of each channel. Rotation leaves a norm as it is but
-spreads a channel, and evenly spread channels read up to a third too small, in all pages alike.
-Option `skip`: first layers whose pages go last.
+two layers alone, where norm and attention hardly correlate. Here pages go, so a page is worth as
+many of its tokens as are among the `low` share of the head's held tokens with the lowest norms; of
+pages with equally many the one whose shortest key is longer goes first. Norms are of the keys as
+they are read. Option `skip`: first layers whose pages go last.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq.policies import Evidence
-from kvq.policies.estimates import mean_square
 from kvq.policies.scorer import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
 class L2Norm(Scorer):
-    """Evicts the pages with the longest keys."""
+    """Evicts the pages with the fewest short keys."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"constants"})
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     skip: int = 2
+    low: float = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,11 +33,24 @@ class L2Norm(Scorer):
             raise UsageError(
                 f"--kv-policy l2norm: skip={self.skip} is not possible: 0 layers or more"
             )
+        if not 0 < self.low < 1:
+            raise UsageError(
+                f"--kv-policy l2norm: low={self.low} is not possible: a share between 0 and 1"
+            )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
-        assert evidence.constants is not None
-        keys = evidence.constants
-        return -mean_square(keys.key_min, keys.key_range).sum(axis=-1)
+        return evidence.of_layers(lambda layer: self._layer(evidence, layer))
+
+    def _layer(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
+        """[Hk, C]: short keys of each page, and a fraction that says how short the shortest is."""
+        held = evidence.widths[layer, :, :, 0] > 0
+        squares = np.where(held[..., None], evidence.key_squares(layer), np.inf)
+        every = squares.reshape(len(held), -1)
+        ordered = np.sort(np.pad(every, ((0, 0), (0, 1)), constant_values=np.inf), axis=1)
+        count = np.rint(self.low * squares.shape[-1] * held.sum(axis=1)).astype(int)
+        threshold = np.take_along_axis(ordered, np.maximum(count - 1, 0)[:, None], axis=1)
+        short = (squares <= threshold[..., None]).sum(axis=-1)
+        return short + 1 / (2 + squares.min(axis=-1))
 
     def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
         layers = np.arange(len(evidence.widths))[:, None, None]

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.policies import Evidence, Floats
+from kvq.policies import Constants, Evidence, Floats
 from kvq.policies.estimates import middle
 from kvq.policies.scorer import Scorer
 
@@ -24,14 +24,19 @@ from kvq.policies.scorer import Scorer
 class LagKV(Scorer):
     """Evicts the pages that the next page resembles most."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"constants"})
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         held = evidence.widths[..., 0] > 0
         following = _next_held(held)
         scored = held & (following < held.shape[-1])
         following = np.minimum(following, max(held.shape[-1] - 1, 0))
-        keys, values = _key_spread(evidence, following), _value_spread(evidence, following)
+
+        def spreads(layer: int) -> NDArray[np.floating]:
+            constants, lag = evidence.constants(layer), following[layer]
+            return np.stack([_key_spread(constants, lag), _value_spread(constants, lag)])
+
+        keys, values = evidence.of_layers(spreads).swapaxes(0, 1)
         return (_softmax(keys, scored) + _softmax(values, scored)) / 2
 
     def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
@@ -47,22 +52,20 @@ def _next_held(held: NDArray[np.bool_]) -> NDArray[np.intp]:
     return np.concatenate([after[..., 1:], np.full_like(own[..., :1], columns)], axis=-1)
 
 
-def _key_spread(evidence: Evidence, following: NDArray[np.intp]) -> Floats:
-    """Deviation over channels of a token's lag-relative key, [L, Hk, C]."""
-    assert evidence.constants is not None
-    smallest, span = evidence.constants.key_min, evidence.constants.key_range
-    lag_min = np.take_along_axis(smallest, following[..., None], axis=2)
-    lag_span = np.take_along_axis(span, following[..., None], axis=2)
+def _key_spread(constants: Constants, following: NDArray[np.intp]) -> Floats:
+    """Deviation over channels of a token's lag-relative key, [Hk, C]."""
+    smallest, span = constants.key_min, constants.key_range
+    lag_min = np.take_along_axis(smallest, following[..., None], axis=1)
+    lag_span = np.take_along_axis(span, following[..., None], axis=1)
     centres = _share(middle(smallest, span) - lag_min, lag_span)
     return np.sqrt(centres.var(axis=-1) + np.square(_share(span, lag_span)).mean(axis=-1) / 12)
 
 
-def _value_spread(evidence: Evidence, following: NDArray[np.intp]) -> Floats:
-    """Mean over tokens of the deviation over channels of their lag-relative values, [L, Hk, C]."""
-    assert evidence.constants is not None
-    smallest, span = evidence.constants.value_min, evidence.constants.value_range
+def _value_spread(constants: Constants, following: NDArray[np.intp]) -> Floats:
+    """Mean over tokens of the deviation over channels of their lag-relative values, [Hk, C]."""
+    smallest, span = constants.value_min, constants.value_range
     whole = (smallest + span).max(axis=-1) - smallest.min(axis=-1)
-    return _share(span.mean(axis=-1), np.take_along_axis(whole, following, axis=2)) / np.sqrt(12)
+    return _share(span.mean(axis=-1), np.take_along_axis(whole, following, axis=1)) / np.sqrt(12)
 
 
 def _share(part: Floats, whole: Floats) -> Floats:

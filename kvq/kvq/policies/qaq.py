@@ -11,7 +11,8 @@ Here the unit is the page. Both tolerances follow from one target t: sigma_X is 
 value deviation, and sigma_S = t / sqrt(T) moves the output as much. A larger t needs fewer bits,
 so for every page and width there is a smallest t at which that width will do; pages step down in
 the order of these, which is where a bisection for the t that fits the bytes would end. A page whose
-values need no bits at all is evicted. S_t is `peak_mass` over the page's tokens; the quantile takes
+values need no bits at all is evicted. S_t is the largest weight that a query in the window gave one
+token of the page (`peak_weight`), so one sought token keeps its page; the quantile takes
 |q|^2, a sum over channels, as normal; a page's range is a root mean square, over channels weighted
 by query energy (keys) or over tokens (values). No outliers are kept apart: ranges per channel do
 that work.
@@ -23,7 +24,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_TOKENS
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
 from kvq.policies.spend import held_pages
@@ -37,7 +37,7 @@ Targets = NDArray[np.float64]  # [L, Hk, C, widths]: ln of the smallest t at whi
 class Qaq:
     """Lowers every page's keys and values to what one common target of error asks for."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention", "constants"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         layers, heads, columns = held_pages(evidence)[:, :3].T
@@ -52,7 +52,6 @@ class Qaq:
 def key_targets(evidence: Evidence, widths: tuple[int, ...]) -> Targets:
     """Where each width becomes enough for a page's keys: T and their range decide."""
     assert evidence.attention is not None
-    assert evidence.constants is not None
     tokens = max(evidence.tokens, 2)
     square = evidence.attention.query_square.astype(np.float64)
     energy = square.sum(axis=-1)
@@ -60,7 +59,11 @@ def key_targets(evidence: Evidence, widths: tuple[int, ...]) -> Targets:
     spread = 2 * np.maximum(square**2 - evidence.attention.query_mean.astype(np.float64) ** 4, 0)
     quantile = energy + NORMAL_QUANTILE_90 * np.sqrt(spread.sum(axis=-1))
     weights = (square / np.where(energy > 0, energy, 1)[..., None]).astype(np.float32)
-    ranges = np.einsum("lhcd,lhd->lhc", np.square(evidence.constants.key_range), weights)
+    ranges = evidence.of_layers(
+        lambda layer: np.einsum(
+            "hcd,hd->hc", np.square(evidence.constants(layer).key_range), weights[layer]
+        )
+    )
     exact = quantile[..., None] * ranges / 12
     noise = exact[..., None] / 4.0 ** np.array(widths)  # sigma^2 |q|^2
     with np.errstate(divide="ignore"):
@@ -70,9 +73,10 @@ def key_targets(evidence: Evidence, widths: tuple[int, ...]) -> Targets:
 def value_targets(evidence: Evidence, widths: tuple[int, ...]) -> Targets:
     """Where each width becomes enough for a page's values: attention and their range decide."""
     assert evidence.attention is not None
-    assert evidence.constants is not None
-    share = evidence.attention.peak_mass.astype(np.float64) / PAGE_TOKENS
-    square = np.square(evidence.constants.value_range).mean(axis=-1, dtype=np.float64)
+    share = evidence.attention.peak_weight.astype(np.float64)
+    square = evidence.of_layers(
+        lambda layer: np.square(evidence.constants(layer).value_range).mean(-1, dtype=np.float64)
+    )
     held = (evidence.widths[..., 0] > 0).sum(axis=-1, keepdims=True)
     usual = square.sum(axis=-1, keepdims=True) / np.maximum(held, 1)
     ratio = np.sqrt(square / np.where(usual > 0, usual, 1))

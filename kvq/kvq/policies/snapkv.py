@@ -1,9 +1,10 @@
 """SnapKV (2404.14469): the last queries vote on what each head will need.
 
 The paper compresses a prompt once: the attention of an observation window at its end is summed per
-head, smoothed over neighbouring tokens so that details keep their surroundings, and the top k stay
-beside the window. Here the window is the probes of the newest rows (`mass`), the smoothing is a
-mean over `pool` neighbouring pages that are still held, and it happens whenever bytes are short.
+head, smoothed over some seven neighbouring tokens so that details keep their surroundings, and the
+top k stay beside the window. Here the window is the probes of the newest rows alone
+(`recent_mass`), it happens whenever bytes are short, and the unit is a page, which is wider than
+the paper's neighbourhood; `pool` averages over so many pages that are still held.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class SnapKV(Scorer):
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    pool: int = 3
+    pool: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,7 +36,7 @@ class SnapKV(Scorer):
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None
-        mass = self._pooled(evidence.attention.mass)
+        mass = self._pooled(evidence.attention.recent_mass)
         held = self._pooled(evidence.widths[..., 0] > 0)
         return mass / np.maximum(held, 1)
 

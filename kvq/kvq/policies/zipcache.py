@@ -1,12 +1,13 @@
 """ZipCache (2405.14256): salient tokens in high precision, the others in low.
 
-The paper ranks tokens by the attention they received from probe rows (the newest and a random
-sample), divided by the number of rows that could see them, and stores the top fraction at 4 bits
-and the rest at 2, keys and values alike; its channel-separable scales belong to the page format.
-Here the page is the unit and `mass` is that saliency. Widths only fall, so the unsalient pages fall
-to the low width first and the salient ones to the high width; where that is too much still, the
-fraction is lowered, and when all pages are low the least salient go. Ranked per layer, the heads of
-a layer together. Options: `salient`, the fraction; `high` and `low`, the two widths.
+The paper ranks tokens by the attention they received from probe rows, the newest and a random
+sample of all, divided by the number of rows that could see them, and stores the top fraction at 4
+bits and the rest at 2, keys and values alike. Its probe rows are ours, and `mass` is that saliency,
+of a page instead of a token. Its channel-separable value scales are left out: values have a scale
+per token, and gain nothing from them (0.2 dB at most either way). Widths only fall, so the
+unsalient pages fall to the low width first and the salient ones to the high width; where that is
+too much still, the fraction is lowered, and when all pages are low the least salient go. Ranked per
+layer, the heads of a layer together. Options: `salient`, the fraction; `high`, `low`, the widths.
 """
 
 from dataclasses import dataclass

@@ -76,6 +76,7 @@ class ModelFacts:
 
     `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
+    `drafts_method` writes several drafts best on this model, where that was measured.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelFacts:
     fingerprint: str
     kv: KvPlan
     short_rope_tokens: int | None = None
+    drafts_method: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +105,14 @@ class SequenceCache(Protocol):
     A pass is `begin`, the pass, and `commit` or `rewind`; several passes may add to one branch.
     `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
-    begins one, a piece of a prompt, and are committed whole. `commit(path)` keeps these rows, each
-    the parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
+    begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`.
+    `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
+    stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
+    cache cannot. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
+    parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
-    its own. `trim` keeps at most the first `tokens` tokens: fewer, where a cache cannot go back
+    its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
+    `tokens` tokens: fewer, where a cache cannot go back
     exactly; the loop computes what is missing again.
     """
 
@@ -131,9 +137,24 @@ class SequenceCache(Protocol):
     @property
     def draft_room(self) -> int: ...
 
+    @property
+    def tree_room(self) -> int: ...
+
     def holdings(self) -> Holdings: ...
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None, /) -> None: ...
+    def begin(
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        /,
+        *,
+        view: str = "full",
+        at: int | None = None,
+    ) -> None: ...
+
+    def why_not_edit(self) -> str | None: ...
+
+    def edit(self, start: int, stop: int, count: int, /) -> None: ...
 
     def commit(self, path: Sequence[int], /) -> None: ...
 
@@ -152,6 +173,22 @@ C = TypeVar("C", bound=SequenceCache)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """How much of a model a pass reads.
+
+    `view` "hi": of 8-bit weights, and of 8-bit pages of the cache, the upper nibbles. A layer of
+    `skipped` leaves what enters it as it is. Rows made by less than the whole model are guesses:
+    they are rewound and never committed.
+    """
+
+    view: str = "full"
+    skipped: tuple[int, ...] = ()
+
+
+WHOLE = Mode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rows(Generic[C]):
     """What one sequence brings to a pass: T rows begun in its `cache`.
 
@@ -159,6 +196,7 @@ class Rows(Generic[C]):
     sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
     `wanted` int64 [R]: the rows whose logits are wanted. `exact_rows` n: of these only the n
     largest need be exact and in place, others may be about right but not larger; 0: all are.
+    `mode` is the same for all rows of a pass.
     """
 
     cache: C
@@ -167,6 +205,7 @@ class Rows(Generic[C]):
     positions: NDArray[np.int64]
     wanted: NDArray[np.int64]
     exact_rows: int = 0
+    mode: Mode = WHOLE
 
 
 def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> Rows[C]:
@@ -197,17 +236,25 @@ class Pass(Generic[C]):
         counts = [own.exact_rows for own in self.rows if len(own.wanted)]
         return max(counts) if counts and min(counts) else 0
 
+    @property
+    def mode(self) -> Mode:
+        """That of all its rows."""
+        (mode,) = {own.mode for own in self.rows}
+        return mode
+
 
 class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest.
     """
 
     name: str
     cache_kind: str
     model: ModelFacts
     weight_bytes_per_step: int
+    takes_trees: bool
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""
@@ -223,6 +270,10 @@ class Backend(Protocol[C]):
 
     def open_cache(self, config: SessionConfig) -> C:
         """An empty cache as `config` says."""
+        ...
+
+    def check_mode(self, mode: Mode) -> None:
+        """Raises `BackendError` for a mode that passes of this backend cannot have."""
         ...
 
     def forward(self, one_pass: Pass[C]) -> list[NDArray[np.float32]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Holdings
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
-from kvq_runtime.backends import Rows, plain_rows
+from kvq_runtime.backends import Rows
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
     SEQUENCES,
@@ -79,6 +79,8 @@ class LlamaCppCache:
         self.budget_bytes = config.budget_bytes
         self.tokens = 0
         self._rows = 0
+        # Of a branch in a gap: its first token and, aside, how many tokens there are.
+        self._at: tuple[int, int] | None = None
         self._context, lines = open_context(
             model,
             config=config,
@@ -119,6 +121,11 @@ class LlamaCppCache:
         """Rows of a branch: nothing is quantised later than it is written."""
         return self._config.draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same; a pass of rows that branch is refused."""
+        return self._config.draft_tokens
+
     def holdings(self) -> Holdings:
         """One width for every token; nothing is lost but what a window has left behind."""
         plan = self._config.plan
@@ -128,15 +135,23 @@ class LlamaCppCache:
             evicted_share=self._layout.evicted_share(self.tokens),
         )
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+    def begin(
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
+    ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
+        assert view == "full"
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(
                 "drafts that branch are not possible on the llama.cpp backend: give a chain, or "
                 "run a bundle with an ONNX graph"
             )
-        if self.tokens + first + tokens > self.context_tokens:
+        if at is None and self.tokens + first + tokens > self.context_tokens:
             raise BudgetError(
                 f"{self.tokens} + {tokens} tokens exceed this session's context of "
                 f"{self.context_tokens}; open it with a larger --ctx-size"
@@ -146,6 +161,9 @@ class LlamaCppCache:
                 f"one forward pass takes 1 to {self.chunk_tokens} tokens, {tokens} were given; "
                 "split them"
             )
+        if at is not None and self._at is None:
+            self._park(at)
+            self._at, self.tokens = (at, self.tokens), at
         self._rows += tokens
 
     def forward(self, rows: "Rows[LlamaCppCache]") -> NDArray[np.float32]:
@@ -168,6 +186,9 @@ class LlamaCppCache:
     def commit(self, path: Sequence[int]) -> None:
         """Keeps the rows `path`, which in a chain are the first ones."""
         kept = self.tokens + len(path)
+        if self._at is not None:
+            self._rows = 0
+            return self._unpark(kept, self._at[1])
         self.tokens += self._rows
         self._rows = 0
         self.trim(kept)
@@ -176,6 +197,8 @@ class LlamaCppCache:
         """Forgets all but the first `rows` rows of the chain, also after an error."""
         self._rows = rows
         base = self.tokens
+        if self._at is not None and rows == 0:
+            return self._unpark(base, self._at[1])
         self._truncate(base + rows)
         self.tokens = min(base, self.tokens)
 
@@ -227,12 +250,12 @@ class LlamaCppCache:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def edit(self, start: int, stop: int, ids: Sequence[int]) -> None:
-        """Replaces tokens [start, stop) by `ids` and moves what follows, without computing it.
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """Removes tokens [start, stop) and moves what follows to leave room for `count` others.
 
-        Approximate from the second layer on: what follows keeps the keys and values it had. An
-        error leaves the cache with a beginning of the edited text. Raises `BackendError` with
-        the reason where a cache cannot do it.
+        Approximate from the second layer on: what follows keeps the keys and values it had, and
+        llama.cpp turns quantised keys by decoding and encoding them again. Raises `BackendError`
+        with the reason where a cache cannot do it.
         """
         reason = self.why_not_edit()
         if reason is not None:
@@ -241,25 +264,32 @@ class LlamaCppCache:
             raise UsageError(
                 f"tokens {start} to {stop} cannot be replaced; the cache holds {self.tokens}"
             )
-        length = self.tokens - (stop - start) + len(ids)
+        length = self.tokens - (stop - start) + count
         if length > self.context_tokens:
             raise BudgetError(
                 f"the edited text has {length} tokens and the context holds "
                 f"{self.context_tokens}; open the session with a larger --ctx-size"
             )
         functions, memory = self._functions, self._memory()
-        if stop < self.tokens:
-            functions.llama_memory_seq_cp(memory, _MAIN, _PARKED, stop, -1)
-        functions.llama_memory_seq_rm(memory, _MAIN, start, -1)
-        self.tokens = start
-        try:
-            self._append(ids)
-            if length > self.tokens:
-                functions.llama_memory_seq_add(memory, _PARKED, stop, -1, start + len(ids) - stop)
-                functions.llama_memory_seq_cp(memory, _PARKED, _MAIN, -1, -1)
-        finally:
-            functions.llama_memory_seq_rm(memory, _PARKED, -1, -1)
+        if start < stop:
+            functions.llama_memory_seq_rm(memory, _MAIN, start, stop)
+        if length != self.tokens:
+            functions.llama_memory_seq_add(memory, _MAIN, stop, -1, start + count - stop)
         self.tokens = length
+
+    def _park(self, at: int) -> None:
+        """What stands behind a gap waits aside: llama.cpp takes new tokens at an end only."""
+        functions, memory = self._functions, self._memory()
+        functions.llama_memory_seq_cp(memory, _MAIN, _PARKED, at, -1)
+        functions.llama_memory_seq_rm(memory, _MAIN, at, -1)
+
+    def _unpark(self, first: int, end: int) -> None:
+        """Rows of the gap from `first` on are forgotten and what waited comes back."""
+        functions, memory = self._functions, self._memory()
+        functions.llama_memory_seq_rm(memory, _MAIN, first, -1)
+        functions.llama_memory_seq_cp(memory, _PARKED, _MAIN, -1, -1)
+        functions.llama_memory_seq_rm(memory, _PARKED, -1, -1)
+        self._at, self.tokens = None, end
 
     def close(self) -> None:
         """Gives the context back; the cache cannot be used afterwards."""
@@ -271,18 +301,6 @@ class LlamaCppCache:
     def __del__(self) -> None:
         if getattr(self, "_context", None) is not None:
             self.close()
-
-    def _append(self, ids: Sequence[int]) -> None:
-        """Computes `ids` at the end of the main sequence."""
-        for first in range(0, len(ids), self.chunk_tokens):
-            part = np.array(ids[first : first + self.chunk_tokens], np.int64)
-            self.begin(len(part))
-            try:
-                self.forward(plain_rows(self, part, np.zeros(0, np.int64)))
-            except CacheError:
-                self.rewind(0)
-                raise
-            self.commit(range(len(part)))
 
     def _restored(self, state: bytes) -> bool:
         """Whether the sequence is now what `state` says; otherwise it is empty."""

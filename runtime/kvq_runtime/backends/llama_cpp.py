@@ -16,7 +16,9 @@ from kvq.config import FLOAT_WIDTH, KvPlan
 from kvq.errors import BackendError, UnsupportedModelError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import (
+    WHOLE,
     Estimate,
+    Mode,
     ModelFacts,
     ModelFiles,
     Pass,
@@ -47,6 +49,7 @@ class LlamaCppBackend:
     """One model; every session is a context of its own."""
 
     name = "llama.cpp"
+    takes_trees = False
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         reason = self.missing()
@@ -110,6 +113,14 @@ class LlamaCppBackend:
         cache = LlamaCppCache(self._model, self.layout, config, threads=self._threads)
         self._caches.add(cache)
         return cache
+
+    def check_mode(self, mode: Mode) -> None:
+        """See `Backend.check_mode`: llama.cpp knows whole passes only."""
+        if mode != WHOLE:
+            raise BackendError(
+                "passes over fewer bits or fewer layers are not possible on the llama.cpp "
+                "backend; run a bundle with an ONNX graph"
+            )
 
     def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; each sequence is a context of its own, and a pass of its own."""

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native
+from kvq import native, native_linear
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import huge_pages
-from kvq_runtime.backends import Pass
+from kvq_runtime.backends import WHOLE, Mode, Pass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -30,6 +30,8 @@ SESSION_ENTRIES = {
     "session.use_device_allocator_for_initializers": "1",
 }
 ONLY_FATAL = 4
+# Of a layer in the graph's `layer_modes`.
+SKIP = 1
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
@@ -65,8 +67,9 @@ class OnnxBackend(PagedBackend):
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         # Whether the head may rank by half its bytes where only the largest logits matter.
-        optional = self._session.get_overridable_initializers()
-        self.ranks_by_halves = "exact_rows" in {node.name for node in optional}
+        optional = {node.name for node in self._session.get_overridable_initializers()}
+        self.ranks_by_halves = "exact_rows" in optional
+        self._has_modes = "layer_modes" in optional
 
     @staticmethod
     def missing() -> str | None:
@@ -74,6 +77,15 @@ class OnnxBackend(PagedBackend):
         if find_spec("onnxruntime") is None:
             return "onnxruntime is not installed; pip install onnxruntime"
         return native.why_not() or None
+
+    def check_mode(self, mode: Mode) -> None:
+        """See `Backend.check_mode`; ONNX Runtime's own products read whole weights."""
+        super().check_mode(mode)
+        if mode != WHOLE and not self._has_modes:
+            raise BackendError(
+                f"{self._bundle.path} was exported with --linear ort, whose products always read "
+                "all weights of all layers; export it with --linear kvq"
+            )
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`: one run of the graph, the sequences' rows one after the other."""
@@ -95,6 +107,7 @@ class OnnxBackend(PagedBackend):
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
         if self.ranks_by_halves and one_pass.exact_rows:
             feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
+        feeds |= self._mode_feeds(one_pass.mode)
         try:
             logits = self._session.run(["logits"], feeds)[0]
         except _run_errors() as error:
@@ -103,6 +116,15 @@ class OnnxBackend(PagedBackend):
         if logits.shape != (sum(wanted), self.model.vocab_size):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return np.split(logits, np.cumsum(wanted)[:-1])
+
+    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[np.int64]]:
+        """What the graph is told of how much to read; nothing where that is all."""
+        if mode == WHOLE:
+            return {}
+        layers = np.zeros(self._bundle.config.num_layers, np.int64)
+        layers[list(mode.skipped)] = SKIP
+        view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
+        return {"layer_modes": layers, "weights_view": view}
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -6,11 +6,12 @@ Knows no engine.
 import hashlib
 
 from kvq.cache import Cache
+from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Estimate, ModelFacts, ModelFiles
+from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionConfig, SessionRequest
 
@@ -19,6 +20,7 @@ class PagedBackend:
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
     cache_kind: str
+    takes_trees = True
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
@@ -47,6 +49,13 @@ class PagedBackend:
             kv_bytes=held.budget_bytes,
             bytes_per_token=lambda plan: bytes_per_token(shape, plan),
         )
+
+    def check_mode(self, mode: Mode) -> None:
+        """See `Backend.check_mode`."""
+        layers = self._bundle.config.num_layers
+        wrong = next((layer for layer in mode.skipped if not 0 <= layer < layers), None)
+        if wrong is not None:
+            raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""

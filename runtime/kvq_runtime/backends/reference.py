@@ -3,6 +3,7 @@
 Weights are restored to float32 on first use and kept: four bytes a parameter.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -24,6 +25,7 @@ class ReferenceBackend(PagedBackend):
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         super().__init__(bundle, threads=threads)
         self._weight = cache(bundle.read_weight)
+        self._half_weight = cache(self._read_half)
 
     @staticmethod
     def missing() -> str | None:
@@ -32,20 +34,30 @@ class ReferenceBackend(PagedBackend):
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""
+        mode, config = one_pass.mode, self._bundle.config
+        weight = self._weight if mode.view == "full" else self._half_weight
+        if mode.view == "hi":  # a head that is tied is another reading of the embedding
+            config = replace(config, tied_head=False)
         return [
             forward(
-                self._bundle.config,
-                self._weight,
+                config,
+                weight,
                 rows.ids[:, 0],
                 rows.positions,
                 rows.cache.attend,
                 rows.wanted,
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,
+                skipped=mode.skipped,
             )
             for rows in one_pass.rows
         ]
 
+    def _read_half(self, name: str) -> NDArray[np.float32]:
+        """A weight by its upper nibbles; embeddings are always read whole."""
+        return self._bundle.read_weight(name, view="full" if name == "embed" else "hi")
+
     def close(self) -> None:
         """See `Backend.close`."""
         self._weight.cache_clear()
+        self._half_weight.cache_clear()

@@ -15,7 +15,7 @@ from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BudgetError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ModelFacts, Pass, Rows
+from kvq_runtime.backends import Mode, ModelFacts, Pass, Rows
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 # The logit of the rule's token; all others are 0.
@@ -30,11 +30,12 @@ class RuleCache:
         self.capacity_tokens = capacity_tokens
         self.budget_bytes = config.budget_bytes
         self.bytes_per_token = 8.0
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # -1 in a gap
         self.calls: list[str] = []
         self._draft_tokens = config.draft_tokens
         self._rows: list[tuple[int, int]] = []  # (token, parent) of the branch
         self._begun: list[int] = []
+        self._at: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -61,14 +62,29 @@ class RuleCache:
         """Rows of a branch: a rule sees no pages."""
         return self._draft_tokens
 
+    @property
+    def tree_room(self) -> int:
+        """The same."""
+        return self._draft_tokens
+
     def holdings(self) -> Holdings:
         """Made up, so that a report of them can be told from nothing."""
         return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
-    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+    def begin(
+        self,
+        tokens: int,
+        parents: Sequence[int] | None = None,
+        *,
+        view: str = "full",
+        at: int | None = None,
+    ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)
-        if self.tokens + first + tokens > self.capacity_tokens:
+        if at is not None:
+            assert self.ids[at : at + first + tokens] == [-1] * (first + tokens)
+        self._at = at
+        if at is None and self.tokens + first + tokens > self.capacity_tokens:
             raise BudgetError(f"{tokens} more tokens do not fit; {self.capacity_tokens} do")
         assert tokens <= self.chunk_tokens
         chain = list(range(first - 1, first + tokens - 1))
@@ -77,7 +93,7 @@ class RuleCache:
         assert piece or first + tokens <= self._draft_tokens
         assert len(self._begun) == tokens
         assert all(-1 <= parent < first + i for i, parent in enumerate(self._begun))
-        self.calls.append(f"begin {tokens}")
+        self.calls.append(f"begin {tokens}" + " hi" * (view == "hi"))
 
     def extend(self, ids: Sequence[int]) -> None:
         """The pass that was begun brings `ids`."""
@@ -89,13 +105,14 @@ class RuleCache:
         while row >= 0:
             token, row = self._rows[row]
             path.append(token)
-        return self.ids + path[::-1]
+        return self.ids[: self._at] + path[::-1]
 
     def commit(self, path: Sequence[int]) -> None:
         """See `SequenceCache`."""
         parents = [-1, *path][: len(path)]
         assert [self._rows[row][1] for row in path] == parents
-        self.ids += [self._rows[row][0] for row in path]
+        at = len(self.ids) if self._at is None else self._at
+        self.ids[at : at + len(path)] = [self._rows[row][0] for row in path]
         self._rows = []
         self.calls.append(f"commit {len(path)}")
 
@@ -109,6 +126,15 @@ class RuleCache:
         assert tokens <= len(self.ids)
         assert not self._rows
         del self.ids[tokens:]
+
+    def why_not_edit(self) -> str | None:
+        """Nothing keeps a rule from it."""
+        return None
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """See `SequenceCache`."""
+        assert 0 <= start <= stop <= len(self.ids)
+        self.ids[start:stop] = [-1] * count
 
     def state(self) -> bytes:
         """The ids as JSON."""
@@ -126,12 +152,14 @@ class RuleCache:
 class RuleBackend:
     """After the tokens t comes the token `rule(t)`, or one chosen by the logits [V] it gives.
 
-    `passes` are the passes made, each a list of the ids of its sequences, and `caches` the caches
-    opened. `on_pass` is called before each pass: it may wait or raise.
+    `rule_of` holds other rules for passes of a mode. `passes` are the passes made, each a list of
+    the ids of its sequences, and `caches` the caches opened. `on_pass` is called before each pass:
+    it may wait or raise.
     """
 
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
+    takes_trees = True
 
     def __init__(
         self,
@@ -152,6 +180,7 @@ class RuleBackend:
             kv=KvPlan(),
         )
         self.rule = rule
+        self.rule_of: dict[Mode, Callable[[Sequence[int]], int | NDArray[np.float32]]] = {}
         self.on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None
         self.passes: list[list[list[int]]] = []
         self.caches: list[RuleCache] = []
@@ -170,6 +199,7 @@ class RuleBackend:
             context_tokens=request.context_tokens or 1000,
             budget_bytes=request.kv_budget.num_bytes or 1 << 20,
             chunk_tokens=request.chunk_tokens,
+            draft_tokens=request.draft_tokens,
             seed=request.seed,
         )
 
@@ -180,6 +210,9 @@ class RuleBackend:
         )
         self.caches.append(cache)
         return cache
+
+    def check_mode(self, mode: Mode) -> None:
+        """See `Backend.check_mode`; every mode is possible."""
 
     def forward(self, one_pass: Pass[RuleCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
@@ -196,7 +229,7 @@ class RuleBackend:
         texts = [cache.text(first + row) for row in range(len(ids))]
         assert rows.positions.tolist() == [len(text) - 1 for text in texts]
         for row, logit in zip(map(int, rows.wanted), logits, strict=True):
-            answer = self.rule(texts[row])
+            answer = self.rule_of.get(rows.mode, self.rule)(texts[row])
             if isinstance(answer, int):
                 logit[answer] = RULE_LOGIT
             else:

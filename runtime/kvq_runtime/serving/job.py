@@ -10,9 +10,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_runtime.backends import Rows
 from kvq_runtime.generation import Step
-from kvq_runtime.sequence import Work
+from kvq_runtime.sequence import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
@@ -35,7 +34,7 @@ class Job:
     """What one client asked for. Made by its handler, worked on by the pool's thread alone.
 
     Setting `cancelled`, from anywhere, ends it before its next pass. `waits` is the pool's own:
-    it has a slot, but what that holds cannot be put aside yet; `rows` are those of its next pass.
+    it has a slot, but what that holds cannot be put aside yet; `call` is what it asks for next.
     """
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
@@ -43,7 +42,7 @@ class Job:
         self.outbox = outbox
         self.cancelled = False
         self.waits = False
-        self.rows: Rows[Any] | None = None
+        self.call: Call[Any] | None = None
         self.progress = (0, sum(map(len, request.prompts)))
         self._arrived = monotonic()
         self._queued_s = 0.0
@@ -65,7 +64,7 @@ class Job:
     @property
     def brief(self) -> bool:
         """Whether its next rows are few, as those of an answer are and a prompt's are not."""
-        return self.rows is not None and len(self.rows.ids) <= BRIEF_ROWS
+        return self.call is not None and len(self.call.rows.ids) <= BRIEF_ROWS
 
     @property
     def ready(self) -> bool:
@@ -76,7 +75,7 @@ class Job:
         """Everything the request asked for."""
         request, session = self.request, slot.session
         self._stats_of = session
-        self._drafts_before = session.drafts
+        self._drafts_before = session.drafted
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
@@ -84,6 +83,10 @@ class Job:
             if request.max_tokens == 0:
                 self._finish(index, "length")
                 index += 1
+                continue
+            if session.fits_beside(request.choices, request.max_tokens):
+                yield from self._side_by_side(session, index, begin_with, decoding)
+                index += request.choices
                 continue
             for choice in range(request.choices):
                 session.rollback(len(session.tokens) - len(ids))
@@ -138,6 +141,24 @@ class Job:
             done, left = left, len(slot.session.sequence.due())
             self._encoded += done - left
             self.progress = (self.progress[0] + done - left, self.progress[1])
+
+    def _side_by_side(
+        self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
+    ) -> Work[Any, None]:
+        """All choices of a prompt, a token of each in every pass; see `beside`."""
+        request, started = self.request, monotonic()
+        options = request.options(begin_with)
+        with session.beside([request.seed + i for i in range(request.choices)], options) as beside:
+            indents = [IndentLimit(request.indent) for _ in range(request.choices)]
+            while beside.going:
+                steps, seconds = yield from beside.stepping()
+                self._measure(seconds, sum(step is not None for _, step in steps), 0)
+                for choice, step in steps:
+                    if step is None:
+                        continue
+                    args = index + choice, step, indents[choice], started, decoding.stop_ids
+                    if self._write(*args) is not None:
+                        beside.leave(choice)
 
     def _answer(
         self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding

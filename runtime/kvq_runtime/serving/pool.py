@@ -288,13 +288,9 @@ class SessionPool(Generic[S]):
     def _pass(self, runs: list[_Run], served: Served) -> None:
         """One pass for the rows of `runs`; one that fails is made again for each of them alone."""
         started = perf_counter()
-        rows = [run.job.rows for run in runs]
-        rope_long = runs[0].slot.session.sequence.rope_long
         answers: list[Passed] | list[Exception]
         try:
-            answers = forward_all(
-                served.backend, [one for one in rows if one is not None], rope_long=rope_long
-            )
+            answers = forward_all([run.job.call for run in runs if run.job.call is not None])
         except Exception as error:  # noqa: BLE001  given to the work that asked for the pass
             answers = [error if len(runs) == 1 else SharedPassError()] * len(runs)
         for run, answer in zip(runs, answers, strict=True):
@@ -308,9 +304,9 @@ class SessionPool(Generic[S]):
         """Works on a job with the answer to its rows, up to its next pass or its end."""
         try:
             if isinstance(answer, Exception):
-                run.job.rows = run.work.throw(answer)
+                run.job.call = run.work.throw(answer)
             else:
-                run.job.rows = next(run.work) if answer is None else run.work.send(answer)
+                run.job.call = next(run.work) if answer is None else run.work.send(answer)
         except StopIteration:
             self._end(run, served)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool

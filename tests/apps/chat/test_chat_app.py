@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from textual.events import Paste
 from textual.pilot import Pilot
 
-from chat_pilot import gated, meter, run, say, shown, telling, until
+from chat_pilot import LONG_S, gated, meter, run, say, shown, telling, until
 from kvq_apps import cli
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat import controller, engine_link, keys
@@ -69,7 +70,7 @@ print(seen)
 def test_messages_typed_while_the_model_loads_are_queued_and_sent_in_order() -> None:
     client, gate = gated("", "answer")
     opened = client.open
-    client.open = lambda: (gate.wait(20), opened())[1]  # type: ignore[method-assign]
+    client.open = lambda: (gate.wait(LONG_S), opened())[1]  # type: ignore[method-assign]
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         for text in ("one", "two", "three"):
@@ -164,7 +165,7 @@ def test_a_silent_engine_ticks_and_can_be_stopped() -> None:
         await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].state == "stopped"
 
-    run(script, FakeClient(FakeOptions(silent=True)))
+    run(script, FakeClient(FakeOptions(hold_at=1)))
 
 
 @pytest.mark.parametrize(
@@ -902,16 +903,32 @@ def test_the_editor_round_trip_keeps_the_text(
     run(script)
 
 
+def test_a_resize_is_not_lost_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Textual waits 1/120 s for more of them, and would forget what comes later than that."""
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        with monkeypatch.context() as patch:
+            seconds = count()
+            patch.setattr("textual._time.get_time", lambda: float(next(seconds)))
+            app.set_timer(0.001, lambda: late.append(next(seconds)))
+            await until(pilot, lambda: late)
+
+    late: list[int] = []
+    run(script)
+
+
 # Leaving
 
 
 def test_ctrl_c_twice_quits_and_once_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
+    notes: list[str] = []
     monkeypatch.setattr(app_module, "monotonic", lambda: now)
+    monkeypatch.setattr(ChatApp, "notify", lambda _app, text, **_options: notes.append(text))
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await pilot.press("ctrl+c")
-        await pilot.pause()
+        await until(pilot, lambda: notes == ["press Ctrl+C again to quit"])
         assert not app._exit
         nonlocal now
         now += 2

@@ -234,7 +234,7 @@ def server(
             )
             self._send(status, body)
             if stays is not None:
-                stays.wait(20)
+                stays.wait(300)
 
         def _send(self, code: int, content: bytes) -> None:
             self.send_response(code)

@@ -135,18 +135,21 @@ def test_writers_in_two_processes_never_see_a_lock(path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     command = [sys.executable, "-c", program, str(path)]
     running = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(60) for process in running] == [0, 0]
+    assert [process.wait(300) for process in running] == [0, 0]
     history = History(path)
     assert len(history.chats()) == 80
     history.close()
 
 
-def test_a_first_opening_waits_for_another_ones_lock(path: Path) -> None:
+def test_a_first_opening_waits_for_another_ones_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Changing the journal of a new file is the one moment SQLite itself does not wait in."""
     path.parent.mkdir(parents=True)
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 300.0)
     holder = sqlite3.connect(path, check_same_thread=False)
     holder.execute("BEGIN IMMEDIATE")
-    release = threading.Timer(0.3, holder.rollback)
+    release = threading.Timer(0.1, holder.rollback)
     release.start()
     troubles: list[str] = []
     history = History(path, on_trouble=troubles.append)
@@ -160,18 +163,20 @@ def test_a_first_opening_waits_for_another_ones_lock(path: Path) -> None:
 def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None:
     program = textwrap.dedent(
         """
-        import sys, time
+        import sys
+        from itertools import count
         from pathlib import Path
+        from kvq_apps.chat import conversation
         from kvq_apps.chat.history import History
-        from kvq_apps.chat.conversation import Conversation
+        ticks = count()
+        conversation.monotonic = lambda: next(ticks) * 0.005
         history = History(Path(sys.argv[1]))
-        chat = Conversation(lambda write: write(history))
+        chat = conversation.Conversation(lambda write: write(history))
         chat.add("user", "question")
         chat.add("assistant", "")
         for number in range(100_000):
             chat.feed(f"{number} ")
-            print(number, time.monotonic(), flush=True)
-            time.sleep(0.005)
+            print(number, flush=True)
         """
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
@@ -180,13 +185,10 @@ def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None
         env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
-    seen: dict[int, float] = {}
-    while len(seen) < 120:
-        number, when = process.stdout.readline().split()
-        seen[int(number)] = float(when)
+    for number in range(120):
+        assert int(process.stdout.readline()) == number
     process.kill()
     process.communicate()
-    last = max(seen.values())
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
@@ -196,8 +198,8 @@ def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None
     assert (question.text, answer.state) == ("question", "interrupted")
     numbers = [int(word) for word in answer.text.split()]
     assert numbers == list(range(len(numbers)))
-    # Everything older than 250 ms, and the time one write takes, is there.
-    assert set(numbers) >= {number for number, when in seen.items() if when < last - 0.4}
+    # Of its own clock, 5 ms a word, all but the last 250 ms is there.
+    assert len(numbers) >= 120 - 50
     assert [row.id for row in history.search("question")] == [chat.id]
     history.close()
 

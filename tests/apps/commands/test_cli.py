@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -316,6 +317,21 @@ def test_a_stop_string_ends_the_text(bundle: str, ask: Ask) -> None:
     report = ask(*words, "--stop", stop)
     assert report["text"] == text[: text.index(stop)]
     assert report["finish_reason"] == "stop"
+
+
+def test_an_answer_is_held_to_a_form(bundle: str, ask: Ask, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "digits.gbnf"
+    schema.write_text(
+        '{"type": "array", "items": {"enum": [1, "two"]}, "minItems": 2, "maxItems": 3}'
+    )
+    grammar.write_text('root ::= "<" [0-9]{3} ">"')
+    words = ("run", bundle, "The quick", "-n", "99")
+    found = ask(*words, "--json-schema", str(schema))
+    assert found["finish_reason"] == "stop"
+    assert set(json.loads(found["text"])) <= {1, "two"}
+    assert re.fullmatch("<[0-9]{3}>", ask(*words, "--grammar", str(grammar))["text"])
+    assert ask(*words, "--chat", "--regex", "yes|no", "--draft", "lookup")["text"] in ("yes", "no")
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_the_model_answers_to_its_names(model: str | None, tiny: Server) -> None
 
 
 def test_bodies_are_bounded(rule: Rule) -> None:
-    with running(rule.load, body_bytes=1000, upload_s=0.3) as server:
+    with running(rule.load, body_bytes=1000) as server:
         for headers in ({"Content-Length": "100000000"}, {"Content-Length": "1001"}):
             with connect(server) as connection:
                 connection.sendall(request_bytes("POST", CHAT, {}, headers).removesuffix(b"{}"))
@@ -353,16 +353,18 @@ def test_bodies_are_bounded(rule: Rule) -> None:
         with connect(server) as connection:
             connection.sendall(request_bytes("POST", CHAT, b"", streamed) + chunk * 2)
             assert Reply(read_all(connection)).json["error"]["code"] == "request_too_large"
-        # a body that never ends
-        with connect(server) as connection:
-            connection.sendall(request_bytes("POST", CHAT, {}, {"Content-Length": "900"}))
-            assert Reply(read_all(connection)).status == 408
         body = json.dumps({"prompt": "hi", "max_tokens": 3}).encode()
         parts = b"".join(b"%x\r\n%c\r\n" % (1, byte) for byte in body) + b"0\r\n\r\n"
         with connect(server) as connection:
             connection.sendall(request_bytes("POST", COMPLETIONS, b"", streamed) + parts)
             reply = Reply(read_all(connection))
         assert reply.json["choices"][0]["text"] == rule.text("hi", 3)
+
+
+def test_a_body_that_never_ends_is_given_up(rule: Rule) -> None:
+    with running(rule.load, upload_s=0.05) as server, connect(server) as connection:
+        connection.sendall(request_bytes("POST", CHAT, {}, {"Content-Length": "900"}))
+        assert Reply(read_all(connection)).status == 408
 
 
 def test_a_prompt_too_long_is_told_both_numbers(tiny: Server) -> None:
@@ -731,6 +733,32 @@ def test_answers_written_side_by_side_are_those_written_alone(tiny: Server) -> N
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(text, range(12))) == alone
     assert len(set(alone)) > 6
+
+
+def test_choices_of_one_prompt_are_what_they_are_in_turn(rule: Rule) -> None:
+    def choices(count: int, length: int, **more: Any) -> list[dict[str, Any]]:
+        body = {"prompt": "The quick brown fox", "max_tokens": length, "seed": 5, "n": count}
+        settings = {"temperature": 1.2, "top_k": 0, "top_p": 1, "min_p": 0, "logprobs": 2}
+        reply = ask(server, COMPLETIONS, body | settings | more).json
+        found: list[dict[str, Any]] = reply["choices"]
+        written = sum(len(one["logprobs"]["tokens"]) for one in found)
+        assert reply["usage"]["completion_tokens"] - written in range(count + 1)  # ends are hidden
+        return found
+
+    with running(rule.load, sessions=1) as server:
+        # 16 tokens of each of 4 fit the rows of a branch; 17 do not, and are written in turn.
+        together, apart = choices(4, 16), choices(4, 17)
+        letter = together[0]["text"][2]
+        stopped = choices(4, 16, stop=[letter])
+    assert len({one["text"] for one in together}) == 4
+    assert [len(own[0]) for own in rule.backend.passes[1:16]] == [4] * 15
+    for one, longer in zip(together, apart, strict=True):
+        assert longer["text"].startswith(one["text"])
+        for key in ("tokens", "token_logprobs", "top_logprobs"):
+            assert longer["logprobs"][key][:16] == one["logprobs"][key]
+    for one, whole in zip(stopped, together, strict=True):
+        assert one["text"] == whole["text"].split(letter)[0]
+        assert one["finish_reason"] == ("stop" if letter in whole["text"] else "length")
 
 
 # Who may ask (SRV-7, SRV-8)
@@ -1399,7 +1427,7 @@ def test_a_squeezed_session_is_not_reused_for_what_fits(rule: Rule) -> None:
 def test_leaving_ends_streams_with_an_error_and_refuses_newcomers(rule: Rule) -> None:
     backend = rule.backend
     with ExitStack() as stack:
-        server = stack.enter_context(running(rule.load, sessions=1, grace_s=5.0))
+        server = stack.enter_context(running(rule.load, sessions=1, grace_s=PATIENCE_S))
         backend.shut = True
         body = {"prompt": "abc", "max_tokens": 900, "stream": True}
         stream = stack.enter_context(send(server, COMPLETIONS, body))

@@ -25,7 +25,7 @@ from kvq_apps.serve.listening import listen_on_file
 from kvq_apps.serve.protocol import PROTOCOL, check_answer
 from kvq_apps.serve.reach import UnixConnection, get_json
 from kvq_apps.serve.server import Server
-from serving import Rule, ask, process, request_bytes, running, send, wait_until
+from serving import PATIENCE_S, Rule, ask, process, request_bytes, running, send, wait_until
 
 COMPLETIONS = "/v1/completions"
 
@@ -183,7 +183,7 @@ def test_a_daemon_is_asked_and_ended_from_elsewhere(
     def kvq(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvq_apps.cli", "serve", *words]
         return subprocess.run(
-            command, env=os.environ | home, capture_output=True, text=True, check=False, timeout=60
+            command, env=os.environ | home, capture_output=True, text=True, check=False, timeout=300
         )
 
     with process(bundle, home, "--socket", str(path)) as server:
@@ -202,7 +202,7 @@ def test_a_daemon_is_asked_and_ended_from_elsewhere(
         assert refused.returncode == 2
         assert "a server listens there already" in refused.stderr
         stopped = kvq("--stop", "--socket", str(path))
-        assert (stopped.returncode, server.process.wait(20)) == (0, 0)
+        assert (stopped.returncode, server.process.wait(PATIENCE_S)) == (0, 0)
         assert f"stopped {server.address}" in stopped.stderr
     assert not path.exists()
     assert list(tmp_path.rglob("servers/*")) == []
@@ -216,7 +216,7 @@ def test_a_daemon_is_asked_and_ended_from_elsewhere(
 
 
 def over(path: Path, route: str, body: object) -> dict[str, object]:
-    connection = UnixConnection(str(path), timeout=20)
+    connection = UnixConnection(str(path), timeout=PATIENCE_S)
     connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
     try:
         return json.loads(connection.getresponse().read())

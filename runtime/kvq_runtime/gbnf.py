@@ -1,0 +1,210 @@
+"""From llama.cpp's grammar notation (GBNF) to the Lark notation that llguidance reads.
+
+Rules that refer to no rule of their own cycle, nor to one that does, become terminals: a lexer
+reads them, taking as much as it can. Knows text only.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from kvq.errors import UsageError
+
+_DEPTH = 64
+_MOST_REPEATS = 1 << 20
+_TOKEN = re.compile(
+    r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)|(?P<name>[A-Za-z0-9_-]+)|(?P<sign>::=|[()|])
+    |(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<range>\[(?:[^\]\\\n]|\\.)*\]|\.)
+    |(?P<times>[*+?]|\{[ ]*[0-9]{1,7}[ ]*(?:,[ ]*(?:[0-9]{1,7}[ ]*)?)?\})""",
+    re.VERBOSE,
+)
+_CHARACTER = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([^xuU]))|([^\\])", re.DOTALL
+)
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
+
+Piece = tuple[str, str]
+
+
+def to_lark(grammar: str) -> str:
+    """`grammar` in Lark notation. Raises `UsageError`, naming the place, for what is not GBNF."""
+    rules = _rules(list(_pieces(grammar)))
+    if "root" not in rules:
+        raise UsageError("the grammar has no rule named root, where an answer begins; add one")
+    refers = {name: {text for kind, text in body if kind == "name"} for name, body in rules.items()}
+    for name, others in refers.items():
+        if unknown := sorted(others - rules.keys()):
+            raise UsageError(f"the grammar's rule {name!r} names {unknown[0]!r}, which has no rule")
+    flat = _terminals(refers)
+    names = {name: f"{'T' if name in flat else 'r'}{number}" for number, name in enumerate(rules)}
+    lines = [f"{names[name]}: {_Body(name, body, names).lark()}" for name, body in rules.items()]
+    return "\n".join((f"start: {names['root']}", *lines, ""))
+
+
+def _pieces(grammar: str) -> Iterator[Piece]:
+    place = 0
+    while place < len(grammar):
+        found = _TOKEN.match(grammar, place)
+        if found is None or found.lastgroup is None:
+            line = grammar.count("\n", 0, place) + 1
+            raise UsageError(
+                f"line {line} of the grammar is not GBNF from {grammar[place : place + 20]!r} on"
+            )
+        if found.lastgroup != "skip":
+            yield found.lastgroup, found[0]
+        place = found.end()
+
+
+def _rules(pieces: list[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of every rule by its name: a rule begins where a name is followed by ::=."""
+    define = ("sign", "::=")
+    starts = [
+        place
+        for place, (kind, _) in enumerate(pieces)
+        if kind == "name" and pieces[place + 1 : place + 2] == [define]
+    ]
+    if pieces and (not starts or starts[0] > 0):
+        raise UsageError(f"the grammar begins with {pieces[0][1][:20]!r}; begin it with NAME ::=")
+    rules: dict[str, list[Piece]] = {}
+    for start, end in zip(starts, [*starts[1:], len(pieces)], strict=False):
+        name, body = pieces[start][1], pieces[start + 2 : end]
+        if name in rules:
+            raise UsageError(f"the grammar has two rules named {name!r}; keep one")
+        rules[name] = body
+    return rules
+
+
+def _terminals(refers: Mapping[str, set[str]]) -> set[str]:
+    """The rules from which no cycle of rules is reached."""
+    found: set[str] = set()
+    users: dict[str, list[str]] = {name: [] for name in refers}
+    left = {name: len(others) for name, others in refers.items()}
+    for name, others in refers.items():
+        for other in others:
+            users[other].append(name)
+    waiting = [name for name, count in left.items() if count == 0]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        for user in users[name]:
+            left[user] -= 1
+            waiting += [user] if left[user] == 0 else []
+    return found
+
+
+class _Body:
+    """Reads one rule's pieces from the left, alternatives inside alternatives."""
+
+    def __init__(self, rule: str, pieces: list[Piece], names: Mapping[str, str]) -> None:
+        self._rule = rule
+        self._pieces = pieces
+        self._names = names
+        self._place = 0
+
+    def lark(self) -> str:
+        """The whole body."""
+        found = self._alternatives(0)
+        if self._place < len(self._pieces):
+            self._refuse()
+        return found
+
+    def _alternatives(self, depth: int) -> str:
+        rows = [self._sequence(depth)]
+        while self._taken("|"):
+            rows.append(self._sequence(depth))
+        return " | ".join(rows)
+
+    def _sequence(self, depth: int) -> str:
+        items: list[str] = []
+        while self._place < len(self._pieces) and self._next not in (("sign", "|"), ("sign", ")")):
+            kind, text = self._next
+            self._place += 1
+            if kind != "times":
+                items.append(self._item(kind, text, depth))
+            elif items:
+                items[-1] = f"({items[-1]}){_times(text)}"
+            else:
+                raise UsageError(f"{text} in the grammar's rule {self._rule!r} repeats nothing")
+        return " ".join(items) or '""'
+
+    def _item(self, kind: str, text: str, depth: int) -> str:
+        if kind == "name":
+            return self._names[text]
+        if kind == "text":
+            return _literal(text[1:-1])
+        if kind == "range":
+            return "/(?s:.)/" if text == "." else _range(text[1:-1])
+        if text != "(" or depth == _DEPTH:
+            self._place -= 1
+            self._refuse(f", or deeper than {_DEPTH} brackets" if text == "(" else "")
+        inner = self._alternatives(depth + 1)
+        if not self._taken(")"):
+            self._refuse()
+        return f"({inner})"
+
+    @property
+    def _next(self) -> Piece:
+        return self._pieces[self._place]
+
+    def _taken(self, sign: str) -> bool:
+        found = self._pieces[self._place : self._place + 1] == [("sign", sign)]
+        self._place += found
+        return found
+
+    def _refuse(self, more: str = "") -> None:
+        rest = self._pieces[self._place][1] if self._place < len(self._pieces) else "its end"
+        raise UsageError(
+            f"the grammar's rule {self._rule!r} is not understood at {rest[:20]!r}{more}"
+        )
+
+
+def _times(text: str) -> str:
+    counts = [int(count) for count in re.findall("[0-9]+", text)]
+    if max(counts, default=0) > _MOST_REPEATS or counts != sorted(counts):
+        raise UsageError(f"{text} is no number of repeats in a grammar; give {{LEAST,MOST}}")
+    return text.replace(" ", "")
+
+
+def _literal(text: str) -> str:
+    characters = [_escaped(character) for character in _characters(text)]
+    return f"/{''.join(characters)}/" if characters else '""'
+
+
+def _range(text: str) -> str:
+    """A set of characters, with - between the first and last of some of them."""
+    sign, inner = ("^", text[1:]) if text.startswith("^") else ("", text)
+    parts: list[str] = []
+    found = list(_CHARACTER.finditer(inner))
+    place = 0
+    while place < len(found):
+        low = high = _character(found[place])
+        if place + 2 < len(found) and found[place + 1][0] == "-":
+            high = _character(found[place + 2])
+            place += 2
+        if low > high:
+            raise UsageError(f"[{text[:20]}] in the grammar has a range that runs backwards")
+        parts.append(_escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}")
+        place += 1
+    if not parts or sum(len(part[0]) for part in found) < len(inner):
+        raise UsageError(f"[{text[:20]}] in the grammar is not a set of characters")
+    return f"/[{sign}{''.join(parts)}]/"
+
+
+def _characters(text: str) -> list[str]:
+    found = list(_CHARACTER.finditer(text))
+    if sum(len(part[0]) for part in found) < len(text):
+        raise UsageError(f"{text[:20]!r} in the grammar has an escape that is not complete")
+    return [_character(part) for part in found]
+
+
+def _character(found: re.Match[str]) -> str:
+    number = found[1] or found[2] or found[3]
+    if number is None:
+        return _LETTERS.get(found[4], found[4]) if found[4] else found[5]
+    code = int(number, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise UsageError(f"{found[0]} in the grammar is no character of Unicode")
+    return chr(code)
+
+
+def _escaped(character: str) -> str:
+    return f"\\x{{{ord(character):X}}}"

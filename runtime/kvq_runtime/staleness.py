@@ -1,0 +1,101 @@
+"""How old the encoding of each token of an edited text is. Knows no model and no cache.
+
+An edit in the middle leaves the keys and values behind it as they were (PIE, 2407.03157): exact in
+position, while their content never saw the new text. That is what *stale* means here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ages = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditCounts:
+    """What edits of a text were so far, and how it stands.
+
+    `edits` in the middle brought `edited_tokens` new tokens; `recomputed_edits` of them could not
+    keep what follows and computed it again. `stale_tokens` were encoded before a change on their
+    left.
+    """
+
+    edits: int
+    edited_tokens: int
+    recomputed_edits: int
+    stale_tokens: int
+
+
+class Staleness:
+    """Of a text's tokens: -1 not encoded yet, else how many edits to its left there were since.
+
+    `ages` int32 [n] are those of the first tokens; all after them are 0. A text that was never
+    edited has none.
+    """
+
+    def __init__(self, ages: Ages | None = None) -> None:
+        self.ages: Ages = np.zeros(0, np.int32) if ages is None else ages.astype(np.int32)
+        self._gaps: list[tuple[int, int]] = _runs(self.ages < 0)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Where tokens are not encoded: (first, after the last) of each run, left to right."""
+        return self._gaps
+
+    @property
+    def missing(self) -> int:
+        """Tokens in gaps."""
+        return sum(stop - start for start, stop in self._gaps)
+
+    @property
+    def stale(self) -> int:
+        """Tokens that were encoded before a change on their left."""
+        return int((self.ages > 0).sum())
+
+    def stale_runs(self) -> list[tuple[int, int]]:
+        """Where tokens are stale, as `gaps` are told."""
+        return _runs(self.ages > 0)
+
+    def per_page(self, page_tokens: int) -> list[int]:
+        """Stale tokens of every `page_tokens` tokens of the text."""
+        starts = range(0, len(self.ages), page_tokens)
+        return [int((self.ages[first : first + page_tokens] > 0).sum()) for first in starts]
+
+    def edited(self, start: int, stop: int, count: int, held: int) -> None:
+        """Tokens `start` to `stop` of the `held` ones gave way to a gap for `count` others."""
+        ages = np.concatenate([self.ages, np.zeros(held - len(self.ages), np.int32)])
+        behind = ages[stop:]
+        behind[behind >= 0] += 1
+        self._set(np.concatenate([ages[:start], np.full(count, -1, np.int32), behind]))
+
+    def opened(self, start: int, stop: int, held: int) -> None:
+        """Tokens `start` to `stop` are to be encoded again; those behind them stay as they are."""
+        ages = np.concatenate([self.ages, np.zeros(held - len(self.ages), np.int32)])
+        ages[start:stop] = -1
+        self._set(ages)
+
+    def encoded(self, start: int, stop: int) -> None:
+        """Tokens `start` to `stop` went through the model."""
+        if start < len(self.ages):
+            self.ages[start:stop] = 0
+            self._set(self.ages)
+
+    def cut(self, num_tokens: int) -> int:
+        """Only the first `num_tokens` are left, without a gap at their end; how many these are."""
+        gaps = [start for start, stop in self._gaps if start < num_tokens <= stop]
+        kept = gaps[0] if gaps else num_tokens
+        if kept < len(self.ages):
+            self._set(self.ages[:kept])
+        return kept
+
+    def _set(self, ages: Ages) -> None:
+        """What is as in a text without edits, at the end, needs no age."""
+        aged = np.flatnonzero(ages)
+        self.ages = ages[: aged[-1] + 1 if len(aged) else 0].copy()
+        self._gaps = _runs(self.ages < 0)
+
+
+def _runs(holds: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    steps = np.flatnonzero(np.diff(holds, prepend=False, append=False))
+    return list(zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True))

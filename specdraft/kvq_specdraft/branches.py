@@ -1,0 +1,103 @@
+"""Alternatives as rows of one batched pass over one prefix: all rows read the same weights, once.
+
+`kind=first`: the k likeliest first tokens, each continued greedily; the first line is plain greedy
+decoding. `kind=samples`: k answers drawn with the sampling that was asked for. `kind=beam`: beam
+search with patience (arXiv 2204.05424): it goes on until `patience` times k beams have ended.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import UsageError
+from kvq_runtime.alternatives import Asked, Line, log_probabilities, step
+from kvq_runtime.backends import C
+from kvq_runtime.sampling import sample
+from kvq_runtime.sequence import Branch, Work
+
+Choose = Callable[[list[Line], NDArray[np.float32], Asked], list[Line]]
+
+
+@dataclass(slots=True)
+class Branches:
+    """`kvq_runtime.alternatives.Writer` of up to k rows a pass."""
+
+    kind: str = "first"
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"branches: kind={self.kind} is unknown; possible: {', '.join(KINDS)}")
+        if not self.patience > 0:
+            raise UsageError(f"branches: patience={self.patience} is not possible: give above 0")
+
+    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+        """The lines: of `first` the greedy one, then the likeliest first."""
+        asked.need_rows(asked.count * (asked.longest - 1), "branches")
+        choose = KINDS[self.kind]
+        going = [asked.start] * (asked.count if self.kind == "samples" else 1)
+        done, enough = list[Line](), self.patience * asked.count if self.kind == "beam" else inf
+        while going and len(done) < enough and not asked.cancel():
+            going, logits = yield from step(branch, going)
+            grown = choose(going, logits, asked)
+            done += [line for line in grown if line.finish_reason is not None]
+            going = [line for line in grown if line.finish_reason is None]
+        return sorted([*done, *going], key=lambda line: -line.score)[: asked.count]
+
+
+def _first(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+    """The likeliest next token of each; of a line of none yet, the likeliest k make k lines."""
+    logprobs = log_probabilities(logits)
+    if lines[0].ids:
+        best = [int(np.argmax(line.allowed(own))) for line, own in zip(lines, logits, strict=True)]
+        chosen = zip(lines, logprobs, best, strict=True)
+        return [asked.grow(line, token, float(own[token])) for line, own, token in chosen]
+    tokens = largest(lines[0].allowed(logits[0]), asked.count)
+    # Its score stays above all others', whatever is added to it.
+    greedy = replace(lines[0], score=inf)
+    starts = [greedy, *[lines[0]] * (len(tokens) - 1)]
+    return [
+        asked.grow(line, token, float(logprobs[0, token]))
+        for line, token in zip(starts, tokens, strict=True)
+    ]
+
+
+def _samples(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+    """A token drawn for each."""
+    grown = list[Line]()
+    for line, own, logprobs in zip(lines, logits, log_probabilities(logits), strict=True):
+        history, allowed = (*asked.history, *line.ids), line.beginning.allowed
+        token = sample(own, asked.options.sampling, history, asked.generator, allowed)
+        grown.append(asked.grow(line, token, float(logprobs[token])))
+    return grown
+
+
+def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+    """Of all that are one token longer the k best that go on, and those better that end."""
+    logprobs = log_probabilities(logits)
+    scores = np.stack(
+        [line.score + line.allowed(own) for line, own in zip(lines, logprobs, strict=True)]
+    )
+    grown, going = list[Line](), 0
+    for flat in largest(scores.ravel(), 2 * asked.count):
+        number, token = divmod(flat, scores.shape[1])
+        grown.append(asked.grow(lines[number], token, float(logprobs[number, token])))
+        going += grown[-1].finish_reason is None
+        if going == asked.count:
+            break
+    return grown
+
+
+KINDS: dict[str, Choose] = {"first": _first, "samples": _samples, "beam": _beam}
+
+
+def largest(scores: NDArray[np.floating], count: int) -> list[int]:
+    """Places of the `count` largest scores, largest first and ties by place; none of minus inf."""
+    few = min(count, len(scores))
+    least = np.partition(scores, -few)[-few]
+    places = np.flatnonzero(scores >= least)
+    places = places[np.argsort(-scores[places], kind="stable")][:few]
+    return [int(place) for place in places if scores[place] > -np.inf]

@@ -1,0 +1,21 @@
+"""The method that measured best on this model, as its bundle records it; else `branches`."""
+
+from dataclasses import dataclass
+
+from kvq_runtime.alternatives import Asked, Line
+from kvq_runtime.backends import C
+from kvq_runtime.sequence import Branch, Work
+
+# What led on the embedded models and costs least to be wrong about; see the log of `kvq eval`.
+UNRECORDED = "branches"
+
+
+@dataclass(slots=True)
+class Recorded:
+    """`kvq_runtime.alternatives.Writer` that hands on to another."""
+
+    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+        """What the recorded method writes."""
+        from kvq_specdraft import writer_named
+
+        return (yield from writer_named(asked.recorded or UNRECORDED).writing(branch, asked))

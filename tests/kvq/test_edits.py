@@ -1,0 +1,343 @@
+"""Edits in the cache (PIE) against a list of tokens, against policy A, and native against numpy.
+
+In layer 0 a token's value is its own number in every channel, which pages and tail hold exactly at
+any width: so each can be asked which tokens it holds, and where they stand.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from caches import budget_for_tokens, open_cache
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import CacheShape, KvPlan
+from kvq.errors import CacheError
+from kvq.reference import KEYS, VALUES, codes_of, decode, rotate
+from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
+from tolerances import TRACE_ERROR
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+SINKS = 4
+
+
+class Text:
+    """A list of numbers with None in gaps, and the caches that should hold it."""
+
+    def __init__(self, caches: Sequence[Cache], seed: int, *, rotary_pairs: int = 8) -> None:
+        self.caches = caches
+        self.held: list[int | None] = []
+        self.made = 0
+        self.rng = np.random.default_rng(seed)
+        self.inv_freq = frequencies(rotary_pairs)
+
+    def rows(self, count: int) -> np.ndarray:
+        """Random rows whose values are the numbers of the tokens."""
+        q, k, v = random_heads(self.rng, SHAPE, count)
+        v[:] = (np.arange(count) + self.made)[:, None, None] % 2000
+        return pack_heads(q, k, v)
+
+    def write(self, at: int, count: int) -> list[np.ndarray]:
+        """Tokens `at` on, at the end or in a gap, through the one layer of every cache."""
+        for _ in range(max(0, count - 1) // 100):
+            self.write(at, 100)
+            at, count = at + 100, count - 100
+        rows, outs = self.rows(count), []
+        gap = at < len(self.held)
+        for cache in self.caches:
+            cache.begin(count, at=at if gap else None)
+            where = at + np.arange(count)
+            outs.append(cache.attend(attention(SHAPE), rows, where, self.inv_freq))
+            cache.commit(count)
+        self.held[at : at + count] = [(self.made + i) % 2000 for i in range(count)]
+        self.made += count
+        return outs
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        for cache in self.caches:
+            cache.edit(start, stop, count)
+        self.held[start:stop] = [None] * count
+
+    def trim(self, tokens: int) -> None:
+        for cache in self.caches:
+            cache.trim(tokens)
+        del self.held[tokens:]
+
+    def look(self) -> list[np.ndarray]:
+        """What a row at the end sees; it is forgotten."""
+        rows, outs = self.rows(1), []
+        for cache in self.caches:
+            out = forward(
+                cache, [attention(SHAPE)], [rows], np.array([len(self.held)]), self.inv_freq
+            )
+            outs.append(out[0])
+            cache.rewind()
+        return outs
+
+    def check(self, cache: Cache) -> None:
+        """Every token but those in gaps stands once, at the position it has in the list."""
+        found: dict[int, tuple[int, int]] = {}
+        for column, pos0, delta, first, mask in cache.views().tolist():
+            numbers = values_of(cache, column)[:, 0]
+            for slot in range(64):
+                if mask >> slot & 1:
+                    assert first + slot not in found
+                    found[first + slot] = (round(float(numbers[slot])), pos0 + slot + delta)
+        values = cache.tail(0, 0)[1][:, 0]
+        for (token, position, _), value in zip(cache.places().tolist(), values, strict=True):
+            assert token not in found
+            found[token] = (round(float(value)), position)
+        wanted = {i: (number, i) for i, number in enumerate(self.held) if number is not None}
+        assert found == wanted
+        assert cache.tokens == len(self.held)
+
+
+def sides_of(cache: Cache, column: int) -> list[np.ndarray]:
+    """Keys and values [64, D] of a page as attention reads them, from its stored bytes."""
+    stored = np.frombuffer(cache.page(0, 0, column), np.uint8)
+    bits = cache.columns()[1][0, 0, column].tolist()
+    dim, sides = SHAPE.head_dim, []
+    constants = stored[: 4 * dim + 256].view(np.float16)
+    halves = (constants[: 2 * dim].reshape(2, dim), constants[2 * dim :].reshape(2, 64))
+    planes = stored[4 * dim + 256 :]
+    for side in (KEYS, VALUES):
+        count = 64 * dim * bits[side] // 8
+        codes = codes_of(planes[:count], bits[side], side, dim)
+        sides.append(decode(codes, *halves[side], bits[side], side))
+        planes = planes[count:]
+    return sides
+
+
+def values_of(cache: Cache, column: int) -> np.ndarray:
+    return sides_of(cache, column)[VALUES]
+
+
+def opened(plan: KvPlan, context: int = 600, **options: object) -> Pair:
+    budget = budget_for_tokens(SHAPE, plan, context)
+    return Pair.open(SHAPE, plan, budget, context, **options)
+
+
+def random_edit(text: Text, rng: np.random.Generator) -> tuple[int, int, int]:
+    """Where a person edits: mostly a few tokens, now and then many, or where it was last."""
+    start = int(rng.integers(SINKS, len(text.held) + 1))
+    stop = min(len(text.held), start + int(rng.choice([0, 0, 1, 2, 5, 40])))
+    room = 500 - len(text.held)
+    return start, stop, int(rng.integers(0, max(1, min(room, rng.choice([2, 3, 8, 40])))))
+
+
+@pytest.mark.parametrize(("bits", "edits"), [(8, 10_000), (4, 300), (16, 500)])
+def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
+    """Where views run out a text is computed again, as a sequence does.
+
+    The budget holds pages of which edits have left little, so that none is evicted.
+    """
+    plan = KvPlan(k_bits=bits, v_bits=bits, sink_tokens=SINKS, tail_tokens=16)
+    cache = open_cache(SHAPE, plan, budget_for_tokens(SHAPE, plan, 8000), 8000)
+    text, rng = Text([cache], 1), np.random.default_rng(bits)
+    text.write(0, 300)
+    again = 0
+    for turn in range(edits):
+        start, stop, count = random_edit(text, rng)
+        try:
+            text.edit(start, stop, count)
+        except CacheError:
+            again += 1
+            text.trim(start)
+        first = text.held.index(None) if None in text.held else len(text.held)
+        while None in text.held[first:]:
+            last = first
+            while last < len(text.held) and text.held[last] is None and last - first < 7:
+                last += 1
+            text.write(first, last - first)
+            first = text.held.index(None) if None in text.held else len(text.held)
+        if len(text.held) < 200:
+            text.write(len(text.held), 60)
+        if rng.random() < 0.02:
+            text.trim(max(SINKS, len(text.held) - int(rng.integers(90))))
+        if rng.random() < 0.02:
+            state = cache.state()
+            cache.trim(SINKS)
+            cache.load_state(state)
+            assert cache.state() == state
+        if turn % (edits // 50) == 0:
+            text.check(cache)
+    assert again < edits / 2
+    cache.close()
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 16)])
+@pytest.mark.parametrize("pairs", [8, 3])
+def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int) -> None:
+    """Also as policy A would: every key decoded, turned to where it stands, and read in order."""
+    plan = KvPlan(k_bits=bits[0], v_bits=bits[1], sink_tokens=SINKS, tail_tokens=16)
+    pair, rng = opened(plan), np.random.default_rng(3)
+    text = Text(list(pair), 4, rotary_pairs=pairs)
+    text.write(0, 300)
+    for _ in range(25):
+        start, stop, count = random_edit(text, rng)
+        text.edit(start, stop, count)
+        if count:
+            native_out, numpy_out = text.write(start, count)
+            assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+        facts = [cache.views().tolist() for cache in pair]
+        assert facts[0] == facts[1]
+        assert (pair.native.places() == pair.numpy.places()).all()
+        native_out, numpy_out = text.look()
+        assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+        for cache in pair:
+            text.check(cache)
+    assert len(pair.native.views()) > len(pair.native.columns()[0]) or bits[0] == 16
+    rows = text.rows(1)
+    out = [
+        forward(c, [attention(SHAPE)], [rows], np.array([len(text.held)]), text.inv_freq)[0]
+        for c in pair
+    ]
+    assert relative_rms(out[0], plain(pair.numpy, rows, len(text.held), text.inv_freq)) < 2e-3
+    pair.close()
+
+
+def plain(cache: Cache, rows: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
+    """Attention of one row over keys turned to where they stand (policy A), in text order."""
+    heads = rows.reshape(1, -1, SHAPE.head_dim)
+    found: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for column, pos0, delta, _, mask in cache.views().tolist():
+        keys, values = sides_of(cache, column)
+        for slot in range(64):
+            if mask >> slot & 1:
+                turned = turn(keys[slot], delta, inv_freq)
+                found.append((pos0 + slot + delta, turned, values[slot]))
+    k, v, _ = cache.tail(0, 0)
+    for row, (_, at, delta) in enumerate(cache.places().tolist()):
+        found.append((at, turn(k[row].astype(np.float32), delta, inv_freq), v[row]))
+    own = turn(heads[0, 2], position, inv_freq).astype(np.float16).astype(np.float32)
+    found.append((position, own, heads[0, 3].astype(np.float16)))
+    found.sort(key=lambda one: one[0])
+    keys, values = (np.stack([one[i] for one in found]).astype(np.float64) for i in (1, 2))
+    out = []
+    for head in range(2):
+        logits = keys @ turn(heads[0, head], position, inv_freq) * SHAPE.head_dim**-0.5
+        weights = np.exp(logits - logits.max())
+        out.append(weights @ values / weights.sum())
+    return np.concatenate(out)[None]
+
+
+def turn(x: np.ndarray, delta: int, inv_freq: np.ndarray) -> np.ndarray:
+    return rotate(x[None, None], np.array([delta]), inv_freq)[0, 0]
+
+
+@pytest.mark.parametrize("pairs", [16, 5])
+def test_rotations_add_up_and_keep_norms(pairs: int) -> None:
+    """PIE-2 and PIE-3: a key turned on is the key at the new position; nothing is magnified."""
+    rng, inv_freq = np.random.default_rng(0), frequencies(pairs)
+    k = rng.standard_normal(32).astype(np.float32)
+    for position, delta in ((0, 5), (700, -300), (4000, 63)):
+        there = turn(k, position + delta, inv_freq)
+        moved = turn(turn(k, position, inv_freq), delta, inv_freq)
+        assert np.abs(moved - there).max() < 2e-3 * np.abs(k).max()
+        assert np.linalg.norm(moved) == pytest.approx(np.linalg.norm(k), rel=1e-5)
+        back = turn(turn(k, delta, inv_freq), -delta, inv_freq)
+        assert np.abs(back - k).max() < 1e-5
+        half = turn(k, position, inv_freq).astype(np.float16).astype(np.float32)
+        assert np.abs(turn(half, delta, inv_freq) - there).max() < 4e-3
+        q = rng.standard_normal(32).astype(np.float32)
+        assert turn(q, -delta, inv_freq) @ k == pytest.approx(
+            q @ turn(k, delta, inv_freq), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_an_edit_and_its_undoing_leave_what_was(bits: int, use_native: bool) -> None:
+    """PIE-1, 7 and 10: positions, masks and outputs return bit for bit; no page's byte changes."""
+    plan = KvPlan(k_bits=bits, v_bits=bits, sink_tokens=SINKS, tail_tokens=16)
+    cache = open_cache(SHAPE, plan, budget_for_tokens(SHAPE, plan, 600), 600, native=use_native)
+    text = Text([cache], 5)
+    text.write(0, 300)
+    rows, at, inv_freq = text.rows(1), np.array([300]), text.inv_freq
+
+    def seen() -> np.ndarray:
+        out = forward(cache, [attention(SHAPE)], [rows], at, inv_freq)[0]
+        cache.rewind()
+        return out
+
+    before, facts, places, state = seen(), cache.views(), cache.places(), cache.state()
+    pages = [cache.page(0, 0, c) for c in range(len(cache.columns()[0]))]
+    cache.edit(150, 150, 0)
+    assert cache.state() == state
+    for start, count in ((90, 5), (SINKS, 3), (297, 8)):
+        text.edit(start, start, count)
+        text.write(start, count)
+        text.edit(start, start + count, 0)
+        assert pages == [cache.page(0, 0, c) for c in range(len(pages))]
+        assert (cache.views() == facts).all()
+        assert (cache.places() == places).all()
+        assert (seen() == before).all()
+    cache.close()
+
+
+def test_the_order_of_edits_makes_no_difference() -> None:
+    """PIE-8: left to right, and from the last to the first, also adjacent ones."""
+    plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=SINKS, tail_tokens=16)
+    edits = [(20, 25, 3), (25, 25, 2), (70, 71, 9), (200, 260, 0), (260, 261, 1), (295, 298, 5)]
+    outs = []
+    for leftwards in (True, False):
+        pair = opened(plan)
+        text = Text(list(pair), 6)
+        text.write(0, 300)
+        moved = 0
+        for start, stop, count in edits[:: -1 if leftwards else 1]:
+            shift = 0 if leftwards else moved
+            text.edit(start + shift, stop + shift, count)
+            moved += count - (stop - start)
+        while None in text.held:
+            first = text.held.index(None)
+            last = next(i for i in range(first, 999) if text.held[i : i + 1] != [None])
+            text.write(first, last - first)
+        for cache in pair:
+            text.check(cache)
+        outs.append((text.look(), pair.native.views().tolist(), pair.numpy.views().tolist()))
+        pair.close()
+    assert outs[0][1:] == outs[1][1:]
+    for one, other in zip(outs[0][0], outs[1][0], strict=True):
+        assert (one == other).all()
+
+
+def took(cache: Cache, one: tuple[int, int, int]) -> bool:
+    """Whether there were views for an edit; if not it must have changed nothing."""
+    state = cache.state()
+    try:
+        cache.edit(*one)
+    except CacheError:
+        assert cache.state() == state
+        return False
+    return True
+
+
+def test_what_cannot_be_edited_is_refused_and_leaves_all_as_it_was() -> None:
+    plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=SINKS, tail_tokens=16)
+    for cache in (pair := opened(plan, 320)):
+        text = Text([cache], 7)
+        text.write(0, 300)
+        state = cache.state()
+        for wrong in ((3, 9, 1), (9, 8, 0), (8, 301, 0), (8, 8, 21), (8, 9, -1), (300, 300, 21)):
+            with pytest.raises(CacheError):
+                cache.edit(*wrong)
+        assert cache.state() == state
+        for at in (10, 299, 301):
+            with pytest.raises(CacheError):
+                cache.begin(1, at=at)
+        cache.edit(50, 52, 4)
+        for at, count in ((50, 5), (49, 2), (53, 2)):
+            with pytest.raises(CacheError):
+                cache.begin(count, at=at)
+        many = [(start, start + 2, 1) for start in range(70, 280, 2)]
+        done = sum(1 for one in many if took(cache, one))
+        assert 4 < done < len(many)
+        held = cache.state()
+        cache.begin(2, at=51)
+        cache.rewind()
+        assert cache.state() == held
+    pair.close()
