@@ -43,7 +43,7 @@ typedef struct {
 /* How the pages of one (layer, KV head) are encoded, as bits. */
 enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };
 
-enum { KVQ_REGIONS = 17, KVQ_PLACES = 6, KVQ_MOST_DRAFT_TOKENS = 128 };
+enum { KVQ_REGIONS = 17, KVQ_PLACES = 7, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */

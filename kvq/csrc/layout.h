@@ -50,7 +50,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 136, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(State) == 144, "kvq/sizing.py counts these bytes too");
 
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {

@@ -35,7 +35,7 @@ from kvq.policies import policy_named
 DEFAULT_TOKENS = 8192
 SHORTEST_CONTEXT_TOKENS = 2
 # `sizeof` of the library's structs.
-STATE_BYTES = 136
+STATE_BYTES = 144
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8

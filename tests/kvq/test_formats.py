@@ -14,7 +14,7 @@ from kvq.formats import (
 
 
 def test_page_bytes_of_known_models() -> None:
-    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then scales and mids of channels and tokens, a byte each."""
+    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then bytes of scales and mids."""
     assert page_bytes(64, 4, 2) == 64 * 64 * 6 // 8 + 2 * 64 + 2 * 64 + 16
     assert page_bytes(128, 4, 2) == 64 * 128 * 6 // 8 + 2 * 128 + 2 * 64 + 16 == 6544
     assert page_bytes(128, 8, 8) == 2 * 64 * 128 + 400

@@ -718,7 +718,8 @@ bool pack(const float* x, int head_dim, bool values, bool channels, uint8_t* pla
           uint8_t* grid) {
     const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
     std::memset(planes, 0, 2 * plane_bytes);
-    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim], mid[kMaxHeadDim];
+    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim] = {};
+    alignas(64) float mid[kMaxHeadDim] = {};
     extremes(x, head_dim, channels, low, high);
     if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
     alignas(64) uint8_t codes[kMaxHeadDim];
