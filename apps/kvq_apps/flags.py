@@ -61,10 +61,13 @@ FLAGS: dict[str, Flag] = {
         metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]"),
+    "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
+        "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
+        setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]"),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
-    "predict": Flag("new tokens at most", "{kvq_apps.commands.run:DEFAULT_PREDICT}",
+    "predict": Flag("new tokens at most", "{kvq_runtime.config:DEFAULT_MAX_TOKENS}",
         setting="model.predict", metavar="N", synonyms=("-n",)),
     "stop": Flag("end before this text; may be repeated", metavar="TEXT", repeats=True),
     "system": Flag("system message; uses the model's chat template", setting="chat.system",
@@ -81,8 +84,11 @@ FLAGS: dict[str, Flag] = {
         switch=True),
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
-    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, none; the "
-        "answer stays the same", "none", setting="model.draft", metavar="NAME[:OPTION=VALUE,..]"),
+    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, recycle, "
+        "lookahead, quantspec, skip, early, none; the answer stays the same", "none",
+        setting="model.draft",
+        metavar="NAME[:OPTION=VALUE,..]"),
+    "draft-model": Flag("guess with a smaller model of the same vocabulary", metavar="NAME"),
     # sampling
     "temp": Flag("temperature, 0: greedy", "{kvq_runtime.config:Sampling.temperature}",
         setting="model.temp", metavar="T"),
@@ -125,7 +131,7 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure",
-        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts")),
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts", "edit")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
@@ -153,8 +159,9 @@ FLAGS: dict[str, Flag] = {
     # benchmarking
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
-        "without a model, --context tokens long; drafts: all drafters against plain decoding",
-        choices=("speed", "serve", "chat", "drafts")),
+        "without a model, --context tokens long; drafts: all drafters against plain decoding; "
+        "several: several drafts at once against one",
+        choices=("speed", "serve", "chat", "drafts", "several")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
@@ -165,6 +172,10 @@ FLAGS: dict[str, Flag] = {
         metavar="N,.."),
     "repeat": Flag("rounds of three timed decode steps", "{kvq_apps.bench.measure:SpeedJob.repeat}",
         metavar="N"),
+    "right": Flag("suite drafts with --shape: share of right guesses the model makes by itself",
+        "{kvq_apps.bench.drafting:DraftJob.right}", metavar="P"),
+    "drafters": Flag("suite drafts: the drafters, as --draft has them (default: all)",
+        metavar="POLICY,.."),
     "prefill": Flag("tokens added to each depth at once",
         "{kvq_apps.bench.measure:SpeedJob.prefill_tokens}", metavar="N"),
     "prefill-limit": Flag("leave out a prefill of more seconds",
@@ -217,7 +228,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 
 KV_WIDTHS = ("kbits", "vbits")
-KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy")
+KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy", "kv-read")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip

@@ -67,20 +67,50 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.session` as the KV flags and `--draft` ask for them."""
     return (
         kv_bits(arguments)
-        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size", policy="kv-policy")
+        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
+        | given(arguments, policy="kv-policy", kv_read="kv-read")
         | drafter(arguments)
     )
 
 
 def drafter(arguments: Namespace) -> dict[str, Any]:
     """`draft`, which makes the drafter of each session; empty where there is to be none."""
-    asked = given(arguments, draft="draft").get("draft", NO_DRAFTER)
+    asked = _asked_drafter(arguments)
     if asked == NO_DRAFTER:
         return {}
     from kvq_specdraft import drafter_named
 
     drafter_named(asked)  # refused before a model is loaded
-    return {"draft": lambda: drafter_named(asked)}
+    return {"draft": lambda: drafter_named(_with_files(asked))}
+
+
+def _asked_drafter(arguments: Namespace) -> str:
+    """`--draft`, with the model of `--draft-model`. Raises `UsageError` for another drafter."""
+    found = given(arguments, draft="draft", model="draft-model", threads="threads")
+    name, _, written = found.get("draft", NO_DRAFTER).partition(":")
+    own = [f"path={found['model']}"] if "model" in found else []
+    if own and name not in (NO_DRAFTER, "model"):
+        raise UsageError(f"--draft-model is for --draft model, not for --draft {name}")
+    if name != "model" and not own:
+        return found.get("draft", NO_DRAFTER)
+    parts = [*own, *filter(None, written.split(","))]
+    if "threads" in found and not any(part.startswith("threads=") for part in parts):
+        parts.append(f"threads={found['threads']}")
+    return f"model:{','.join(parts)}"
+
+
+def _with_files(asked: str) -> str:
+    """A drafter's text with the files of the model it names in place of the name."""
+    from kvq_apps.model_path import resolve_model
+
+    name, _, written = asked.partition(":")
+    if name != "model":
+        return asked
+    parts = [
+        f"path={resolve_model(part[5:])}" if part.startswith("path=") else part
+        for part in written.split(",")
+    ]
+    return f"model:{','.join(parts)}"
 
 
 def serve_options(arguments: Namespace) -> dict[str, Any]:
@@ -111,6 +141,10 @@ def check(name: str, value: Any) -> None:
             from kvq.policies import policy_named
 
             policy_named(value)
+        case "kv-read":
+            from kvq.selectors import rule_named
+
+            rule_named(value)
         case "draft":
             drafter(alone)
         case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):

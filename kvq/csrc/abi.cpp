@@ -85,6 +85,9 @@ int kvq_cache_close(int64_t handle) {
 int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
     return with_cache(handle, [&](Cache& cache) -> int { return cache.stats(*stats), KVQ_OK; });
 }
+int kvq_cache_read(int64_t handle, const kvq_read* rule) {
+    return with_cache(handle, [&](Cache& cache) { return cache.read_by(*rule); });
+}
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
     return with_cache(handle,
                       [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "rotary.h"
 #include "visibility.h"
@@ -17,6 +18,19 @@ const Parallel kSerial{[](void*, void (*work)(void*, size_t), size_t count, void
 namespace {
 
 constexpr int kSplitColumns = 8;  // fewer pages than this per part are not worth a merge
+
+// Whether no row would notice the page, after what it has seen.
+bool negligible(const Block& block, const float* q, const PageView& page) {
+    float bounds[kBlockRows];
+    kernels().bounds(block, q, page, 1.0f, bounds);
+    bool all = true;
+    for (int r = 0; r < block.rows; r++) {
+        const float cap = block.softcap_log2;
+        const float most = cap > 0 ? cap * std::tanh(bounds[r]) : bounds[r];
+        all &= most < block.maximum[r] - kNegligible;
+    }
+    return all;
+}
 
 }  // namespace
 
@@ -37,13 +51,15 @@ void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16
 }
 
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,
-                     const kvq_attention& a, const Inputs& in)
-    : arena_(arena), pages_(pages), tail_(tail), a_(a), in_(in) {
+                     Reading& reading, const kvq_attention& a, const Inputs& in)
+    : arena_(arena), pages_(pages), tail_(tail), reading_(reading), a_(a), in_(in) {
     const kvq_config& c = arena.config();
     blocks_ = (rows() + kBlockRows - 1) / kBlockRows;
     // Long passes have blocks enough to share out.
     const bool splits = in.tokens <= c.draft_tokens;
     splits_ = splits ? std::clamp(pages.columns() / kSplitColumns, 1, int{c.splits}) : 1;
+    if (splits && reading.selects() && pages.views())
+        selection_ = Selection(reading.rule, a.kv_heads, in.tokens, pages.views());
 }
 
 const float* AttendJob::query(int kv_head, int row) const {
@@ -63,9 +79,10 @@ float* AttendJob::partial(int kv_head, int split, int row) const {
            ((int64_t{kv_head} * splits_ + split) * rows + row) * (a_.head_dim + 2);
 }
 
-void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int first) const {
+void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int first,
+                          int most) const {
     const float scale = a_.softcap > 0 ? a_.scale / a_.softcap : a_.scale * kLog2E;
-    block.start(std::min(kBlockRows, rows() - first), a_.head_dim, a_.softcap);
+    block.start(std::min({kBlockRows, most, rows() - first}), a_.head_dim, a_.softcap);
     for (int r = 0; r < block.rows; r++) {
         const int token = (first + r) / group();
         float* q = block.q + r * a_.head_dim;
@@ -101,37 +118,103 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
               in_.tokens, true);
 }
 
-void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int begin,
-                             int end) const {
+// A view of a page is worth what it may be to one of the head's queries, each measured against what
+// its best view may be.
+void AttendJob::choose(size_t unit) {
+    const int kv_head = static_cast<int>(unit) / in_.tokens;
+    const int token = static_cast<int>(unit) % in_.tokens, views = pages_.views();
     const int stream = a_.layer * a_.kv_heads + kv_head;
-    const bool hi_view = tail_.branch().hi_view;
-    Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
-    int view = pages_.first_view(begin);
-    for (int c = begin; c < end; c++) {
-        const Entry& e = pages_.entry(stream, c);
-        if (!e.k_bits) continue;
-        if (c + 1 < end) pages_.prefetch(pages_.entry(stream, c + 1), hi_view);
-        const PageView page = pages_.view(stream, e, hi_view);
-        for (; view < pages_.views() && pages_.view_at(view).column <= c; view++) {
-            const uint64_t* masks;
-            if (pages_.view_at(view).column == c && sight.page(pages_.view_at(view), masks))
-                kernels().page(block, rotated.queries(block, pages_.view_at(view).delta), page,
-                               masks);
+    float* scores = selection_.scores(kv_head, token);
+    std::vector<float> bounds(static_cast<size_t>(kBlockRows) * static_cast<size_t>(views));
+    for (int done = 0; done < group(); done += kBlockRows) {
+        Block block;
+        Visibility sight(a_.window_tokens);
+        load_rows(block, sight, kv_head, token * group() + done, group() - done);
+        for (int r = 0; r < block.rows; r++)
+            keep_loudest(block.q + r * a_.head_dim, a_.head_dim, selection_.rule().channels);
+        Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
+        float best[kBlockRows];
+        std::fill(best, best + kBlockRows, kNothingSeen);
+        const uint64_t* masks;
+        const auto seen = [&](int i) {
+            const View& view = pages_.view_at(i);
+            return pages_.entry(stream, view.column).k_bits && sight.page(view, masks);
+        };
+        for (int i = 0; i < views; i++) {
+            if (!seen(i)) continue;
+            const View& view = pages_.view_at(i);
+            float* own = bounds.data() + int64_t{i} * kBlockRows;
+            kernels().bounds(block, rotated.queries(block, view.delta),
+                             pages_.view(stream, pages_.entry(stream, view.column), false),
+                             selection_.rule().spread, own);
+            for (int r = 0; r < block.rows; r++) best[r] = std::max(best[r], own[r]);
         }
+        for (int i = 0; i < views; i++)
+            for (int r = 0; seen(i) && r < block.rows; r++)
+                scores[i] = std::max(scores[i],
+                                     bounds[static_cast<size_t>(i * kBlockRows + r)] - best[r]);
     }
+    selection_.choose(kv_head, token);
 }
 
-void AttendJob::run(size_t unit) const {
+// Whether the token of any row has chosen the view.
+bool AttendJob::reads(const Block& block, int kv_head, int first, int view) const {
+    bool any = !selection_.active();
+    for (int r = 0; !any && r < block.rows; r++)
+        any = selection_.reads(kv_head, (first + r) / group(), view);
+    return any;
+}
+
+// Rows whose token has not chosen the view do not see it.
+void AttendJob::hide(const Block& block, int kv_head, int first, int view, const uint64_t*& masks,
+                     uint64_t* own) const {
+    if (!selection_.active()) return;
+    for (int r = 0; r < block.rows; r++) {
+        const bool reads = selection_.reads(kv_head, (first + r) / group(), view);
+        own[r] = reads ? (masks ? masks[r] : ~uint64_t{0}) : 0;
+    }
+    masks = own;
+}
+
+void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int first, int begin,
+                             int end) const {
+    const int stream = a_.layer * a_.kv_heads + kv_head;
+    const bool hi_view = tail_.branch().hi_view, step = in_.tokens <= arena_.config().draft_tokens;
+    Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
+    int64_t seen = 0, read = 0;
+    const int last = pages_.first_view(end);
+    for (int i = pages_.first_view(begin); i < last; i++) {
+        const View& view = pages_.view_at(i);
+        const Entry& e = pages_.entry(stream, view.column);
+        const uint64_t* masks;
+        uint64_t own[kBlockRows];
+        if (!e.k_bits || !sight.page(view, masks)) continue;
+        seen++;
+        if (!reads(block, kv_head, first, i)) continue;
+        hide(block, kv_head, first, i, masks, own);
+        const float* q = rotated.queries(block, view.delta);
+        const PageView page = pages_.view(stream, e, hi_view);
+        if (step && reading_.rule.exact && negligible(block, q, page)) continue;
+        int next = i + 1;
+        while (next < last && !reads(block, kv_head, first, next)) next++;
+        if (next < last) pages_.prefetch(pages_.entry(stream, pages_.view_at(next).column), hi_view);
+        kernels().page(block, q, page, masks);
+        read++;
+    }
+    if (step) reading_.seen += seen, reading_.read += read;
+}
+
+void AttendJob::run(size_t unit) {
     const int split = static_cast<int>(unit) % splits_;
     const int first = static_cast<int>(unit) / splits_ % blocks_ * kBlockRows;
     const int kv_head = static_cast<int>(unit) / splits_ / blocks_;
     Block block;
     Visibility sight(a_.window_tokens);
-    load_rows(block, sight, kv_head, first);
+    load_rows(block, sight, kv_head, first, kBlockRows);
     // The newest keys and the sinks come first: they set a maximum that makes many pages
     // negligible.
     if (split == 0) attend_floats(block, sight, kv_head);
-    attend_pages(block, sight, kv_head, pages_.columns() * split / splits_,
+    attend_pages(block, sight, kv_head, first, pages_.columns() * split / splits_,
                  pages_.columns() * (split + 1) / splits_);
     for (int r = 0; r < block.rows; r++) {
         const float* acc = block.acc + r * a_.head_dim;

@@ -2,6 +2,7 @@
 // range).
 #pragma once
 #include "page_table.h"
+#include "selection.h"
 #include "tail.h"
 
 namespace kvq {
@@ -30,10 +31,13 @@ void attend_tile(Block& block, class Visibility& sight, class Rotated& rotated, 
 // Everything the units of one sequence share.
 class AttendJob {
 public:
-    AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail, const kvq_attention& a,
-              const Inputs& in);
+    AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail, Reading& reading,
+              const kvq_attention& a, const Inputs& in);
+    // Units that choose what is to be read: all of them before the first that attends.
+    size_t choices() const { return static_cast<size_t>(a_.kv_heads * selection_.tokens()); }
+    void choose(size_t unit);
     size_t units() const { return static_cast<size_t>(a_.kv_heads * blocks_ * splits_); }
-    void run(size_t unit) const;
+    void run(size_t unit);
     // Joins the page ranges, once all units have run.
     void merge() const;
 
@@ -45,15 +49,21 @@ private:
     const float* query(int kv_head, int row) const;
     float* output(int kv_head, int row) const;
     float* partial(int kv_head, int split, int row) const;
-    void load_rows(Block& block, class Visibility& sight, int kv_head, int first) const;
+    void load_rows(Block& block, class Visibility& sight, int kv_head, int first, int most) const;
     void attend_floats(Block& block, Visibility& sight, int kv_head) const;
-    void attend_pages(Block& block, Visibility& sight, int kv_head, int begin, int end) const;
+    void attend_pages(Block& block, Visibility& sight, int kv_head, int first, int begin,
+                      int end) const;
+    bool reads(const Block& block, int kv_head, int first, int view) const;
+    void hide(const Block& block, int kv_head, int first, int view, const uint64_t*& masks,
+              uint64_t* own) const;
 
     const Arena& arena_;
     const PageTable& pages_;
     const Tail& tail_;
+    Reading& reading_;
     const kvq_attention& a_;
     Inputs in_;
+    Selection selection_;
     int blocks_;  // of kBlockRows rows per KV head
     int splits_;
 };

@@ -52,6 +52,14 @@ Cache::~Cache() {
     std::free(memory_);
 }
 
+int Cache::read_by(const kvq_read& rule) {
+    if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
+        rule.channels < 0 || rule.exact < 0 || rule.exact > 1)
+        return KVQ_BAD_ARGUMENT;
+    reading_.rule = rule;
+    return KVQ_OK;
+}
+
 int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
     if (tokens < 0 || tokens > config().context_tokens) return KVQ_BAD_ARGUMENT;
     pages_.missing(tail_.closing_pages(tail_.branch().rows + tokens), bytes, columns);
@@ -140,8 +148,8 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     return KVQ_OK;
 }
 
-AttendJob Cache::job(const kvq_attention& a, const Inputs& in) const {
-    return AttendJob(arena_, pages_, tail_, a, in);
+AttendJob Cache::job(const kvq_attention& a, const Inputs& in) {
+    return AttendJob(arena_, pages_, tail_, reading_, a, in);
 }
 
 int Cache::finish(int layer) {
@@ -155,27 +163,41 @@ int Cache::attend(const kvq_attention& a, const Inputs& in) {
     return attend_together(a, &self, &in, 1, kSerial);
 }
 
-int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
-                    size_t count, const Parallel& parallel) {
+namespace {
+
+// Runs the units of all jobs in one dispatch, or none if there are none.
+template <size_t (AttendJob::*Units)() const, void (AttendJob::*Run)(size_t)>
+void run_all(std::vector<AttendJob>& jobs, const Parallel& parallel) {
     struct Share {
-        std::vector<AttendJob> jobs;
+        std::vector<AttendJob>& jobs;
         std::vector<size_t> ends;  // of each job's units
-    } share;
-    for (size_t s = 0; s < count; s++) {
-        if (const int status = caches[s]->prepare(a, inputs[s])) return status;
-        share.jobs.push_back(caches[s]->job(a, inputs[s]));
-        share.ends.push_back((s ? share.ends[s - 1] : 0) + share.jobs[s].units());
-    }
+    } share{jobs, {}};
+    for (const AttendJob& job : jobs)
+        share.ends.push_back((share.ends.empty() ? 0 : share.ends.back()) + (job.*Units)());
+    if (share.ends.back() == 0) return;
     const auto work = [](void* user, size_t unit) {
-        const Share& share = *static_cast<Share*>(user);
+        Share& share = *static_cast<Share*>(user);
         const auto end = std::upper_bound(share.ends.begin(), share.ends.end(), unit);
         const size_t s = static_cast<size_t>(end - share.ends.begin());
-        share.jobs[s].run(s ? unit - share.ends[s - 1] : unit);
+        (share.jobs[s].*Run)(s ? unit - share.ends[s - 1] : unit);
     };
     parallel.run(parallel.context, work, share.ends.back(), &share);
+}
+
+}  // namespace
+
+int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
+                    size_t count, const Parallel& parallel) {
+    std::vector<AttendJob> jobs;
+    for (size_t s = 0; s < count; s++) {
+        if (const int status = caches[s]->prepare(a, inputs[s])) return status;
+        jobs.push_back(caches[s]->job(a, inputs[s]));
+    }
+    run_all<&AttendJob::choices, &AttendJob::choose>(jobs, parallel);
+    run_all<&AttendJob::units, &AttendJob::run>(jobs, parallel);
     int status = KVQ_OK;
     for (size_t s = 0; s < count; s++) {
-        share.jobs[s].merge();
+        jobs[s].merge();
         const int closed = caches[s]->finish(a.layer);
         if (!status) status = closed;
     }
@@ -309,6 +331,8 @@ void Cache::stats(kvq_stats& out) const {
     out.branch_rows = tail_.branch().rows;
     out.used_bytes = pages_.used_bytes();
     out.peak_bytes = state().peak;
+    out.pages_seen = reading_.seen;
+    out.pages_read = reading_.read;
 }
 
 int Cache::columns(int columns, int64_t* facts, uint8_t* widths) const {

@@ -23,11 +23,12 @@ public:
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
 
+    int read_by(const kvq_read& rule);
     int missing(int tokens, int64_t& bytes, int32_t& columns) const;
     int begin(int tokens, const int32_t* parents, int view, int at);
     // What one layer does: `prepare` stores keys and values, the job's units run, `finish` closes.
     int prepare(const kvq_attention& a, const Inputs& in);
-    AttendJob job(const kvq_attention& a, const Inputs& in) const;
+    AttendJob job(const kvq_attention& a, const Inputs& in);
     int finish(int layer);
     int attend(const kvq_attention& a, const Inputs& in);
     int commit(const int32_t* rows, int count);
@@ -81,6 +82,7 @@ private:
     PageTable pages_;
     Tail tail_;
     Probes probes_;
+    Reading reading_;
 };
 
 // One layer over several sequences, in one dispatch: `caches` are all held, no two the same.

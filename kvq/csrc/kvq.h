@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 8
+#define KVQ_ABI 9
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -62,7 +62,15 @@ typedef struct {
     int32_t columns, views, tokens, tail_rows, branch_rows; /* tail_rows: committed ones */
     int32_t reserved;
     int64_t used_bytes, peak_bytes;
+    int64_t pages_seen, pages_read; /* by steps so far: pages of KV heads that queries could see */
 } kvq_stats;
+
+/* How steps read, passes of at most draft_tokens rows: of a KV head's pages that a token can see the
+   best `share` by max over the head's queries of sum q_d (mid_d) + spread |q_d| (half_d), over the
+   `channels` loudest channels of a query (0: all), where mid_d and half_d are the middle and half
+   the span of a page's keys. `exact` 1: no choice, but a page is left out whose bound (spread 1, all
+   channels) is below 2^-32 of what a query has seen already. */
+typedef struct { float share, spread; int32_t channels, exact; } kvq_read;
 
 typedef struct {
     int32_t layer, heads, kv_heads, head_dim;
@@ -78,6 +86,9 @@ KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, co
                               int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
+
+/* From now on steps read by `rule`; share 1 and exact 0: everything, as at the beginning. */
+KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
 
 /* The branch: rows after the committed tokens, numbered from 0 as they were added, that may be forgotten. It
    holds at most draft_tokens rows; only a chunk of a prompt, into an empty branch and without

@@ -166,14 +166,14 @@ void record(PageTable& pages, int stream, int column, const PageEvidence& newest
             const PageEvidence& sampled, int sampled_rows, Fact&& fact) {
     const int seen = newest.rows + sampled.rows;
     if (seen) {
-        const float share = 1.0f / static_cast<float>(seen);
-        const float recent = newest.rows ? newest.mass / static_cast<float>(newest.rows) : 0.0f;
-        fact(KVQ_MASS) = (newest.mass + sampled.mass) * share;
+        const float share = newest.rows ? 1.0f / static_cast<float>(newest.rows) : 0.0f;
+        const float recent = newest.mass * share;
+        fact(KVQ_MASS) = (newest.mass + sampled.mass) / static_cast<float>(seen);
         fact(KVQ_RECENT_MASS) = recent;
         if (sampled_rows) fact(KVQ_TOTAL_MASS) = sampled.mass / static_cast<float>(sampled_rows);
-        fact(KVQ_KEY_ERROR) = (newest.key_error + sampled.key_error) * share;
-        fact(KVQ_VALUE_ERROR) = (newest.value_error + sampled.value_error) * share;
-        fact(KVQ_EVICT_ERROR) = (newest.evict_error + sampled.evict_error) * share;
+        fact(KVQ_KEY_ERROR) = newest.key_error * share;
+        fact(KVQ_VALUE_ERROR) = newest.value_error * share;
+        fact(KVQ_EVICT_ERROR) = newest.evict_error * share;
         const Entry& e = pages.entry(stream, column);
         const int peak = mass_code(std::max(newest.peak, sampled.peak));
         const float before = e.mean_mass ? mass_of(e.mean_mass) : recent;
@@ -239,9 +239,10 @@ struct Observation {
         }
     }
 
-    PageEvidence look(int c) {
+    PageEvidence look(int c, bool errors) {
         // What views of one page see adds up; the rows are those that see most of them.
         PageEvidence seen;
+        seen.errors = errors;
         int rows = 0;
         page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
             const int before = seen.rows;
@@ -306,7 +307,7 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
             const auto fact = [&](int which) -> float& {
                 return facts[(which * streams + s) * columns + c];
             };
-            record(pages, s, c, recent.look(c), spread.look(c), spread.block.rows, fact);
+            record(pages, s, c, recent.look(c, true), spread.look(c, false), spread.block.rows, fact);
         }
     }
     return KVQ_OK;

@@ -17,6 +17,7 @@ from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import REACH, bytes_per_token, format_bytes
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
+from kvq.selectors import rule_named
 from kvq.sizing import Arena
 
 
@@ -26,12 +27,14 @@ class Holdings:
 
     `mean_k_bits`, `mean_v_bits`: widths of what is held, a token of a page at its page's, one of
     the tail or the sinks at 16; 0 while nothing is. `evicted_share`: of all tokens in all layers
-    and heads the share whose page is gone, or that is masked.
+    and heads the share whose page is gone, or that is masked. `read_share`: of the pages that steps
+    could see so far the share they have read.
     """
 
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    read_share: float = 1.0
 
 
 class Cache:
@@ -56,6 +59,7 @@ class Cache:
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         self.sensitivity = sensitivity
         self._engine = open_engine(engine, arena)
+        self._engine.read_by(rule_named(spec.read))
 
     @property
     def handle(self) -> int:
@@ -85,6 +89,11 @@ class Cache:
     def peak_bytes(self) -> int:
         """Most bytes ever in use; never above `budget_bytes`."""
         return self._engine.peak_bytes
+
+    @property
+    def read_share(self) -> float:
+        """Of the pages that steps could see so far the share they have read; 1 before any."""
+        return self._engine.pages_read / self._engine.pages_seen if self._engine.pages_seen else 1.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -340,6 +349,7 @@ class Cache:
             mean_k_bits=k_bits,
             mean_v_bits=v_bits,
             evicted_share=1 - held / (streams * self.tokens) if self.tokens else 0.0,
+            read_share=self.read_share,
         )
 
     def entering(self) -> NDArray[np.uint8]:

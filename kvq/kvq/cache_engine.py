@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.config import AttentionParams
 from kvq.errors import UsageError
+from kvq.selectors import ReadRule
 from kvq.sizing import Arena
 
 ENGINES = {
@@ -52,6 +53,16 @@ class CacheEngine(Protocol):
     def used_bytes(self) -> int: ...
     @property
     def peak_bytes(self) -> int: ...
+
+    @property
+    def pages_seen(self) -> int:
+        """Pages of KV heads that steps could have read so far, and those they did."""
+        ...
+
+    @property
+    def pages_read(self) -> int: ...
+
+    def read_by(self, rule: ReadRule) -> None: ...
 
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more rows can be kept."""

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
 from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
+from kvq.selectors import ReadRule
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 8
+ABI = 9
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
@@ -76,6 +77,17 @@ class _Stats(ctypes.Structure):
         ("reserved", c_int32),
         ("used_bytes", c_int64),
         ("peak_bytes", c_int64),
+        ("pages_seen", c_int64),
+        ("pages_read", c_int64),
+    )
+
+
+class _Read(ctypes.Structure):
+    _fields_ = (
+        ("share", c_float),
+        ("spread", c_float),
+        ("channels", c_int32),
+        ("exact", c_int32),
     )
 
 
@@ -108,6 +120,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, _BYTES, POINTER(c_int64))),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
+    "kvq_cache_read": (c_int32, (c_int64, POINTER(_Read))),
     "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
     "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32)),
     "kvq_cache_attend": (
@@ -338,6 +351,18 @@ class NativeCache:
     @property
     def tail_rows(self) -> int:
         return self._held.tail_rows
+
+    @property
+    def pages_seen(self) -> int:
+        return self._held.pages_seen
+
+    @property
+    def pages_read(self) -> int:
+        return self._held.pages_read
+
+    def read_by(self, rule: ReadRule) -> None:
+        numbers = _Read(rule.share, rule.spread, rule.channels, rule.exact)
+        _check(self._library.kvq_cache_read(self.handle, ctypes.byref(numbers)))
 
     def missing(self, tokens: int) -> tuple[int, int]:
         short, columns = c_int64(), c_int32()

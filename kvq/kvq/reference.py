@@ -239,6 +239,44 @@ def attention_weights(params: AttentionParams, logits: Float, seen: NDArray[np.b
     return weights / np.where(total > 0, total, 1)
 
 
+# ---- reading less -----------------------------------------------------------------------------
+
+# A page this many binary orders below a row's maximum adds less to its sum than float32 can tell.
+NEGLIGIBLE_OCTAVES = 32
+
+
+def page_bounds(q: Float, scale: Float, mid: Float, spread: float) -> Float:
+    """Scores [R, C] of pages for query rows [R, D], from their keys' constants [C, D].
+
+    With `spread` 1 no key of a page has a larger product with the row.
+    """
+    half = np.float32(REACH + 0.5) * scale
+    return q @ mid.T + np.float32(spread) * (np.abs(q) @ half.T)
+
+
+def keep_loudest(q: Float, channels: int) -> Float:
+    """Query rows [R, D] with all but so many of their largest channels at 0; 0 keeps all."""
+    if not 0 < channels < q.shape[1]:
+        return q
+    least = np.sort(np.abs(q), axis=1)[:, -channels, None]
+    return np.where(np.abs(q) < least, np.float32(0), q)
+
+
+def chosen_pages(scores: Float, seen: NDArray[np.bool_], share: float) -> NDArray[np.bool_]:
+    """Which of C pages the query heads [R, C] of one token read together: its best share of `seen`.
+
+    Each head's scores count against that of its best page; of equal pages the older is read.
+    """
+    if not seen.any():
+        return seen
+    best = np.where(seen, scores, -np.inf).max(axis=1, keepdims=True)
+    worth = np.where(seen, (scores - best).max(axis=0), -np.inf)
+    kept = int(np.ceil(share * seen.sum() - 1e-4))
+    chosen = np.zeros_like(seen)
+    chosen[np.argsort(-worth, kind="stable")[:kept]] = True
+    return chosen & seen
+
+
 # ---- evidence --------------------------------------------------------------------------------
 
 # A row that gives a page less than this much of its attention counts in its mass only.

@@ -42,12 +42,15 @@ from kvq.reference import (
     KeyPart,
     ancestry,
     attention_weights,
+    chosen_pages,
     decode,
     encode,
     hadamard,
+    keep_loudest,
     mass_code,
     mass_of,
     normalize,
+    page_bounds,
     page_errors,
     planes,
     rotate,
@@ -55,8 +58,11 @@ from kvq.reference import (
     sampled_token,
     split_heads,
 )
+from kvq.selectors import READ_ALL, ReadRule
 from kvq.sizing import GAP_VIEWS, Arena
 
+# Query rows that pass over the pages together.
+BLOCK_ROWS = 16
 # The last position of a page must be an int32.
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
 _ALL = (1 << PAGE_TOKENS) - 1
@@ -256,10 +262,16 @@ class ReferenceCache:
         self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
         self._places = _NO_PLACES
         self._open_branch()
+        self._rule = READ_ALL
+        self.pages_seen = self.pages_read = 0
         self._probes: dict[int, _Probe] = {}
         self._layers: dict[int, tuple[AttentionParams, Float]] = {}
         self.tokens = 0
         self.peak_bytes = self.used_bytes
+
+    def read_by(self, rule: ReadRule) -> None:
+        """How steps read from now on."""
+        self._rule = rule
 
     # -- bytes --
 
@@ -388,10 +400,54 @@ class ReferenceCache:
         for head in range(params.num_kv_heads):
             keys = self._keys(params, head, inv_freq, self._view, branch=True)
             seen = keys.seen(positions, params.window_tokens, sees)
+            self._read_less(params, head, q, keys, seen)
             for h in range(head * group, (head + 1) * group):
                 weights = attention_weights(params, keys.logits(q[:, h]) * params.scale, seen)
                 out[:, h] = weights @ keys.values
         return out.reshape(len(qkv), -1)
+
+    def _read_less(
+        self, params: AttentionParams, head: int, q: Float, keys: _Keys, seen: NDArray[np.bool_]
+    ) -> None:
+        """Of `seen` [T, n] leaves out the views of pages that the rows of a step do not read."""
+        if len(q) > self.arena.draft_tokens:
+            return
+        stream = params.layer * params.num_kv_heads + head
+        pages = [(column.pages[stream], len(column.views)) for column in self.table]
+        held = [page for page, views in pages if page is not None for _ in range(views)]
+        group = params.num_heads // params.num_kv_heads
+        for block in range(0, len(q) * group, BLOCK_ROWS):
+            rows = range(block, min(block + BLOCK_ROWS, len(q) * group))
+            visible = self._visible(seen[sorted({r // group for r in rows})], len(held))
+            self.pages_seen += int(visible.any(axis=0).sum())
+        if self._rule.share < 1 and held:
+            own = q[:, head * group : (head + 1) * group]
+            scores = self._bounds(params, keys, own, held)
+            for t in range(len(q)):
+                visible = self._visible(seen[t : t + 1], len(held))[0]
+                read = chosen_pages(scores[t], visible, self._rule.share)
+                seen[t, : len(held) * PAGE_TOKENS] &= np.repeat(read, PAGE_TOKENS)
+        for block in range(0, len(q) * group, BLOCK_ROWS):
+            rows = range(block, min(block + BLOCK_ROWS, len(q) * group))
+            visible = self._visible(seen[sorted({r // group for r in rows})], len(held))
+            self.pages_read += int(visible.any(axis=0).sum())
+
+    def _visible(self, seen: NDArray[np.bool_], pages: int) -> NDArray[np.bool_]:
+        """Of which pages rows [R, n] see any key [R, pages]."""
+        return seen[:, : pages * PAGE_TOKENS].reshape(len(seen), pages, PAGE_TOKENS).any(axis=2)
+
+    def _bounds(
+        self, params: AttentionParams, keys: _Keys, q: Float, held: Sequence[Page]
+    ) -> Float:
+        """Scores [T, group, pages] of the queries [T, group, D] by the rule."""
+        unit = 1 / params.softcap if params.softcap > 0 else float(np.log2(np.e))
+        rows = (q * np.float32(params.scale * unit)).reshape(-1, q.shape[-1])
+        spread, channels = self._rule.spread, self._rule.channels
+        columns = []
+        for page, (_, turn) in zip(held, keys.parts, strict=False):
+            grid, loud = page.grids[KEYS], keep_loudest(rows, channels)
+            columns.append(page_bounds(turn(loud), grid.scale[None], grid.mid[None], spread)[:, 0])
+        return np.stack(columns, axis=1).reshape(len(q), -1, len(held))
 
     def _store(self, layer: int, k: Float, v: Float, positions: NDArray[np.int64]) -> None:
         """Appends the pass's keys and values [T, Hk, D] to a layer's rows of the branch."""
@@ -680,7 +736,7 @@ class ReferenceCache:
                 recent = float(new[1] / max(new[0], 1))
                 total = float(old[1] / max(len(sampled.rows), 1))
                 facts[:3, c] = (new[1] + old[1]) / rows, recent, total
-                facts[5:, c] = (new[3:] + old[3:]) / rows
+                facts[5:, c] = new[3:] / max(new[0], 1)
                 peak = mass_code(max(new[2], old[2]))
                 page.peak_weight = max(1, peak, page.peak_weight - PEAK_STEP)
                 before = mass_of(page.mean_mass) if page.mean_mass else recent

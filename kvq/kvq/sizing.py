@@ -12,6 +12,7 @@ from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_DRAFT_TOKENS,
     DEFAULT_POLICY,
+    DEFAULT_READ,
     MOST_DRAFT_TOKENS,
     PAGE_TOKENS,
     Budget,
@@ -30,6 +31,7 @@ from kvq.formats import (
     value_groups,
 )
 from kvq.policies import policy_named
+from kvq.selectors import rule_named
 
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
 DEFAULT_TOKENS = 8192
@@ -237,7 +239,8 @@ class CacheSpec:
     `chunk_tokens`: tokens of a prompt at once, fewer where the budget is tight. `windows`: the
     sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
     if the policy asks for attention and the budget cannot hold the whole context. `forms`: how the
-    pages of every layer's KV heads are encoded, layer by layer; empty: all `PageForm.PLAIN`.
+    pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
+    what steps read of the pages, as `--kv-read` writes it.
     """
 
     shape: CacheShape
@@ -251,6 +254,7 @@ class CacheSpec:
     windows: tuple[int, ...] = ()
     observed: bool | None = None
     forms: tuple[PageForm, ...] = ()
+    read: str = DEFAULT_READ
 
     def __post_init__(self) -> None:
         streams = self.shape.num_layers * self.shape.num_kv_heads
@@ -261,6 +265,9 @@ class CacheSpec:
                 f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
                 f"{MOST_DRAFT_TOKENS}"
             )
+
+        # Evaluated for its refusals.
+        _ = rule_named(self.read)
 
     def resolved(self) -> Arena:
         """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""

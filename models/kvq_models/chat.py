@@ -149,7 +149,10 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         items = cast(Mapping[str, Any], value).items()
-        return {key: _mapped(item, change) for key, item in items}
+        return {
+            change(key) if isinstance(key, str) else key: _mapped(item, change)
+            for key, item in items
+        }
     if isinstance(value, Sequence):
         return [_mapped(item, change) for item in cast(Sequence[Any], value)]
     return value

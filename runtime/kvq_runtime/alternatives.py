@@ -197,8 +197,10 @@ def step(branch: Branch[C], lines: list[Line]) -> Work[C, tuple[list[Line], NDAr
     return [replace(line, row=first + i) for i, line in enumerate(lines)], passed.logits
 
 
-def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Natural log-probabilities float32 of logits [..., V]."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
-    return shifted - np.log(total).astype(np.float32)
+def log_normalizers(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What to take off the logits of each row [R, V] for natural log-probabilities: float32 [R].
+
+    A whole vocabulary of log-probabilities is rarely wanted, and takes longer than a row's pass.
+    """
+    most = logits.max(axis=-1)
+    return most + np.log(np.exp(logits - most[..., None]).sum(axis=-1))

@@ -9,6 +9,7 @@ from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_DRAFT_TOKENS,
     DEFAULT_POLICY,
+    DEFAULT_READ,
     Budget,
     KvPlan,
 )
@@ -16,6 +17,9 @@ from kvq.errors import UsageError
 
 if TYPE_CHECKING:
     from kvq.sizing import Arena
+
+# Of an answer whose length nobody said.
+DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +92,7 @@ class SessionRequest:
     v_bits: int | None = None
     context_tokens: int | None = None
     policy: str | None = None
+    read: str | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
@@ -109,7 +114,7 @@ class SessionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
-    """What one sequence holds: its cache plan, its context limit, its bytes.
+    """What one sequence holds: its cache plan, its context limit, its bytes; what steps `read`.
 
     `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
     go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
@@ -121,6 +126,7 @@ class SessionConfig:
     context_tokens: int
     budget_bytes: int
     policy: str = DEFAULT_POLICY
+    read: str = DEFAULT_READ
     evicts: bool = True
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     draft_tokens: int = DEFAULT_DRAFT_TOKENS

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.gbnf import to_lark
+from kvq_runtime.gbnf import escaped_character, to_lark
 from kvq_runtime.healing import Beginning
 
 Ids = NDArray[np.int64]
@@ -95,6 +95,11 @@ def json_part(schema: Mapping[str, Any] | str | None) -> str:
         raise UsageError("the JSON schema is nested too deeply; nest it less") from None
     except (TypeError, ValueError) as error:
         raise UsageError(f"the JSON schema is not JSON: {error}") from None
+
+
+def escaped(text: str) -> str:
+    """`text` itself as a part of a Lark grammar."""
+    return f"/{''.join(map(escaped_character, text))}/" if text else '""'
 
 
 class Matcher(Protocol):

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq_runtime.backends import Backend
+from kvq_runtime.config import SessionConfig
 from kvq_runtime.sequence import Branch, Work
 
 
@@ -139,7 +141,25 @@ class Ground:
 
 @runtime_checkable
 class ComputingDrafter(Drafter, Protocol):
-    """A drafter that guesses with passes of its own, of this model or another."""
+    """A drafter that guesses with passes of its own, of this model or another.
+
+    A session opens it once, before anything else, and closes it. `held_bytes` is what it holds for
+    that session, beside the session's own cache.
+    """
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """Gets ready to draft for a session of this model.
+
+        Raises `UsageError` or `BackendError` for a model that it cannot draft for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what `open` took."""
+        ...
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """What `propose` would return, asked for in its place; yields the rows of its passes."""

@@ -13,7 +13,7 @@ from kvq_runtime import backends, device
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import SessionRequest
+from kvq_runtime.config import DEFAULT_MAX_TOKENS, SessionRequest
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
@@ -23,8 +23,6 @@ from kvq_runtime.session import Session, no_names
 
 logger = logging.getLogger(__name__)
 
-# Of an answer whose length nobody said.
-DEFAULT_MAX_TOKENS = 256
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -169,6 +167,7 @@ class Engine:
         v_bits: int | None = None,
         context_tokens: int | None = None,
         policy: str | None = None,
+        kv_read: str | None = None,
         chunk_tokens: int = 256,
         draft_tokens: int | None = None,
         seed: int | None = None,
@@ -178,9 +177,10 @@ class Engine:
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
         `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what 8192 tokens (or a
-        shorter context) need. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`;
-        None: every token takes a pass of its own. `draft_tokens`: rows that drafts may take.
-        Raises `UsageError`, `BackendError` for what the
+        shorter context) need. `kv_read` is what steps read of the cache's pages: 25%, `exact`, or a
+        row of `kvq.selectors` with options; None: all. `draft` makes the drafter, such as
+        `kvq_specdraft.lookup.Lookup`; None: every token takes a pass of its own. `draft_tokens`:
+        rows that drafts may take. Raises `UsageError`, `BackendError` for what the
         backend cannot do, and `BudgetError` for a budget too small, naming the smallest that works.
         """
         self._check_open()
@@ -192,6 +192,7 @@ class Engine:
             v_bits=both[1] if v_bits is None else v_bits,
             context_tokens=context_tokens,
             policy=policy,
+            read=kv_read,
             chunk_tokens=chunk_tokens,
             draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
             seed=seed,

@@ -165,7 +165,7 @@ def _times(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    characters = [_escaped(character) for character in _characters(text)]
+    characters = [escaped_character(character) for character in _characters(text)]
     return f"/{''.join(characters)}/" if characters else '""'
 
 
@@ -182,7 +182,11 @@ def _range(text: str) -> str:
             place += 2
         if low > high:
             raise UsageError(f"[{text[:20]}] in the grammar has a range that runs backwards")
-        parts.append(_escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}")
+        parts.append(
+            escaped_character(low)
+            if low == high
+            else f"{escaped_character(low)}-{escaped_character(high)}"
+        )
         place += 1
     if not parts or sum(len(part[0]) for part in found) < len(inner):
         raise UsageError(f"[{text[:20]}] in the grammar is not a set of characters")
@@ -206,5 +210,6 @@ def _character(found: re.Match[str]) -> str:
     return chr(code)
 
 
-def _escaped(character: str) -> str:
+def escaped_character(character: str) -> str:
+    """A character as Lark's patterns write any."""
     return f"\\x{{{ord(character):X}}}"

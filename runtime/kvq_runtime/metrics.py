@@ -15,10 +15,11 @@ class SessionStats:
     Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
     them, `tokens_per_round` tokens each on average, 1 without drafts; of the time of these rounds
     `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
-    kept. `bandwidth_gb_s` is (weight
+    kept. `draft_bytes` is what the drafter holds beside the cache. `bandwidth_gb_s` is (weight
     bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`.
+    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`. `kv_read_share`: of the pages
+    steps could see the share they read.
     """
 
     prompt_tokens: int
@@ -32,6 +33,7 @@ class SessionStats:
     draft_ms: float
     pass_ms: float
     choose_ms: float
+    draft_bytes: int
     kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
@@ -40,6 +42,7 @@ class SessionStats:
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
+    kv_read_share: float
     edits: int
     edited_tokens: int
     recomputed_edits: int
@@ -111,6 +114,7 @@ class Meter:
         bytes_per_token: float,
         holdings: Holdings,
         edits: EditCounts,
+        draft_bytes: int = 0,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
         decode_s = self.draft_s + self._pass_s + self._choose_s
@@ -126,6 +130,7 @@ class Meter:
             draft_ms=self.draft_s * 1e3,
             pass_ms=self._pass_s * 1e3,
             choose_ms=self._choose_s * 1e3,
+            draft_bytes=draft_bytes,
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,
@@ -134,6 +139,7 @@ class Meter:
             mean_k_bits=holdings.mean_k_bits,
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
+            kv_read_share=holdings.read_share,
             edits=edits.edits,
             edited_tokens=edits.edited_tokens,
             recomputed_edits=edits.recomputed_edits,

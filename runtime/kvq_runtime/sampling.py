@@ -2,6 +2,9 @@
 
 The filters run in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p,
 temperature. Top-p and min-p therefore look at probabilities before the temperature.
+
+Without top-k every token of the vocabulary may survive. Nothing sorts that many: what survives
+stays in the order of ids, and top-p finds its edge in a histogram.
 """
 
 from collections.abc import Sequence
@@ -26,8 +29,8 @@ __all__ = [
 Floats = NDArray[np.floating]
 Ids = NDArray[np.int64]
 
-# Sorting a whole vocabulary takes longer than the rest of a step, and is hardly ever needed.
-_FEW = 1024
+# Top-p's histogram: steps, and nats below the largest logit. What is less likely weighs nothing.
+_STEPS, _SPAN = 4096, 64.0
 _GROUP = 32
 
 
@@ -70,8 +73,9 @@ def candidates(
 ) -> tuple[Ids, NDArray[np.float64]]:
     """Token ids that survive every filter, and their probabilities.
 
-    `logits` is [V] and stays unchanged; equal logits keep the order of their ids. `allowed`, ids
-    in order, leaves out all others before the filters; None: none. Raises `BackendError` for NaN
+    `logits` is [V] and stays unchanged. Largest first after top-k, else in the order of ids; of
+    equal logits the first ids survive. `allowed`, ids in order, leaves out all others before the
+    filters; None: none. Raises `BackendError` for NaN
     logits and `UsageError` when a bias leaves no token.
     """
     logits = _penalized(_biased(logits, sampling), sampling, history)
@@ -108,10 +112,12 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
         _refuse(float(logits[best]))
     if sampling.greedy:
         return np.array([best], np.int64), np.ones(1)
-    ids = largest(logits, sampling.top_k or len(logits))
-    ids = ids[_nucleus(logits[ids], sampling.top_p)]
-    ids = ids[_likely(logits[ids], sampling.min_p)]
-    return ids, _softmax(logits[ids] / np.float64(sampling.temperature))
+    if 0 < sampling.top_k < len(logits):
+        ids = largest(logits, sampling.top_k)
+        ids = ids[_likely(logits[ids], sampling.top_p, sampling.min_p)]
+    else:
+        ids = _likely(logits, sampling.top_p, sampling.min_p)
+    return ids, _softmax(logits[ids], sampling.temperature)
 
 
 def _biased(logits: Floats, sampling: Sampling) -> Floats:
@@ -184,27 +190,41 @@ def _descending(logits: Floats) -> Ids:
     return np.argsort(-logits, kind="stable")
 
 
-def _nucleus(logits: Floats, top_p: float) -> Ids | slice:
-    """Places of the fewest logits whose probabilities sum to `top_p`, largest first."""
+def _likely(logits: Floats, top_p: float, min_p: float) -> Ids:
+    """Places, in order, of logits in the nucleus of `top_p` that `min_p` leaves too.
+
+    The nucleus: the fewest logits, largest first, whose probabilities sum to `top_p`. `min_p`: as
+    likely as that times the largest, or likelier.
+    """
+    top = logits.max()
+    least = top + float(np.log(min_p)) if min_p > 0 else np.finfo(logits.dtype).min
+    places = np.flatnonzero(logits >= least)
     if top_p >= 1:
-        return slice(None)
-    probabilities = _softmax(logits)
-    count = _FEW
-    while True:
-        places = largest(logits, count) if count < len(logits) else _descending(logits)
-        reached = np.cumsum(probabilities[places])
-        if reached[-1] >= top_p or count >= len(logits):
-            return places[: int(np.searchsorted(reached, top_p, side="left")) + 1]
-        count *= 8
+        return places
+    weights = np.exp(logits - top)
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    return places[_fewest(top - logits[places], weights[places], wanted)]
 
 
-def _likely(logits: Floats, min_p: float) -> NDArray[np.bool_] | slice:
-    """Which logits are at least `min_p` times as likely as the largest."""
-    return slice(None) if min_p <= 0 else logits >= logits.max() + np.log(min_p)
+def _fewest(depths: Floats, weights: Floats, wanted: float) -> NDArray[np.bool_]:
+    """Which items, those of the smallest depth first, weigh `wanted` together: the fewest."""
+    span = min(float(depths.max()), _SPAN)
+    step = np.minimum(depths * ((_STEPS - 1) / max(span, 1e-30)), _STEPS - 1).astype(np.int32)
+    reached = np.cumsum(np.bincount(step, weights, _STEPS))
+    edge = int(np.searchsorted(reached, wanted, side="left"))
+    # Of the step in which the sum is reached, as many as it takes.
+    inside = np.flatnonzero(step == edge)
+    inside = inside[np.argsort(depths[inside], kind="stable")]
+    before = float(reached[edge - 1]) if edge else 0.0
+    sums = before + np.cumsum(weights[inside], dtype=np.float64)
+    kept = step < edge
+    kept[inside[: int(np.searchsorted(sums, wanted, side="left")) + 1]] = True
+    return kept
 
 
-def _softmax(logits: Floats) -> NDArray[np.float64]:
-    exponentials = np.exp(logits.astype(np.float64) - logits.max())
+def _softmax(logits: Floats, temperature: float) -> NDArray[np.float64]:
+    depths = (logits - logits.max()) / np.float64(temperature)
+    exponentials = np.exp(depths.astype(np.float32)).astype(np.float64)
     return exponentials / exponentials.sum()
 
 

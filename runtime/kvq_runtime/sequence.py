@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
+from kvq_runtime.hunks import common_prefix, hunks
 from kvq_runtime.staleness import Ages, EditCounts, Staleness
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class SharedPassError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceState(Generic[C]):
+class SequenceState:
     """A sequence at one moment: token ids int64 [n], logits float32 [V] or None, its cache.
 
     `ages` int32: see `Staleness`.
@@ -173,11 +174,16 @@ class Sequence(Generic[C]):
             )
         self.keep(len(self._tokens) - num_tokens)
 
-    def align(self, ids: Ids) -> int:
+    def align(self, ids: Ids, *, edits: bool = False) -> int:
         """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
 
-        What is not kept is pending afterwards.
+        What is not kept is pending afterwards. `edits`: what follows a change is kept as well, as
+        `edit` does; the places that changed are found by comparing the two texts.
         """
+        if edits:
+            for hunk in reversed(hunks(self._tokens, ids)):
+                self.edit(*hunk)
+            return len(ids) - len(self.due())
         shared = common_prefix(self._tokens, ids)
         self.keep(shared)
         self.append(ids[shared:])
@@ -235,14 +241,17 @@ class Sequence(Generic[C]):
         logger.info("an edit computes %d tokens behind it again: %s", held - stop, reason)
         return False
 
-    def refresh(self, max_tokens: int | None = None) -> int:
+    def refresh(
+        self, max_tokens: int | None = None, cancel: Callable[[], bool] = lambda: False
+    ) -> int:
         """Encodes up to `max_tokens` stale tokens again, left to right; how many are stale then.
 
-        For idle time: each call is one piece that may be the last. When none is stale the cache is
-        what a session that computed the whole text would have, but for where its pages begin.
+        For idle time: `cancel` is asked before each piece, and any may be the last. When none is
+        stale the cache is what a session that computed the whole text would have, but for where
+        its pages begin.
         """
         left = self.config.context_tokens if max_tokens is None else max_tokens
-        while left > 0 and (self.due() or self._staleness.stale):
+        while left > 0 and not cancel() and (self.due() or self._staleness.stale):
             left -= max(1, self.run(self.refreshing(left)))
         return self._staleness.stale
 
@@ -351,7 +360,7 @@ class Sequence(Generic[C]):
         other.restore(self.state())
         return other
 
-    def state(self) -> SequenceState[C]:
+    def state(self) -> SequenceState:
         """A copy of everything held."""
         return SequenceState(
             tokens=np.array(self._tokens, np.int64),
@@ -360,7 +369,7 @@ class Sequence(Generic[C]):
             ages=self._staleness.ages.copy(),
         )
 
-    def restore(self, state: SequenceState[C]) -> None:
+    def restore(self, state: SequenceState) -> None:
         """Becomes `state`; unchanged when the cache refuses it with `SnapshotError`."""
         self.cache.load_state(state.cache)
         self.adopt(state.tokens.tolist(), state.logits, state.ages)
@@ -552,11 +561,3 @@ def _forward(calls: collections.abc.Sequence[Call[C]]) -> list[Passed]:
             raise BackendError(f"the model gave {len(part)} rows of logits for {len(own.wanted)}")
     count = sum(len(own.ids) for own in rows)
     return [Passed(logits=part, seconds=seconds, rows=count) for part in logits]
-
-
-def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:
-    """How many tokens two texts begin with alike."""
-    length = min(len(before), len(after))
-    a, b = np.asarray(before[:length], np.int64), np.asarray(after[:length], np.int64)
-    differs = np.flatnonzero(a != b)
-    return int(differs[0]) if len(differs) else length

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import DEFAULT_READ
 from kvq.errors import BackendError, KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
@@ -88,6 +89,9 @@ class Session(Generic[C]):
                 f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
                 "suffix or none, or run a bundle with an ONNX graph"
             )
+        if isinstance(drafter, ComputingDrafter):
+            drafter.open(self._backend, self.config)
+        self._close_drafter()
         self._drafter, self._drafter_is_new = drafter, True
 
     @property
@@ -130,13 +134,13 @@ class Session(Generic[C]):
             self._keep(before)
             raise
 
-    def align(self, ids: Sequence[int]) -> int:
+    def align(self, ids: Sequence[int], *, edits: bool = False) -> int:
         """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
 
         What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
         """
         self._check_length(len(ids), held=0)
-        cached = self.sequence.align(ids)
+        cached = self.sequence.align(ids, edits=edits)
         self._prompt_end = len(ids)
         self._meter.prompt(len(ids))
         return cached
@@ -158,10 +162,7 @@ class Session(Generic[C]):
         A token is stale when text on its left has changed since it was encoded. `cancel` is asked
         before each piece. See `Sequence.refresh`.
         """
-        left = self.config.context_tokens if max_tokens is None else max_tokens
-        while left > 0 and not cancel() and (self.sequence.due() or self.sequence.staleness.stale):
-            left -= max(1, self.sequence.run(self.sequence.refreshing(left)))
-        return self.sequence.staleness.stale
+        return self.sequence.refresh(max_tokens, cancel)
 
     def generate(
         self,
@@ -338,15 +339,24 @@ class Session(Generic[C]):
     def logits(
         self, ids: Sequence[int], *, progress: Progress = unseen
     ) -> Iterator[NDArray[np.float32]]:
-        """Appends `ids` and yields the logits float32 [n, V] of every one, chunk by chunk."""
+        """Appends `ids` and yields the logits float32 [n, V] of every one, chunk by chunk.
+
+        A session whose steps read less than all takes as many rows at a time as a step may have.
+        """
+        steps = self.config.read != DEFAULT_READ
+        rows = self.config.draft_tokens if steps else self.sequence.chunk_tokens
         if self.pending_tokens:
             self._catch_up(unseen, never)
         self._append_prompt(ids)
         while due := self.sequence.due():
             piece = due[: self.sequence.chunk_tokens]
-            with self.sequence.forward(piece) as branch:
-                branch.commit(range(len(piece)))
-                yield branch.logits
+            found: list[NDArray[np.float32]] = []
+            for start in range(0, len(piece), rows):
+                part = piece[start : start + rows]
+                with self.sequence.forward(part) as branch:
+                    branch.commit(range(len(part)))
+                    found.append(branch.logits)
+            yield np.concatenate(found)
             progress(len(ids) - self.pending_tokens, len(ids))
 
     def rollback(self, n_tokens: int) -> None:
@@ -404,11 +414,15 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
+            draft_bytes=(
+                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
+            ),
         )
 
     def close(self) -> None:
-        """Frees the cache's memory."""
+        """Frees the cache's memory, and what its drafter holds."""
         self.sequence.close()
+        self._close_drafter()
 
     def __repr__(self) -> str:
         config = self.config
@@ -423,6 +437,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_drafter(self) -> None:
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

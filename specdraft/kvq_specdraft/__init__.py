@@ -8,13 +8,24 @@ from kvq.named import named
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.drafter import Drafter
 
-DRAFTERS = {
+# What they guess from costs no pass.
+FREE_DRAFTERS = {
     "auto": "kvq_specdraft.auto:Auto",
     "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
     "recycle": "kvq_specdraft.recycle:Recycle",
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
+
+# Each guess is a pass of the model on fewer bits or layers, or of a smaller one.
+COMPUTING_DRAFTERS = {
+    "early": "kvq_specdraft.early:Early",
+    "model": "kvq_specdraft.model:Model",
+    "quantspec": "kvq_specdraft.quantspec:QuantSpec",
+    "skip": "kvq_specdraft.skip:Skip",
+}
+
+DRAFTERS = FREE_DRAFTERS | COMPUTING_DRAFTERS
 
 # Who writes several alternatives side by side.
 WRITERS = {

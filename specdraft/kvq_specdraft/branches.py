@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.alternatives import Asked, Line, log_probabilities, step
+from kvq_runtime.alternatives import Asked, Line, log_normalizers, step
 from kvq_runtime.backends import C
-from kvq_runtime.sampling import sample
+from kvq_runtime.sampling import largest, sample
 from kvq_runtime.sequence import Branch, Work
 
 Choose = Callable[[list[Line], NDArray[np.float32], Asked], list[Line]]
@@ -50,41 +50,50 @@ class Branches:
 
 def _first(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
     """The likeliest next token of each; of a line of none yet, the likeliest k make k lines."""
-    logprobs = log_probabilities(logits)
     if lines[0].ids:
-        best = [int(np.argmax(line.allowed(own))) for line, own in zip(lines, logits, strict=True)]
-        chosen = zip(lines, logprobs, best, strict=True)
-        return [asked.grow(line, token, float(own[token])) for line, own, token in chosen]
-    tokens = largest(lines[0].allowed(logits[0]), asked.count)
+        next_ones = [
+            int(np.argmax(line.allowed(own))) for line, own in zip(lines, logits, strict=True)
+        ]
+        return _grown(lines, logits, next_ones, asked)
+    tokens = best(lines[0].allowed(logits[0]), asked.count)
     # Its score stays above all others', whatever is added to it.
     greedy = replace(lines[0], score=inf)
     starts = [greedy, *[lines[0]] * (len(tokens) - 1)]
-    return [
-        asked.grow(line, token, float(logprobs[0, token]))
-        for line, token in zip(starts, tokens, strict=True)
-    ]
+    return _grown(starts, np.broadcast_to(logits[0], (len(tokens), len(logits[0]))), tokens, asked)
 
 
 def _samples(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
     """A token drawn for each."""
-    grown = list[Line]()
-    for line, own, logprobs in zip(lines, logits, log_probabilities(logits), strict=True):
-        history, allowed = (*asked.history, *line.ids), line.beginning.allowed
-        token = sample(own, asked.options.sampling, history, asked.generator, allowed)
-        grown.append(asked.grow(line, token, float(logprobs[token])))
-    return grown
+    tokens = [
+        sample(
+            own, asked.options.sampling, (*asked.history, *line.ids), asked.generator,
+            line.beginning.allowed,
+        )
+        for line, own in zip(lines, logits, strict=True)
+    ]  # fmt: skip
+    return _grown(lines, logits, tokens, asked)
+
+
+def _grown(
+    lines: list[Line], logits: NDArray[np.float32], tokens: list[int], asked: Asked
+) -> list[Line]:
+    """Each line with its own token more."""
+    logprobs = logits[np.arange(len(lines)), tokens] - log_normalizers(logits)
+    rows = zip(lines, tokens, logprobs.tolist(), strict=True)
+    return [asked.grow(line, token, logprob) for line, token, logprob in rows]
 
 
 def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
     """Of all that are one token longer the k best that go on, and those better that end."""
-    logprobs = log_probabilities(logits)
-    scores = np.stack(
-        [line.score + line.allowed(own) for line, own in zip(lines, logprobs, strict=True)]
-    )
+    found = list[tuple[float, int, int, float]]()
+    rows = zip(lines, logits, log_normalizers(logits).tolist(), strict=True)
+    for number, (line, own, normalizer) in enumerate(rows):
+        for token in best(line.allowed(own), 2 * asked.count):
+            logprob = float(own[token]) - normalizer
+            found.append((-line.score - logprob, number, token, logprob))
     grown, going = list[Line](), 0
-    for flat in largest(scores.ravel(), 2 * asked.count):
-        number, token = divmod(flat, scores.shape[1])
-        grown.append(asked.grow(lines[number], token, float(logprobs[number, token])))
+    for _, number, token, logprob in sorted(found):
+        grown.append(asked.grow(lines[number], token, logprob))
         going += grown[-1].finish_reason is None
         if going == asked.count:
             break
@@ -94,10 +103,9 @@ def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[
 KINDS: dict[str, Choose] = {"first": _first, "samples": _samples, "beam": _beam}
 
 
-def largest(scores: NDArray[np.floating], count: int) -> list[int]:
+def best(scores: NDArray[np.floating], count: int) -> list[int]:
     """Places of the `count` largest scores, largest first and ties by place; none of minus inf."""
-    few = min(count, len(scores))
-    least = np.partition(scores, -few)[-few]
-    places = np.flatnonzero(scores >= least)
-    places = places[np.argsort(-scores[places], kind="stable")][:few]
-    return [int(place) for place in places if scores[place] > -np.inf]
+    if count < len(scores):
+        return largest(scores, count).tolist()
+    places = np.argsort(-scores, kind="stable")
+    return places[np.isfinite(scores[places])].tolist()

@@ -53,7 +53,8 @@ class Ngrams:
                 header: dict[str, Any] = json.loads(file.readline())
                 start = file.tell()
             whole: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-            tables = {n: _table(whole[start:], header["tables"][str(n)]) for n in ORDERS}
+            laid_out: dict[str, dict[str, list[int]]] = header["tables"]
+            tables = {n: _table(whole[start:], laid_out[str(n)]) for n in ORDERS}
             facts = int(header["vocab_size"]), str(header["tokenizer"]), int(header["text_tokens"])
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
@@ -70,9 +71,10 @@ class Ngrams:
         for n, table in self.tables.items():
             if len(text) < n - 1:
                 continue
-            context = _hashes(np.array([text[1 - n :]], np.int64))[0]
-            place = int(np.searchsorted(table["contexts"], context))
-            if place == len(table["contexts"]) or table["contexts"][place] != context:
+            context = _hashes(np.array([list(text[1 - n :])], np.int64))[0]
+            contexts: NDArray[np.uint64] = table["contexts"]
+            place = int(np.searchsorted(contexts, context))
+            if place == len(contexts) or contexts[place] != context:
                 continue
             known = slice(*table["starts"][place : place + 2])
             counts = _counts(table["counts"][known])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from math import inf, log
 
-from kvq_runtime.alternatives import Asked, Line, log_probabilities
+from kvq_runtime.alternatives import Asked, Line, log_normalizers
 from kvq_runtime.backends import C
 from kvq_runtime.sequence import Branch, Work
 
@@ -25,10 +25,13 @@ def rescored(branch: Branch[C], lines: list[Line], asked: Asked) -> Work[C, list
     branch.rewind(0)
     rows, ids, parents = _tree(lines)
     yield from branch.extend(ids, parents, rows=range(-1, len(ids)))
-    logprobs = log_probabilities(branch.logits)
+    logits, normalizers = branch.logits, log_normalizers(branch.logits)
     whole = list[Line]()
     for line, path in zip(lines, rows, strict=True):
-        own = [float(logprobs[row + 1, token]) for row, token in zip(path, line.ids, strict=True)]
+        own = [
+            float(logits[row + 1, token] - normalizers[row + 1])
+            for row, token in zip(path, line.ids, strict=True)
+        ]
         kept = next((n for n, one in enumerate(own) if n and one < LEAST_LOGPROB), len(own))
         scored = replace(line, logprobs=tuple(own))
         if line.score == inf:

@@ -24,7 +24,7 @@ from kvq_runtime.alternatives import Asked, Line, step
 from kvq_runtime.backends import C
 from kvq_runtime.sampling import sample
 from kvq_runtime.sequence import Branch, Work
-from kvq_specdraft.branches import largest
+from kvq_specdraft.branches import best
 from kvq_specdraft.ngrams import Ngrams
 from kvq_specdraft.rescoring import distinct, rescored
 
@@ -112,7 +112,11 @@ class Superposed:
             ] or greedy
             for i, mixture in enumerate(mixed, len(going)):
                 mixture.grow(passed.logits[i], first + i)
+        # What the greedy line says needs no rows of its own, nor what would come after the last.
         lines = [line for mixture in mixtures for line in mixture.all if line.ids]
+        lines = [line for line in lines if all(line.ids != other.ids for other in greedy)]
+        if len(mixtures) == 1:
+            lines = sorted(lines, key=lambda line: -line.score)[: asked.count - len(greedy)]
         lines = yield from rescored(branch, [*greedy, *lines], asked)
         return distinct(lines, asked)[: asked.count]
 
@@ -193,7 +197,7 @@ class Mixture:
         self.row = row
         asked, many = self._asked, WIDTH_PER_DRAFT * self._width
         allowed = [line.allowed(logits) for line in self.going]
-        tokens = np.array(largest(np.maximum.reduce(allowed), many), np.int64)
+        tokens = np.array(best(_either(allowed), many), np.int64)
         logp = log_softmax(logits[tokens] / self._method.tau)
         rows = list[NDArray[np.float64]]()
         for line, own in zip(self.going, allowed, strict=True):
@@ -202,7 +206,7 @@ class Mixture:
         self._first = False
         scores = np.stack(rows)
         grown = list[Line]()
-        for place in largest(scores.ravel(), self._width - len(self._done)):
+        for place in best(scores.ravel(), self._width - len(self._done)):
             number, column = divmod(place, len(tokens))
             score, token = float(scores[number, column]), int(tokens[column])
             grown.append(asked.grow(self.going[number], token, float(logp[column]), score=score))
@@ -220,6 +224,11 @@ def _table(
         table[0][row, : len(ids)] = ids
         table[1][row, : len(ids)] = weights
     return table
+
+
+def _either(allowed: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Logits of what any line may take; all take the same wherever nothing is forced."""
+    return allowed[0] if all(own is allowed[0] for own in allowed) else np.maximum.reduce(allowed)
 
 
 def _greedy(line: Line, logits: NDArray[np.float32], asked: Asked) -> Line:

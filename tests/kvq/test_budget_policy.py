@@ -1,5 +1,6 @@
 """The allocator: convex hulls against brute force, and what each term of the damage does."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvq.errors import UsageError
 from kvq.formats import page_bytes
 from kvq.policies import POLICIES, Sensitivity, policy_named
-from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, hull_steps
+from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, eviction_prices, hull_steps, tempered
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
@@ -145,15 +146,25 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     assert np.isclose(costs[9], chance * size, rtol=1e-5)
 
 
-def test_evictions_count_as_often_as_there_are_pages() -> None:
-    for columns in (2, 8):
-        facts = evidence(
-            all_at(8, 8, layers=1, heads=1, columns=columns),
-            sensitivity=flat(1, 1),
-            evict_error=0.5,
-        )
-        costs = Budget(prior=0).costs(facts)
-        assert np.allclose(costs[..., -1], 0.5 * columns)
+def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:
+    """What is gone points the same way: n pages err n times as far, n^2 in squares."""
+    widths = all_at(8, 8, layers=1, heads=2, columns=4)
+    widths[0, 1, 3] = 0
+    facts = evidence(widths, sensitivity=flat(1), evict_error=0.5 * (widths[..., 0] > 0))
+    prices = Budget(prior=0).costs(facts)[0, ..., -1]
+    assert np.allclose(prices[0], [0.5, 1.5, 2.5, 3.5])
+    assert prices[0].cumsum().tolist() == [0.5 * n**2 for n in (1, 2, 3, 4)]
+    # One is gone already: the next is the second.
+    assert np.allclose(prices[1, :3], [1.5, 2.5, 3.5])
+    # The least harmful goes first, so its place is the first.
+    assert eviction_prices(np.array([[4.0, 1, 2]]), np.ones((1, 3), bool)).tolist() == [[20, 1, 6]]
+
+
+def test_estimates_go_half_way_to_their_heads_mean() -> None:
+    """Errors 1, 4 and 7 of held pages, mean 4: sqrt(4), sqrt(16), sqrt(28)."""
+    held = np.array([[True, True, True, False]])
+    found = tempered(np.array([[1.0, 4, 7, 0]]), held)
+    np.testing.assert_allclose(found, [[2, 4, math.sqrt(28), 0]])
 
 
 def test_uncalibrated_layers_count_by_their_output_and_the_edges_more() -> None:

@@ -122,7 +122,8 @@ def test_equal_weights_give_numbers_done_by_hand(use_native: bool) -> None:
     # Three query heads to a KV head: of 21 sampled rows 16 are looked at.
     sampled = np.repeat([t for t in map(sampled_token, range(7)) if t < 388], 3)
     sampled = sampled[np.arange(16) * len(sampled) // 16].tolist()
-    probes = sorted([*newest, *newest, *newest, *sampled])
+    recent = [*newest, *newest, *newest]
+    probes = sorted([*recent, *sampled])
     evidence = cache.evidence().attention
     assert evidence is not None
     assert evidence.mass.shape == (2, 2, 5)
@@ -131,8 +132,8 @@ def test_equal_weights_give_numbers_done_by_hand(use_native: bool) -> None:
         seeing = [t for t in probes if t >= first]
         masses = [min(64, t - first + 1) / (t + 1) for t in seeing]
         assert np.allclose(evidence.mass[..., page], np.mean(masses), rtol=2e-3)
-        recent = [64 / (t + 1) for t in newest]
-        assert np.allclose(evidence.recent_mass[..., page], np.mean(recent), rtol=2e-3)
+        late = [min(64, t - first + 1) / (t + 1) for t in recent]
+        assert np.allclose(evidence.recent_mass[..., page], np.mean(late), rtol=2e-3)
         total = [max(0, min(64, t - first + 1)) / (t + 1) for t in sampled]
         assert np.allclose(evidence.total_mass[..., page], np.mean(total), rtol=2e-3)
         # The first that sees a token weighs it most.
@@ -142,16 +143,12 @@ def test_equal_weights_give_numbers_done_by_hand(use_native: bool) -> None:
     assert np.array_equal(evidence.query_square, np.zeros((2, 2, 64)))
     # The output is the weight of what is seen of the second page, in every channel.
     at = np.array(probes)
-    first, second = (np.clip(at - start, 0, 64) for start in (3, 67))
-    weights = second / (at + 1)
+    weights = np.clip(at - 67, 0, 64) / (at + 1)
     assert np.allclose(evidence.output_square, np.mean(weights**2), rtol=5e-3)
-    # Without that page it is 0; without the first, 64 zeros, it grows.
-    assert np.allclose(
-        evidence.evict_error[..., 1], 64 * np.mean(weights[second > 0] ** 2), rtol=5e-3
-    )
-    moved = (second / (at + 1 - first) - weights)[first > 0]
-    # A row with next to nothing else to look at counts as if a sixteenth were left.
-    moved *= np.minimum(1, 16 * (1 - first / (at + 1))[first > 0])
+    # Without that page it is 0, without the first, 64 zeros, it grows: for the newest rows.
+    gone = 64 / (np.array(recent) + 1)
+    assert np.allclose(evidence.evict_error[..., 1], 64 * np.mean(gone**2), rtol=5e-3)
+    moved = 64 / (np.array(recent) - 63) - gone
     assert np.allclose(evidence.evict_error[..., 0], 64 * np.mean(moved**2), rtol=2e-2)
     cache.close()
 
@@ -301,8 +298,10 @@ def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
         cache.close()
     for field in fields(Attention):
         first, middle, last = (getattr(one, field.name) for one in seen)
-        assert np.array_equal(first, middle), field.name
-        assert np.array_equal(first, last), field.name
+        # Numpy's sums also run over the zero weights of keys that no probe sees.
+        slack = 0 if use_native else 1e-5 * np.abs(first).max()
+        for later in (middle, last):
+            np.testing.assert_allclose(later, first, rtol=0, atol=slack, err_msg=field.name)
 
 
 @pytest.mark.parametrize("use_native", [True, False])

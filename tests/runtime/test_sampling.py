@@ -128,7 +128,15 @@ def test_large_vocabulary_top_p_is_the_shortest_run(spread: float) -> None:
     order = np.argsort(-probabilities, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), 0.9)) + 1
     ids, _ = candidates(logits, plain(top_p=0.9), [])
-    assert ids.tolist() == order[:count].tolist()
+    assert ids.tolist() == sorted(order[:count].tolist())
+    # Of these, what min-p leaves; with a top-k that all pass, in order of size.
+    least = probabilities.max() * 0.2
+    both, found = candidates(logits, plain(top_p=0.9, min_p=0.2), [])
+    assert both.tolist() == [i for i in ids if probabilities[i] >= least]
+    np.testing.assert_allclose(found, probabilities[both] / probabilities[both].sum(), rtol=1e-5)
+    ranked, _ = candidates(logits, plain(top_p=0.9, top_k=19_999), [])
+    assert ranked.tolist() == order[: len(ranked)].tolist()
+    assert count - 1 <= len(ranked) <= count
 
 
 def test_a_sum_of_exactly_top_p_is_enough() -> None:

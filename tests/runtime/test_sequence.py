@@ -14,6 +14,7 @@ from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
+from kvq_runtime.hunks import hunks
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
 
@@ -54,6 +55,7 @@ text = st.lists(token, max_size=9)
             st.tuples(st.just("advance"), st.integers(1, 9)),
             st.tuples(st.just("rollback"), st.integers(0, 9)),
             st.tuples(st.just("align"), text),
+            st.tuples(st.just("become"), st.integers(0, 3)),
             st.tuples(st.just("forget"), text),
             st.tuples(st.just("fork"), st.none()),
             st.tuples(st.just("edit"), st.tuples(st.integers(0, 50), st.integers(0, 4), text)),
@@ -88,6 +90,10 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
                 pass
             with sequence.forward(value[:8]) as branch:
                 assert len(branch.logits) == len(value[:8])
+        elif action == "become":
+            wanted = [token for i, token in enumerate(tokens) if i % 7 != value]
+            assert sequence.align(wanted, edits=True) <= len(wanted)
+            tokens = wanted
         elif action == "edit" and len(tokens) < 40:
             start = min(value[0], len(tokens))
             stop = min(start + value[1], len(tokens))
@@ -115,6 +121,31 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             pass
         with sequence.forward([], rows=[-1]) as held:
             np.testing.assert_array_equal(held.logits[0], logits_after(tokens))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), max_size=60),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), text), max_size=4),
+)
+def test_hunks_make_one_text_of_another(before: list[int], changes: list[tuple]) -> None:
+    after = list(before)
+    for start, count, new in changes:
+        after[start : start + count] = new
+    made, found = list(before), hunks(before, after)
+    for start, stop, new in reversed(found):
+        made[start:stop] = new
+    assert made == after
+    assert len(found) <= 8
+    assert [hunk.start for hunk in found] == sorted(hunk.start for hunk in found)
+
+
+def test_hunks_leave_out_what_is_alike() -> None:
+    before = list(range(1000))
+    after = [*before[:100], 7, *before[100:400], *before[420:], 5]
+    assert hunks(before, after) == [(100, 100, [7]), (400, 420, []), (1000, 1000, [5])]
+    long = [*range(3000)]
+    assert hunks(long, [*long[:5], 1, *long[6:2900], 2, *long[2900:]])[0].start == 5
 
 
 def test_a_tree_keeps_one_path_and_its_logits() -> None:
@@ -332,6 +363,14 @@ def test_a_drafter_follows_rollback_align_and_restore() -> None:
 class Itself(Guesser):
     """Guesses with the model itself, in rows that are forgotten before the check (QS-4)."""
 
+    held_bytes = 0
+
+    def open(self, backend: object, config: SessionConfig) -> None:
+        self.opened = config
+
+    def close(self) -> None:
+        del self.opened
+
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         foresight, ids, rows = ground.foresight(), list[int](), list[Any]()
         next_ids = list(ground.due)
@@ -360,6 +399,9 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> 
         assert session.tokens == tokens
     assert len(steps) == 16
     assert session.stats().draft_ms > 0
+    assert drafter.opened is session.config
+    session.close()
+    assert not hasattr(drafter, "opened")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvq_runtime.backends import Pass
 from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import Step, Vocabulary
-from kvq_runtime.sequence import common_prefix
+from kvq_runtime.hunks import common_prefix
 from kvq_runtime.session import Session
 
 VOCABULARY = 64

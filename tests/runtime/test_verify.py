@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from answers import LIMITS, chi_square
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Foresight
 from kvq_runtime.generation import IDS_ONLY, Generation, GenerationOptions
@@ -15,15 +16,6 @@ from kvq_runtime.verify import accept
 
 SIZE = 8
 IDS = np.arange(SIZE)
-# Exceeded once in a thousand times by chi-square of so many degrees of freedom.
-LIMITS = {7: 24.32, 63: 103.4}
-
-
-def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
-    expected = probabilities * counts.sum()
-    assert (counts[expected == 0] == 0).all()
-    seen = expected > 0
-    return float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
 
 
 def distributions(seed: int, count: int) -> NDArray[np.float64]:

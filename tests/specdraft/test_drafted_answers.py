@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from answers import answered, same_cache
 from kvq import native
-from kvq.cache import Cache
 from kvq.config import Budget
 from kvq_apps.model_path import resolve_model
 from kvq_runtime.config import Sampling, SessionRequest
@@ -17,7 +17,7 @@ from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Vocabulary
 from kvq_runtime.session import Session
-from kvq_specdraft import DRAFTERS, drafter_named
+from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -51,24 +51,6 @@ def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[
     return opened
 
 
-def answered(opened: Session[Any], prompt: Sequence[int], count: int, **settings: Any) -> list[Any]:
-    opened.align(prompt)
-    opened.prefill()
-    return list(opened.generate(count, **({"sampling": GREEDY} | settings)))
-
-
-def same_cache(one: Cache, other: Cache) -> None:
-    """Equal byte for byte; with probes, whose spare slots a draft may have used, all they tell."""
-    for mine, theirs in zip(one.columns(), other.columns(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    if not one.arena.probes:
-        assert one.state() == other.state()
-        return
-    seen = [cache.evidence().attention for cache in (one, other)]
-    for name in ("mass", "mean_mass", "peak_weight", "key_error", "query_square", "output_square"):
-        np.testing.assert_array_equal(*(getattr(attention, name) for attention in seen))
-
-
 def prompts(engine: Engine, count: int, tokens: int = 160) -> list[list[int]]:
     """Pieces of our own sources, which repeat themselves as code does."""
     texts = [engine.tokenizer.encode(path.read_text()) for path in SOURCES]
@@ -99,7 +81,7 @@ class Half:
 
 
 @pytest.mark.parametrize("room", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FREE_DRAFTERS)
 def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str, room: int) -> None:
     """Also what the caches hold then, byte for byte; a session goes from prompt to prompt."""
     kept = 0
@@ -116,7 +98,7 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
     assert kept > 0 or name == "auto"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FREE_DRAFTERS)
 def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str) -> None:
     settings = {"sampling": Sampling(temperature=0.7, repeat_penalty=1.1, min_p=0.1)}
     with (

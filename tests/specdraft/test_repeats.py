@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvq.errors import UsageError
 from kvq_runtime.drafter import NO_DRAFT
-from kvq_specdraft import DRAFTERS, drafter_named
+from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from kvq_specdraft.lookup import Lookup
 from kvq_specdraft.repeats import Repeats
 from kvq_specdraft.suffix import Suffix
@@ -122,7 +122,7 @@ def test_the_majority_wins_over_the_newest() -> None:
         assert drafter.propose(3).ids[0] == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(DRAFTERS) - {"lookahead"}))
+@pytest.mark.parametrize("name", sorted(set(FREE_DRAFTERS) - {"lookahead"}))
 def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
     drafter = drafter_named(name)
     assert drafter.propose(5) == NO_DRAFT
@@ -133,7 +133,7 @@ def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("guess", "--draft 'guess' is unknown; possible: auto, lookahead, lookup"),
+        ("guess", "--draft 'guess' is unknown; possible: auto, early, lookahead"),
         ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..., most=..."),
         ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
         ("lookup:most=0", "--draft lookup: most=0 is not possible: 1 or more"),

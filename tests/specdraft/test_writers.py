@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import UsageError
-from kvq_runtime.alternatives import Alternative, log_probabilities
+from kvq_runtime.alternatives import Alternative, log_normalizers
 from kvq_runtime.backends import Rows
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
@@ -35,6 +35,11 @@ def logits_after(tokens: Sequence[int]) -> np.ndarray:
     logits = (3 * np.random.default_rng(seed).standard_normal(V)).astype(np.float32)
     logits[END] -= 4
     return logits
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Of logits [..., V]."""
+    return logits - log_normalizers(np.atleast_2d(logits)).reshape(*logits.shape[:-1], 1)
 
 
 def opened(backend: RuleBackend, seed: int = 0, **more: int) -> Session[RuleCache]:

@@ -141,6 +141,7 @@ class Rule:
         return ServedModel(
             name="rule",
             tokenizer=self.tokenizer,
+            grammar=Vocabulary.of(self.tokenizer, frozenset({0})).grammar,
             backend=self.backend,
             vocab_size=400,
             stop_ids=frozenset({0}),

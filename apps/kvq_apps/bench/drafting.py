@@ -3,8 +3,9 @@
 A model of random weights (`--shape`) writes nothing worth guessing. There each workload's answer is
 replayed: the model computes every pass as always, and then its choice is replaced by the token that
 the text really goes on with. Times are the shape's, acceptance is the text's, as it would be for a
-model that writes exactly this; its tokens are those of the embedded model. Any other model writes
-greedily what it likes, and acceptance is its own.
+model that writes exactly this; its tokens are those of the embedded model. What such a model
+guesses by itself on fewer bits or layers is made right as often as `right` says. Any other model
+writes greedily what it likes, and acceptance is its own.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,16 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.errors import BackendError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.workloads import Workload, workloads
 from kvq_apps.model_path import resolve_model
 from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Backend, ModelFiles, Pass
+from kvq_runtime.backends import WHOLE, Backend, ModelFiles, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Drafter
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from kvq_runtime.snapshot import Snapshot
@@ -37,14 +39,24 @@ _CERTAIN = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftJob:
-    """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above."""
+    """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
+
+    `right` is the share of right guesses where a replayed model makes them by itself. `drafters`
+    as `--draft` has them; the model that drafts for another is `nano`.
+    """
 
     replay: bool
     repeat: int = 5
     tokens: int = 256
+    right: float = 0.85
+    drafters: tuple[str, ...] = tuple(DRAFTERS)
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
+        if not 0 <= self.right <= 1:
+            raise UsageError(f"--right {self.right} is not possible: give 0 to 1")
+        for text in self.drafters:
+            drafter_named(_spelled(text, "nano"))
         if self.repeat < 1:
             raise UsageError(f"--repeat {self.repeat} is not possible: give 1 or more")
 
@@ -52,20 +64,26 @@ class DraftJob:
 class Replay:
     """A backend whose passes are real, and whose greedy choices are those of `text`."""
 
-    def __init__(self, backend: Backend[Any]) -> None:
+    def __init__(self, backend: Backend[Any], *, right: float = 1.0) -> None:
         self.text: Sequence[int] = ()
         self._backend = backend
+        self._right = right
+        self._random = np.random.default_rng(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def forward(self, one_pass: Pass[Any]) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`; a row at position p chooses the text's token p + 1."""
+        """See `Backend.forward`; a row at position p chooses the text's token p + 1.
+
+        One of less than the whole model does so as often as it is to be right.
+        """
         logits = [part.copy() for part in self._backend.forward(one_pass)]
         for rows, part in zip(one_pass.rows, logits, strict=True):
             for row, own in zip(rows.positions[rows.wanted].tolist(), part, strict=True):
+                hits = one_pass.mode == WHOLE or self._random.random() < self._right
                 if row + 1 < len(self.text):
-                    own[self.text[row + 1]] = _CERTAIN
+                    own[self.text[row + 1] if hits else 0] = _CERTAIN
         return logits
 
 
@@ -82,7 +100,7 @@ class _Case:
     def run(self, tokens: int) -> None:
         """Writes the answer once, with a drafter that knows the prompt only."""
         self.session.restore(self.after_prompt)
-        self.session.drafter = None if self.drafter == PLAIN else drafter_named(self.drafter)
+        self.session.drafter = _made(self.drafter)
         since = perf_counter()
         steps = list(self.session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
         self.seconds.append(perf_counter() - since)
@@ -101,7 +119,7 @@ def measure(
     works = workloads()
     with Engine(files, threads=threads) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
-        replay = Replay(engine.backend)
+        replay = Replay(engine.backend, right=job.right)
         if job.replay:
             engine.backend = cast(Any, replay)
         for number, work in enumerate(works):
@@ -113,7 +131,13 @@ def measure(
             context = {"context_tokens": len(prompt) + tokens + 1}
             rows += _rows(engine, work, prompt, tokens, job, session_options | context)
         name = engine.model.name
-    return {"model": name, "replayed": job.replay, "repeat": job.repeat, "rows": rows}
+    return {
+        "model": name,
+        "replayed": job.replay,
+        "right": job.right,
+        "repeat": job.repeat,
+        "rows": rows,
+    }
 
 
 def _rows(
@@ -125,8 +149,9 @@ def _rows(
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """The rows of one workload: plain decoding and all drafters in turn, `repeat` times."""
-    cases = [_opened(engine, name, prompt, options) for name in (PLAIN, *DRAFTERS)]
+    cases = [_opened(engine, name, prompt, options) for name in (PLAIN, *job.drafters)]
     try:
+        cases = [case for case in cases if _possible(case)]
         for case in cases:
             case.run(tokens)  # brings the weights back, and is not counted
             case.seconds.clear()
@@ -139,6 +164,32 @@ def _rows(
     finally:
         for case in cases:
             case.session.close()
+
+
+def _spelled(drafter: str, path: str) -> str:
+    """With the model that drafts, where it is to be one and none is named."""
+    name, _, written = drafter.partition(":")
+    if name != "model" or "path=" in written:
+        return drafter
+    return ",".join(filter(None, [f"model:path={path}", written]))
+
+
+def _made(drafter: str) -> Drafter | None:
+    if drafter == PLAIN:
+        return None
+    ready = drafter if drafter.partition(":")[0] != "model" else str(resolve_model("nano"))
+    return drafter_named(_spelled(drafter, ready))
+
+
+def _possible(case: _Case) -> bool:
+    """Whether the model can have this drafter; one that cannot is named and left out."""
+    try:
+        case.session.drafter = _made(case.drafter)
+    except BackendError as error:
+        output.print_note(f"{case.drafter} is left out: {error}")
+        case.session.close()
+        return False
+    return True
 
 
 def _opened(engine: Engine, name: str, prompt: list[int], options: dict[str, Any]) -> _Case:
@@ -186,5 +237,6 @@ def print_report(data: dict[str, Any]) -> None:
     ]
     header = ("workload", "prompt", "drafter", "x plain", "right", "tokens/pass", "tok/s")
     output.print_table(rows, header=header)
-    texts = "replayed texts" if data["replayed"] else "its own greedy answers"
+    forced = f"replayed texts, {data['right']:.0%} of its own guesses right"
+    texts = forced if data["replayed"] else "its own greedy answers"
     output.print_data(f"\n{data['model']}, {data['threads']} threads, {texts}")

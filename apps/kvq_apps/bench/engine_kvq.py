@@ -79,6 +79,7 @@ class KvqEngine:
             budget=whole if setting.budget is None else parse_budget(setting.budget),
             threads=self._threads,
             policy=setting.policy or DEFAULT_POLICY,
+            read=setting.read,
             windows=tuple(layer.window_tokens for layer in model.layers),
         )
 

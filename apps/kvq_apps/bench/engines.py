@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS
+from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.backends import ModelFiles
 
@@ -34,18 +34,25 @@ class Setting:
     """How an engine keeps its cache: `kv` is the engine's own name for the widths.
 
     With a `policy` the cache has `budget`, as `--kv-budget` writes it, and the policy decides what
-    gives way; otherwise it holds everything. Ours keeps room for drafts of `draft_tokens`.
+    gives way; otherwise it holds everything. Steps `read` of its pages what `--kv-read` writes so.
+    Ours keeps room for drafts of `draft_tokens`.
     """
 
     kv: str
     policy: str | None = None
     budget: str | None = None
+    read: str = DEFAULT_READ
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
+
+    @property
+    def name(self) -> str:
+        """`4:2`, or where steps read less `4:2 read 25%`."""
+        return self.kv if self.read == DEFAULT_READ else f"{self.kv} read {self.read}"
 
     @property
     def text(self) -> str:
         """`8:8`, or under pressure `8:8 h2o`."""
-        return self.kv if self.policy is None else f"{self.kv} {self.policy}"
+        return self.name if self.policy is None else f"{self.name} {self.policy}"
 
 
 class BenchSequence(Protocol):

@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from kvq.config import DEFAULT_CHUNK_TOKENS, DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, PAGE_TOKENS
+from kvq.config import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_READ,
+    MOST_DRAFT_TOKENS,
+    PAGE_TOKENS,
+)
 from kvq.errors import UsageError
 from kvq_apps.bench.bandwidth import read_bandwidth
 from kvq_apps.bench.engines import (
@@ -49,12 +55,14 @@ class SpeedJob:
 
     `linear` are the operators that ours multiplies with, one engine each; none: the model's own.
 
-    Ours runs with each of `kv` as it is, and under the pressure of `kv_budget` with each of
-    `kv_policy`; a timed decode is then the mean of `PAGE_TOKENS` steps, of which one closes a page.
+    Ours runs with each of `kv` as it is, with steps that read of it each of `kv_read`, and under
+    the pressure of `kv_budget` with each of `kv_policy`; a timed decode is then the mean of
+    `PAGE_TOKENS` steps, of which one closes a page.
     """
 
     contexts: tuple[int, ...]
     kv: tuple[str, ...]
+    kv_read: tuple[str, ...] = ()
     kv_policy: tuple[str, ...] = ()
     kv_budget: str | None = None
     peers: tuple[str, ...] = ()
@@ -88,7 +96,9 @@ class SpeedJob:
             for kv in self.kv
             for policy in self.kv_policy
         ]
-        return (*(Setting(kv=kv, draft_tokens=room) for kv in self.kv), *pressed)
+        reads = (DEFAULT_READ, *self.kv_read)
+        free = [Setting(kv=kv, read=read, draft_tokens=room) for kv in self.kv for read in reads]
+        return (*free, *pressed)
 
     @property
     def visit(self) -> tuple[int, int]:
@@ -133,7 +143,8 @@ class Case:
         weight_bytes, cache_bytes = self.sequence.step_bytes()
         return {
             "engine": self.engine,
-            "kv": self.setting.kv,
+            "kv": self.setting.name,
+            "kv_read": self.setting.read,
             "kv_policy": self.setting.policy,
             "context": self.context,
             "threads": self.threads,

@@ -97,14 +97,17 @@ def shape_config(name: str) -> ModelConfig:
     return family_for(SHAPES[name]).config(SHAPES[name])
 
 
-def shape_bundle(name: str) -> Path:
-    """The bundle of shape `name` in the cache folder, made the first time. Raises `ModelError`."""
-    from kvq_export.config import ExportOptions
+def shape_bundle(name: str, *, bits: int = 4) -> Path:
+    """The bundle of shape `name`, of weights of `bits`, in the cache folder, made the first time.
+
+    Raises `ModelError`.
+    """
+    from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.random_bundle import random_bundle
     from kvq_runtime.bundle import VERSION
 
     config = shape_config(name)
-    options = ExportOptions(name=name)
+    options = ExportOptions(name=name, weights=WeightFormat(bits=bits))
     parts = [VERSION, asdict(options.weights), dict(SHAPES[name])]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return made_once(

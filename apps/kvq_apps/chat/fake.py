@@ -14,7 +14,7 @@ from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
 from kvq_apps.chat.local import token_hash
 from kvq_apps.chat.messages import ReplyStats
-from kvq_runtime.sequence import common_prefix
+from kvq_runtime.hunks import common_prefix
 
 BYTES_PER_TOKEN = 768
 

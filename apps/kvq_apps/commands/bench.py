@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import parse_budget, parse_kv
+from kvq.config import DEFAULT_READ, parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq_apps import flag_values, flags, options, output
 
@@ -26,6 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "shape")
     parser.add_argument(
+        "--wbits", type=int, choices=(4, 8), help="bits of the shape's weights [KVQ_WBITS]"
+    )
+    parser.add_argument(
         "--threads",
         metavar="N,..",
         type=flag_values.wholes,
@@ -38,14 +41,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
-        cache, "kv-policy", "kv-budget",
+        cache, "kv-read", "kv-policy", "kv-budget",
+        kv_read="also time steps that read less, each of several: 25%%,exact",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
     )  # fmt: skip
     flags.add_flags(parser, "suite")
     measuring = parser.add_argument_group("measuring")
-    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
+    flags.add_flags(
+        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
+        "drafts",
+        drafts="numbers of drafts to write at once (default: 1,3,5)",
+    )  # fmt: skip
     measuring.add_argument(
         "--linear",
         metavar="NAME,..",
@@ -60,7 +68,11 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
-    suites = {"serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts}
+    suites = {
+        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several
+    }  # fmt: skip
+    if arguments.drafts is not None and arguments.suite != "several":
+        raise UsageError("--drafts needs --suite several, which writes several at once")
     return suites.get(arguments.suite, _run_speed)(arguments)
 
 
@@ -115,7 +127,7 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    for flag in ("peer", "plot", "kv-policy"):
+    for flag in ("peer", "plot", "kv-policy", "kv-read"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite serve knows no --{flag}; leave it out")
     if arguments.linear:
@@ -149,13 +161,14 @@ def _run_serve(arguments: Namespace) -> int:
 
 def _run_drafts(arguments: Namespace) -> int:
     """The suite `drafts`."""
-    for flag in ("peer", "plot", "context", "kv-policy"):
+    for flag in ("peer", "plot", "context", "kv-policy", "kv-read"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
     from kvq_apps.bench import drafting, machine
 
     job = drafting.DraftJob(
-        replay=arguments.shape is not None, **options.given(arguments, repeat="repeat")
+        replay=arguments.shape is not None,
+        **options.given(arguments, repeat="repeat", right="right", drafters="drafters"),
     )
     files = _files(arguments)
     (threads,) = _threads(arguments)[:1]
@@ -168,6 +181,31 @@ def _run_drafts(arguments: Namespace) -> int:
         output.print_json(data)
     else:
         drafting.print_report(data)
+    return 0
+
+
+def _run_several(arguments: Namespace) -> int:
+    """The suite `several`."""
+    for flag in ("peer", "plot", "kv-policy"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite several knows no --{flag}; leave it out")
+    from kvq_apps.bench import machine, several
+
+    job = several.SeveralJob(
+        **options.given(arguments, repeat="repeat", drafts="drafts"),
+        **({"context": arguments.context[0]} if arguments.context else {}),
+    )
+    files = _files(arguments)
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+        data = several.measure(files, job, options.session_options(arguments), threads, progress)
+    data = {"suite": "several", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        several.print_report(data)
     return 0
 
 
@@ -211,7 +249,7 @@ def _files(arguments: Namespace) -> "ModelFiles":
     if len(written) > 1:
         raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
     if arguments.shape is not None:
-        return open_files(shape_bundle(arguments.shape))
+        return open_files(shape_bundle(arguments.shape, **options.given(arguments, bits="wbits")))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
@@ -223,6 +261,7 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
     return SpeedJob(
         contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
         kv=kv,
+        kv_read=_reads(arguments),
         kv_policy=policies,
         kv_budget=budget,
         peers=peers,
@@ -235,6 +274,18 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
             prefill_limit_s="prefill-limit",
         ),
     )
+
+
+def _reads(arguments: Namespace) -> tuple[str, ...]:
+    """Shares and selectors to time beside whole reads, only those of the command line."""
+    from kvq.selectors import rule_named
+
+    if not options.written(arguments, "kv-read"):
+        return ()
+    reads = tuple(dict.fromkeys(flag_values.policies(arguments.kv_read)))
+    for read in reads:
+        rule_named(read)
+    return tuple(read for read in reads if read != DEFAULT_READ)
 
 
 def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:

@@ -21,7 +21,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq chat`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
     flags.add_flags(parser, *flags.ENGINE_FLAGS, "server", "api-key")
-    flags.add_flags(parser, "ctx-size", "system", "inline", "theme", "meter", "draft")
+    flags.add_flags(
+        parser, "ctx-size", "system", "inline", "theme", "meter", "draft", "draft-model"
+    )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)

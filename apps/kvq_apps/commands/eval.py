@@ -77,7 +77,9 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
-        raise UsageError("--task is missing; choose ppl, kld, passkey, retrieval, fim or drafts")
+        raise UsageError(
+            "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts or edit"
+        )
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
     model, files = _model_and_files(arguments)
@@ -409,7 +411,7 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
     if makes_own and files:
         raise UsageError(f"--task {arguments.task} makes its own prompts; leave out the files")
     if arguments.task and not makes_own and not files:
-        needed = "source files or records" if arguments.task == "fim" else "a text"
+        needed = "source files or records" if arguments.task in ("fim", "edit") else "a text"
         raise UsageError(f"--task {arguments.task} needs {needed}: kvq eval -m MODEL FILE")
     if arguments.table and not files:
         raise UsageError("--table needs a text: kvq eval --table -m MODEL FILE")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
 
-DEFAULT_PREDICT = 256
 # More than any text has on average; a prompt of fewer is counted as a whole.
 CHARACTERS_PER_TOKEN = 16
 CONSTRAINT_FLAGS = ("json-schema", "grammar", "regex")
@@ -32,7 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal", "draft")
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
+    flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
@@ -181,6 +181,8 @@ def _answer(
     pieces: Callable[[str], None] | None,
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
+    from kvq_runtime.config import DEFAULT_MAX_TOKENS
+
     answer = _Answer()
     with output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048) as progress:
         complete = session.prefill(ids, progress=progress, cancel=cancel)
@@ -188,7 +190,7 @@ def _answer(
         output.print_note("")
         return answer
     steps = session.generate(
-        arguments.predict if arguments.predict is not None else DEFAULT_PREDICT,
+        arguments.predict if arguments.predict is not None else DEFAULT_MAX_TOKENS,
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
@@ -225,6 +227,7 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "tokens_per_round": stats.tokens_per_round,
+        "draft_bytes": stats.draft_bytes,
         "kv_bytes": stats.kv_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
         "kv_budget": stats.kv_budget,
@@ -233,10 +236,13 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "mean_k_bits": stats.mean_k_bits,
         "mean_v_bits": stats.mean_v_bits,
         "evicted_share": stats.evicted_share,
+        "kv_read_share": stats.kv_read_share,
     }
 
 
 def _print_usage(report: dict[str, Any]) -> None:
+    share = report["kv_read_share"]
+    read = f", {share:.0%} of what could be read" if share < 1 else ""
     drafts = (
         f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
         f"{report['tokens_per_round']:.2f} tokens per pass"
@@ -250,5 +256,5 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
         f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
         f"mean bits {report['mean_k_bits']:.1f}:{report['mean_v_bits']:.1f}, "
-        f"{report['evicted_share']:.0%} evicted{drafts}"
+        f"{report['evicted_share']:.0%} evicted{read}{drafts}"
     )

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
-    flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft")
+    flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft", "draft-model")
     others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
     others.add_argument("--status", action="store_true", help="list your servers and end")
     others.add_argument(

@@ -6,7 +6,8 @@ from typing import Any
 
 from kvq.errors import DataError, UsageError
 from kvq_apps import text_input
-from kvq_apps.evaluation import documents, infilling, ngram, recall, text
+from kvq_apps.evaluation import documents, editing, infilling, ngram, recall, text
+from kvq_apps.evaluation.editing import EditCase
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
 from kvq_apps.evaluation.tasks import RECALL_TASKS, TEXT_TASKS, Material
 from kvq_apps.output import Shown
@@ -97,6 +98,7 @@ class Asked:
             else (),
             answer_tokens=self.line_tokens,
             passes=self.passes,
+            edits=self._edits(tokenizer, programs, context_tokens) if "edit" in tasks else (),
         )
 
     def baseline(
@@ -121,6 +123,14 @@ class Asked:
         whole = "".join(map(text_input.read_text, texts))
         ids = tokenizer.encode(whole)[: self.max_tokens]
         return text.windows(ids, tokenizer.control.start, context_tokens)
+
+    def _edits(
+        self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int
+    ) -> list[EditCase]:
+        texts = [text for file in programs for text in documents.training_texts(file)]
+        return editing.edit_cases(
+            tokenizer, texts, limit=self.limit, context_tokens=context_tokens, seed=self.seed
+        )
 
     def _gaps(
         self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int, least: int

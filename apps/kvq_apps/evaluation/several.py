@@ -17,7 +17,7 @@ from kvq_apps.evaluation.measurement import Progress
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.alternatives import Alternative, Writer
 from kvq_runtime.config import Sampling
-from kvq_runtime.sequence import common_prefix
+from kvq_runtime.hunks import common_prefix
 from kvq_runtime.session import Session
 
 # One greedy draft, as completion without drafts has it.

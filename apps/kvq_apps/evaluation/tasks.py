@@ -6,20 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvq.errors import BudgetError
-from kvq_apps.evaluation import infilling, recall, text
+from kvq_apps.evaluation import editing, infilling, recall, text
+from kvq_apps.evaluation.editing import EditCase
 from kvq_apps.evaluation.infilling import Gap, Passes
 from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
 from kvq_apps.evaluation.recall import Question
 from kvq_models.tokenizer import Tokenizer
 
-TASKS = ("ppl", "kld", "passkey", "retrieval", "fim")
+TASKS = ("ppl", "kld", "passkey", "retrieval", "fim", "edit")
 TEXT_TASKS = ("ppl", "kld")
 RECALL_TASKS = ("passkey", "retrieval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """Windows of text in ids, questions by task, gaps to fill with at most `answer_tokens`."""
+    """Windows of text in ids, questions by task, edits, gaps to fill with `answer_tokens` each."""
 
     tokenizer: Tokenizer
     windows: Sequence[Sequence[int]] = ()
@@ -27,6 +28,7 @@ class Material:
     gaps: Sequence[Gap] = ()
     answer_tokens: int = 1
     passes: Passes | None = None
+    edits: Sequence[EditCase] = ()
 
     def sequences(self, task: str) -> list[list[int]]:
         """What each cache reads in a task."""
@@ -34,6 +36,8 @@ class Material:
             return [list(ids) for ids in self.windows]
         if task in RECALL_TASKS:
             return [question.answered for question in self.questions[task]]
+        if task == "edit":
+            return [[*case.before, *case.after, *case.following] for case in self.edits]
         return [gap.answered for gap in self.gaps]
 
     def digest(self, task: str) -> str:
@@ -43,7 +47,7 @@ class Material:
     def measure(
         self, task: str, open_session: OpenSession, open_exact: OpenSession, progress: Progress
     ) -> Measurement:
-        """One cache in one task; `open_exact` opens what `kld` compares with."""
+        """One cache in one task; `open_exact` opens what `kld` and `edit` compare with."""
         if task == "ppl":
             return text.perplexity(open_session, self.tokenizer, self.windows, progress)
         if task == "kld":
@@ -53,6 +57,8 @@ class Material:
             return outcome
         if task in RECALL_TASKS:
             return recall.recall(open_session, self.tokenizer, self.questions[task], progress)
+        if task == "edit":
+            return editing.editing(open_session, open_exact, self.edits, progress)
         return infilling.infilling(
             open_session, self.tokenizer, self.gaps, self.answer_tokens, progress, self.passes
         )

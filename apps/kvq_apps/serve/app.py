@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +28,7 @@ from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, too_large
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.owners import owner_of
+from kvq_apps.serve.page import PAGE_HEADERS, page
 from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import PROTOCOL
 from kvq_apps.serve.requests import ModelView
@@ -88,6 +89,8 @@ def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
             Route("/props", routes.props),
+            Route("/slots", routes.slots),
+            Route("/", routes.page),
         ],
         middleware=[
             Middleware(_Counting, answered=routes.answered),
@@ -217,6 +220,29 @@ class _Routes:
             }
         )
 
+    async def slots(self, _: Request) -> Response:
+        """`GET /slots`: what each session holds, as llama-server's clients look it up; no text."""
+        served = self._served()
+        rows = [
+            {
+                "id": number,
+                "n_ctx": served.context_tokens,
+                "is_processing": slot.busy,
+                "n_past": len(slot.tokens),
+                "x_kvq": {"kv_bytes_peak": slot.session.kv_bytes_peak},
+            }
+            for number, slot in enumerate(served.slots.all)
+        ]
+        return JSONResponse(rows)
+
+    async def page(self, request: Request) -> Response:
+        """`GET /`: for a person with a browser."""
+        url = f"http://{request.headers.get('host', '')}"
+        model = self._pool.served if self._pool.ready else None
+        row = None if model is None else self._model_row(model)
+        text = page(url, row, keyed=self._config.api_key is not None)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
+
     def _served(self) -> ServedModel:
         """The loaded model. Raises `RequestError` while it is still being loaded."""
         if self._pool.served is None or not self._pool.ready:
@@ -239,6 +265,7 @@ class _Routes:
             vocab_size=served.vocab_size,
             context_tokens=served.context_tokens,
             sampling=self._config.sampling,
+            grammar=served.grammar,
         )
 
     def _model_row(self, served: ServedModel) -> dict[str, Any]:
@@ -279,7 +306,10 @@ class _Routes:
         fields = parse_object(body)
         keyed = self._config.api_key is not None
         owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
-        found = replace(read(fields, self._view(served)), owner=owner), requests.delivery(fields)
+        view = self._view(served)
+        asked = replace(read(fields, view), owner=owner)
+        tools = requests.chat_tools(fields, view) if read is requests.chat_request else None
+        found = asked, requests.delivery(fields, tools)
         self._name_unread(fields)
         return found
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvq_apps.serve.config import LOOPBACK_HOSTS, ServeConfig
 from kvq_apps.serve.errors import RequestError
 
-PUBLIC_PATHS = ("/health", "/v1/models")
+PUBLIC_PATHS = ("/", "/health", "/v1/models")
 _JSON = "application/json"
 _PREFLIGHT_S = "600"
 

@@ -1,7 +1,7 @@
 """From a model's name and the KV flags to a served model. Runs in the engine's thread."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from kvq_apps.model_path import resolve_model
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
@@ -18,10 +19,14 @@ from kvq_runtime.serving.slots import Slots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel(Served):
-    """What the routes know of the model too; `kv` are the widths as people write them."""
+    """What the routes know of the model too; `kv` are the widths as people write them.
+
+    `grammar` reads a constraint for the model's vocabulary.
+    """
 
     name: str
     tokenizer: Tokenizer
+    grammar: Callable[[Constraint], Grammar]
     vocab_size: int
     k_bits: int
     v_bits: int
@@ -48,7 +53,7 @@ def serve_engine(
     engine: Engine, session_options: Mapping[str, Any], config: ServeConfig
 ) -> ServedModel:
     """What is served of an opened engine."""
-    session_options = {"draft_tokens": DRAFT_TOKENS} | session_options
+    session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
     first = engine.session(**session_options)
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()
@@ -61,6 +66,7 @@ def serve_engine(
     return ServedModel(
         name=engine.model.name,
         tokenizer=engine.tokenizer,
+        grammar=engine.vocabulary.grammar,
         backend=engine.backend,
         vocab_size=engine.model.vocab_size,
         stop_ids=engine.model.stop_ids,

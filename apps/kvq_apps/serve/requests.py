@@ -4,17 +4,20 @@ Knows OpenAI's and llama-server's fields; what a client may send that this serve
 refused, what it does not know is ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import randbits
 from typing import Any, cast
 
-from kvq.errors import DataError, ModelError
+from kvq.errors import DataError, ModelError, UsageError
 from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.formats import NAMES, constraint_of
+from kvq_apps.serve.tools import Tools, calls_of, tools_of
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.healing import heal
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
@@ -26,7 +29,10 @@ MOST_STOPS = 4
 _MOST_TOKENS = 1 << 31
 _MOST_NATIVE_STOPS = 64
 _COMPLETION_TOKENS = 16
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {
+    **{"system": "system", "developer": "system"},
+    **{"user": "user", "assistant": "assistant", "tool": "tool"},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +45,7 @@ class ModelView:
     vocab_size: int
     context_tokens: int
     sampling: Sampling
+    grammar: Callable[[Constraint], Grammar]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +55,12 @@ class Delivery:
     stream: bool
     include_usage: bool = False
     response_fields: tuple[str, ...] | None = None
+    tools: Tools | None = None
+    echo: bool = False
 
 
-def delivery(fields: Fields) -> Delivery:
-    """How the client wants the answer."""
+def delivery(fields: Fields, tools: Tools | None) -> Delivery:
+    """How the client wants the answer, in which `tools` may be called."""
     names = fields.get("response_fields")
     if names is not None and not _is_list_of(names, str):
         fields.refuse("response_fields", "a list of strings")
@@ -59,6 +68,8 @@ def delivery(fields: Fields) -> Delivery:
         stream=fields.flag("stream"),
         include_usage=fields.object("stream_options").flag("include_usage"),
         response_fields=None if names is None else tuple(cast(list[str], names)),
+        tools=tools,
+        echo=fields.flag("echo"),
     )
 
 
@@ -66,13 +77,8 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """`POST /v1/chat/completions`."""
     _refuse_unsupported(fields, _CHAT_UNSUPPORTED)
     _check_model(fields, model)
-    messages = _messages(fields)
-    try:
-        ids = model.tokenizer.chat(messages, most=model.context_tokens)
-    except DataError as error:
-        raise RequestError(str(error), param="messages") from error
-    except ModelError as error:
-        raise RequestError(f"{model.name}: {error}", param="messages") from error
+    tools = chat_tools(fields, model)
+    ids = _chat_ids(model, _messages(fields), tools)
     count = fields.whole("top_logprobs", 0, MOST_LOGPROBS, 0)
     logprobs = fields.flag("logprobs")
     if count and not logprobs:
@@ -84,10 +90,44 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
             max_tokens=_chat_tokens(fields),
             logprobs=logprobs,
             top_logprobs=count,
+            grammar=_grammar(fields, model, tools),
+            shown=frozenset() if tools is None else tools.shown(model.tokenizer),
         ),
         model,
         "messages",
     )
+
+
+def chat_tools(fields: Fields, model: ModelView) -> Tools | None:
+    """The tools that a chat may call."""
+    return tools_of(fields, model.tokenizer)
+
+
+def _chat_ids(
+    model: ModelView, messages: list[dict[str, Any]], tools: Tools | None
+) -> Sequence[int]:
+    """The prompt that `messages` become in the model's template."""
+    variables = {} if tools is None else {"tools": [dict(row) for row in tools.rows]}
+    try:
+        return model.tokenizer.chat(messages, variables=variables, most=model.context_tokens)
+    except DataError as error:
+        raise RequestError(str(error), param="messages") from error
+    except ModelError as error:
+        raise RequestError(f"{model.name}: {error}", param="messages") from error
+    except RecursionError:
+        raise RequestError("tools is nested too deeply", param="tools") from None
+
+
+def _grammar(fields: Fields, model: ModelView, tools: Tools | None = None) -> Grammar | None:
+    """The form of the answer, read for the model."""
+    constraint = constraint_of(fields)
+    name = next((name for name in NAMES if fields.get(name)), "tools")
+    try:
+        if tools is not None:
+            constraint = tools.constraint(model.tokenizer, constraint)
+        return None if constraint is None else model.grammar(constraint)
+    except UsageError as error:
+        raise RequestError(str(error), param=name) from error
 
 
 def _chat_tokens(fields: Fields) -> int | None:
@@ -107,6 +147,8 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _refuse_unsupported(fields, _COMPLETION_UNSUPPORTED)
     _check_model(fields, model)
     suffix = fields.text("suffix")
+    if fields.flag("echo") and (suffix or fields.get("logprobs") is not None):
+        fields.refuse_with("echo", "echo is not possible with suffix or logprobs", "unsupported")
     stop_ids = None
     if suffix:
         prefix = fields.text("prompt")
@@ -134,6 +176,7 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
             else _endings(fields, model, prompts),
             logprobs=fields.get("logprobs") is not None,
             top_logprobs=count,
+            grammar=_grammar(fields, model),
         ),
         model,
         "prompt",
@@ -157,7 +200,8 @@ def native_request(fields: Fields, model: ModelView) -> GenerationRequest:
 def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """llama-server's `POST /infill`: `prompt` belongs to the end of `input_prefix`.
 
-    What does not fit is left out, farthest from the gap first, as that server does.
+    What does not fit is left out, farthest from the gap first, as that server does. Requests of one
+    editor are edits of one text, unless `x_kvq.exact` asks for a text computed in its order.
     """
     _refuse_unsupported(fields, _NATIVE_UNSUPPORTED)
     request = _native_request(fields, model)
@@ -181,6 +225,7 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
             transient=True,
+            edits=not fields.object("x_kvq").flag("exact", False),
         ),
         model,
         "input_prefix",
@@ -220,6 +265,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         draft=fields.object("x_kvq").flag("draft", True),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
+        grammar=_grammar(fields, model),
     )
 
 
@@ -277,20 +323,35 @@ def _check_model(fields: Fields, model: ModelView) -> None:
         )
 
 
-def _messages(fields: Fields) -> list[dict[str, str]]:
-    messages = fields.objects("messages")
-    if not messages:
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.objects("messages")
+    if not given:
         fields.refuse("messages", "a list with at least one message")
-    return [_message(message) for message in messages]
+    messages = [_message(message) for message in given]
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+    }
+    for message in messages:
+        if message["role"] == "tool":
+            # Some templates want to be told the name that only the call has.
+            message["name"] = names.get(message["tool_call_id"], "")
+    return messages
 
 
-def _message(message: Fields) -> dict[str, str]:
+def _message(message: Fields) -> dict[str, Any]:
     role = message.text("role")
     if role not in _ROLES:
         message.refuse_with("role", f"the role {role!r} is not supported; use {', '.join(_ROLES)}")
-    if message.get("tool_calls"):
-        message.refuse_with("tool_calls", "tools are not supported; send plain messages")
-    return {"role": _ROLES[role], "content": _content(message, role)}
+    found: dict[str, Any] = {"role": _ROLES[role], "content": _content(message, role)}
+    if role == "tool":
+        found["tool_call_id"] = message.text("tool_call_id")
+    elif message.get("tool_calls"):
+        if role != "assistant":
+            message.refuse_with("tool_calls", "only an assistant's message has tool_calls")
+        found["tool_calls"] = calls_of(message)
+    return found
 
 
 def _content(message: Fields, role: str) -> str:
@@ -392,35 +453,25 @@ def _refuse_unsupported(fields: Fields, rows: Mapping[str, str]) -> None:
 
 def _harmless(name: str, value: Any) -> bool:
     """Values that ask for what happens anyway."""
-    if name == "response_format" and isinstance(value, dict):
-        return cast(dict[str, Any], value).get("type") == "text"
     return value in _HARMLESS.get(name, ())
 
 
 _HARMLESS: dict[str, Sequence[Any]] = {
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "best_of": (1,),
 }
-_NO_TOOLS = "leave it out: this server calls no tools"
 _CHAT_UNSUPPORTED = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
-    "response_format": 'only {"type": "text"} is; ask for the format in the prompt',
+    "functions": "use tools",
+    "function_call": "use tool_choice",
     "modalities": "this model writes text only",
     "audio": "this model writes text only",
     "prediction": "leave it out",
 }
 _COMPLETION_UNSUPPORTED = {
-    "echo": "the prompt is yours already",
     "best_of": "use n",
 }
 _NATIVE_UNSUPPORTED = {
-    "grammar": "leave it out",
-    "json_schema": "leave it out",
     "n_probs": "use /v1/completions with logprobs",
     "mirostat": "use temperature, top_k, top_p and min_p",
 }

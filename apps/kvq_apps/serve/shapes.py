@@ -5,13 +5,14 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
     {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
-     prompt_tokens, cached_tokens, new_tokens, drafted_tokens, accepted_tokens, context_tokens,
-     context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
+     prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens,
+     context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
 `kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
 the tokens still held (the newest at 16), `evicted_share` is what was given up of the tokens of all
-layers and heads; `cached_tokens` of the prompt were held already; of the `drafted_tokens` that a
+layers and heads; `cached_tokens` of the prompt were held already, `edited` are new ones in the
+middle of an editor's text whose rest was kept; of the `drafted_tokens` that a
 drafter guessed `accepted_tokens` were right, `draft_n` and `draft_n_accepted` in the timings;
 `ttft_ms` counts from the request's arrival. In a stream both come with every chunk that has a
 `finish_reason`, and with the usage.
@@ -22,10 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvq_apps.serve.requests import Delivery, GenerationRequest
 from kvq_models.tokenizer import Tokenizer
+from kvq_models.tools import CallPiece, CallReader, Piece
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
 
 Json = dict[str, Any]
@@ -61,8 +63,8 @@ class Shape(Protocol):
         """Sent before the first text of a choice."""
         ...
 
-    def delta(self, delta: Delta) -> Json:
-        """Some more text."""
+    def delta(self, delta: Delta) -> Json | None:
+        """Some more text, or nothing to be said yet."""
         ...
 
     def finish(self, finished: Finished) -> Json:
@@ -101,7 +103,7 @@ class _OpenAiShape(ABC):
         """Nothing, unless a role is due."""
         return None
 
-    def delta(self, delta: Delta) -> Json:
+    def delta(self, delta: Delta) -> Json | None:
         """A chunk with text."""
         return self._chunk(self._piece(delta.index, delta.text, delta.logs, None))
 
@@ -118,13 +120,14 @@ class _OpenAiShape(ABC):
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
         """The answer as one object."""
-        return {
+        answer = {
             **self._identity,
             "object": self.kind,
             "choices": [self._complete(index, choice) for index, choice in enumerate(choices)],
             "usage": _usage(report),
             **_measures(self._answered, report),
         }
+        return _picked(answer, self._answered.delivery.response_fields)
 
     def _chunk(self, choice: Json | None) -> Json:
         chunk: Json = {
@@ -153,6 +156,10 @@ class ChatShape(_OpenAiShape):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, answered: Answered) -> None:
+        super().__init__(answered)
+        self._readers: dict[int, CallReader] = {}
+
     def opening(self, index: int) -> Json | None:
         """The role comes first."""
         delta = {"role": "assistant", "content": ""}
@@ -160,23 +167,58 @@ class ChatShape(_OpenAiShape):
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         )
 
+    def delta(self, delta: Delta) -> Json | None:
+        """A chunk with text or with parts of calls; None while it is not known what it will be."""
+        if self._answered.delivery.tools is None:
+            return super().delta(delta)
+        said = _said(self._reader(delta.index).feed(delta.text))
+        if not said and not delta.logs:
+            return None
+        return self._chunk(self._choice(delta.index, said, delta.logs, None))
+
+    def finish(self, finished: Finished) -> Json:
+        """A chunk with a reason, and what was held back until now."""
+        if self._answered.delivery.tools is None:
+            return super().finish(finished)
+        reader = self._reader(finished.index)
+        said = _said(reader.flush())
+        chunk = self._chunk(
+            self._choice(finished.index, said, (), _reason(reader, finished.reason))
+        )
+        return chunk | _measures(self._answered, finished.report)
+
+    def _reader(self, index: int) -> CallReader:
+        tools = self._answered.delivery.tools
+        assert tools is not None
+        return self._readers.setdefault(index, CallReader(tools.form))
+
     def _piece(
         self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
     ) -> Json:
+        return self._choice(index, {} if text is None else {"content": text}, logs, reason)
+
+    def _choice(
+        self, index: int, delta: Json, logs: Sequence[TokenLog], reason: str | None
+    ) -> Json:
         return {
             "index": index,
-            "delta": {} if text is None else {"content": text},
+            "delta": delta,
             "logprobs": self._logprobs(logs) if logs else None,
             "finish_reason": reason,
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        asked = self._answered.request.logprobs
+        asked, reason = self._answered.request.logprobs, choice.reason
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._answered.delivery.tools is not None:
+            reader = self._reader(index)
+            message |= _whole_calls([*reader.feed(choice.text), *reader.flush()])
+            reason = _reason(reader, reason)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logs) if asked else None,
-            "finish_reason": choice.reason,
+            "finish_reason": reason,
         }
 
     def _logprobs(self, logs: Sequence[TokenLog]) -> Json:
@@ -201,6 +243,17 @@ class CompletionShape(_OpenAiShape):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
+    def opening(self, index: int) -> Json | None:
+        """The prompt, where it is to be repeated."""
+        prompt = self._prompt(index)
+        return self._chunk(self._piece(index, prompt, (), None)) if prompt else None
+
+    def _prompt(self, index: int) -> str:
+        if not self._answered.delivery.echo:
+            return ""
+        request = self._answered.request
+        return self._answered.tokenizer.decode(request.prompts[index // request.choices])
+
     def _piece(
         self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
     ) -> Json:
@@ -215,7 +268,7 @@ class CompletionShape(_OpenAiShape):
         asked = self._answered.request.logprobs
         return {
             "index": index,
-            "text": choice.text,
+            "text": self._prompt(index) + choice.text,
             "logprobs": self._logprobs(index, choice.logs) if asked else None,
             "finish_reason": choice.reason,
         }
@@ -298,18 +351,64 @@ class LlamaShape:
         }
 
     def _picked(self, final: Json) -> Json:
-        """The fields asked for; one inside another keeps its path as its name."""
-        names = self._answered.delivery.response_fields
-        if names is None:
-            return final
-        picked: Json = {}
-        for name in names:
-            value: Any = final
-            for part in name.split("/"):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                picked[name] = value
-        return picked
+        return _picked(final, self._answered.delivery.response_fields)
+
+
+def _picked(answer: Json, names: Sequence[str] | None) -> Json:
+    """The fields asked for; one inside another keeps its path as its name."""
+    if names is None:
+        return answer
+    picked: Json = {}
+    for name in names:
+        value: Any = answer
+        for part in name.split("/"):
+            value = _inside(value, part)
+        if value is not None:
+            picked[name] = value
+    return picked
+
+
+def _inside(value: Any, part: str) -> Any:
+    if isinstance(value, list):
+        number = int(part) if part.isdecimal() and len(part) < 9 else len(cast(list[Any], value))
+        return value[number] if number < len(cast(list[Any], value)) else None
+    return cast(Json, value).get(part) if isinstance(value, dict) else None
+
+
+def _said(pieces: Sequence[Piece]) -> Json:
+    """The delta of a chunk: text and parts of calls, as far as there are any."""
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = [_call_delta(piece) for piece in pieces if isinstance(piece, CallPiece)]
+    return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _call_delta(piece: CallPiece) -> Json:
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_call(piece)}
+
+
+def _call(piece: CallPiece) -> Json:
+    """A call that begins; its id is of letters and digits only, as Mistral's templates want it."""
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": token_hex(5)[:9], "type": "function", "function": function}
+
+
+def _whole_calls(pieces: Sequence[Piece]) -> Json:
+    """Content and calls of a whole message."""
+    calls: list[Json] = []
+    for piece in pieces:
+        if isinstance(piece, CallPiece) and piece.name is not None:
+            calls.append(_call(piece))
+        elif isinstance(piece, CallPiece):
+            calls[-1]["function"]["arguments"] += piece.arguments
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+
+
+def _reason(reader: CallReader, reason: str) -> str:
+    """Why a choice ended, to a client that offered tools."""
+    return "tool_calls" if reader.calls and reason == "stop" else reason
 
 
 SHAPES: dict[str, Callable[[Answered], Shape]] = {
@@ -356,6 +455,7 @@ def _measures(answered: Answered, report: Report) -> Json:
             "evicted_share": report.evicted_share,
             "prompt_tokens": report.prompt_tokens,
             "cached_tokens": report.cached_tokens,
+            "edited": report.edited_tokens,
             "new_tokens": report.new_tokens,
             "drafted_tokens": report.drafted_tokens,
             "accepted_tokens": report.accepted_tokens,

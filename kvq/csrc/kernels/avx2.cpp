@@ -12,8 +12,8 @@
 namespace kvq {
 const Kernels* avx2_kernels() {
     static const Kernels table{"avx2",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_evidence,
-                               to_half,     from_half};
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     // F16C came before AVX2, and clang 14 cannot ask for it.
     const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     return runs ? &table : nullptr;

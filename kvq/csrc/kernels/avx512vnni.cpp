@@ -14,8 +14,8 @@
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
     static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_evidence,
-                               to_half,     from_half};
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     return runs ? &table : nullptr;

@@ -48,6 +48,7 @@ inline void Block::start(int row_count, int dim, float softcap) {
 
 // What a block's rows see of one page; sums over the rows that can see any of it.
 struct PageEvidence {
+    bool errors = true;  // asked for; without them a page's values are not read
     int rows = 0;
     float mass = 0;         // of attention weights
     float peak = 0;         // the largest weight a row gave one token: no sum
@@ -77,6 +78,10 @@ struct Kernels {
                  const uint64_t* visible);
     // logits [rows, 64]: products of the block's rows with the page's keys; q as in `page`.
     void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);
+    // bounds [rows]: by a page's constants alone, its middle key's product with each row plus `spread`
+    // times what any key could add to that; with spread 1 no logit is larger (before a softcap).
+    void (*bounds)(const Block& block, const float* q, const PageView& page, float spread,
+                   float* bounds);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
     // `page`; unit turns its products with keys into natural logits.
     void (*evidence)(const Block& block, const float* q, const PageView& page,

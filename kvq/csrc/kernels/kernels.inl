@@ -403,6 +403,22 @@ void page_scores(const PageView& page, const Block& block, const float* q, float
     else all_logits<2>(page, block, q, scores);
 }
 
+// A key is read at most half a step of 8 bits beyond where its channel's values reach.
+void page_bounds(const Block& block, const float* q, const PageView& page, float spread,
+                 float* bounds) {
+    Grid k;
+    widen(page.k_grid, block.head_dim, 8, k);
+    for (int r = 0; r < block.rows; r++) {
+        F middle = set1(0.0f), half = set1(0.0f);
+        for (int c = 0; c < block.head_dim; c += 8) {
+            const F x = load(q + r * block.head_dim + c);
+            middle = fma(x, load(k.mid + c), middle);
+            half = fma(abs(x), load(k.step + c), half);
+        }
+        bounds[r] = reduce_add(fma(half, set1((kReach + 0.5f) * spread), middle));
+    }
+}
+
 void attend_page(Block& block, const float* q, const PageView& page, const uint64_t* visible) {
     alignas(64) float scores[kBlockRows * kPageTokens];
     page_scores(page, block, q, scores);
@@ -472,7 +488,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const float mass = page_weights(block, r, scores + r * kPageTokens, bits, p, seen.peak);
         seen.rows++;
         seen.mass += mass;
-        if (mass < kvq::kObservedMass) continue;
+        if (!seen.errors || mass < kvq::kObservedMass) continue;
         if (!read) {
             widen(page.k_grid, dim, 8, keys);
             widen(page.v_grid, page.channel_values ? dim : kPageTokens, page.v_bits, values);

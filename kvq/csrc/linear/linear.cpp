@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "../kernels/kernels.h"
@@ -46,17 +47,55 @@ T* grown(std::vector<T>& buffer, size_t count) {
 // What a thread that starts products keeps between them.
 struct Scratch {
     std::vector<int8_t> levels;
-    std::vector<float> scales, rows, tops, sorted, deviations;
-    std::vector<int32_t> sums;
+    std::vector<float> scales, sums, rows, tops, sorted, deviations;
     std::vector<uint8_t> exact, more;
+};
+
+// Units of work in lanes, one per core: a lane's units lie next to each other, so that what one
+// fetches ahead is what the same core reads next. Who is done with a lane helps with the others.
+class Lanes {
+public:
+    explicit Lanes(size_t units)
+        : lanes_(std::min<size_t>({units, kMostLanes, cores()})) {
+        for (size_t lane = 0; lane < lanes_; lane++) {
+            next_[lane].place.store(units * lane / lanes_, std::memory_order_relaxed);
+            next_[lane].end = units * (lane + 1) / lanes_;
+        }
+    }
+    size_t count() const { return lanes_; }
+
+    template <class Work>
+    void run(size_t first, Work& work) {
+        for (size_t i = 0; i < lanes_; i++) {
+            Lane& lane = next_[(first + i) % lanes_];
+            for (size_t unit; (unit = lane.place.fetch_add(1)) < lane.end;) work(unit);
+        }
+    }
+
+private:
+    static constexpr size_t kMostLanes = 32;
+    struct alignas(64) Lane {
+        std::atomic<size_t> place;
+        size_t end;
+    };
+    static size_t cores() {
+        static const size_t count = std::max(1u, std::thread::hardware_concurrency());
+        return count;
+    }
+
+    const size_t lanes_;
+    Lane next_[kMostLanes];
 };
 
 template <class Work>
 void dispatch(const Dispatch& pool, size_t count, Work work) {
     if (count == 0) return;
     if (count == 1) return work(0);
+    Lanes lanes(count);
+    auto lane = [&](size_t i) { lanes.run(i, work); };
     pool.run(
-        pool.context, [](void* user, size_t i) { (*static_cast<Work*>(user))(i); }, count, &work);
+        pool.context, [](void* user, size_t i) { (*static_cast<decltype(lane)*>(user))(i); },
+        lanes.count(), &lane);
 }
 
 class Product {
@@ -159,31 +198,42 @@ private:
             for (int m = 0; m < rows; m++) {
                 const int t = first + done + m;
                 const size_t at = size_t(t) * layout_.panels + panel;
-                const float top = finish(out + m * kPanelRows, t, panel,
+                const float top = finish(out + m * kPanelRows, t, panel, tops != nullptr,
                                          deviations ? deviations + at : nullptr);
                 if (tops) tops[at] = top;
             }
         }
     }
 
-    // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside. Given a
-    // `deviation`, sets it to the largest change of what the results were.
-    float finish(const float* sums, int t, int panel, float* deviation) {
+    // Adds bias and residual to a panel's sixteen results; returns the largest, NaN aside, where
+    // `ranked`. Given a `deviation`, sets it to the largest change of what the results were.
+    float finish(float* y, int t, int panel, bool ranked, float* deviation) {
         const int row = panel * kPanelRows;
         const int begin = std::max(0, call_.first_row - row);
         const int end = std::min(kPanelRows, call_.matrix.rows - row);
-        float top = -std::numeric_limits<float>::infinity(), changed = 0;
-        for (int i = begin; i < end; i++) {
-            const size_t at = size_t(t) * call_.matrix.rows + row + i;
-            float y = sums[i];
-            if (call_.bias) y += call_.bias[row + i];
-            if (call_.residual) y += call_.residual[at];
-            if (deviation) changed = std::max(changed, std::fabs(y - call_.out[at]));
-            call_.out[at] = y;
-            top = y > top ? y : top;
+        const size_t at = size_t(t) * call_.matrix.rows + row;
+        if (call_.bias)
+            for (int i = begin; i < end; i++) y[i] += call_.bias[row + i];
+        if (call_.residual)
+            for (int i = begin; i < end; i++) y[i] += call_.residual[at + i];
+        if (deviation) {
+            *deviation = 0;
+            for (int i = begin; i < end; i++)
+                *deviation = std::max(*deviation, std::fabs(y[i] - call_.out[at + i]));
         }
-        if (deviation) *deviation = changed;
-        return top;
+        std::memcpy(call_.out + at + begin, y + begin, sizeof(float) * (end - begin));
+        return ranked ? largest(y, end) : 0.0f;
+    }
+
+    // Of a panel's first `count`: four at a time, which the compiler turns into vectors.
+    static float largest(const float* y, int count) {
+        constexpr float kLeast = -std::numeric_limits<float>::infinity();
+        float top[4] = {kLeast, kLeast, kLeast, kLeast};
+        for (int i = 0; i + 4 <= count; i += 4)
+            for (int j = 0; j < 4; j++) top[j] = y[i + j] > top[j] ? y[i + j] : top[j];
+        for (int i = count & ~3; i < count; i++) top[0] = y[i] > top[0] ? y[i] : top[0];
+        for (int j = 1; j < 4; j++) top[0] = top[j] > top[0] ? top[j] : top[0];
+        return top[0];
     }
 
     // Reads both planes of every token's best panels, then of those that could still hold one of its

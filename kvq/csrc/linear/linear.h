@@ -33,13 +33,13 @@ struct PanelLayout {
 struct RoundedRows {
     int8_t* levels;  // [M, padded columns]
     float* scales;   // [M, blocks], kScaleUnit included
-    int32_t* sums;   // [M, blocks], of the levels
+    float* sums;     // [M, blocks], of the levels: whole numbers
 };
 
 struct LinearKernels {
     const char* name;
     void (*round_row)(const float* x, int columns, int block, int8_t* levels, float* scales,
-                      int32_t* sums);
+                      float* sums);
     // RMS norm (1910.07467) of a row, weight included.
     void (*norm_row)(const float* x, const float* weight, int columns, float epsilon, float* out);
     // activation(gate) * up, for one of kvq_activation.

@@ -53,7 +53,7 @@ inline Floats activated(Floats x) {
 }
 
 void round_block(const float* x, int columns, int block, int8_t* levels, float& scale,
-                 int32_t& sum) {
+                 float& sum) {
     Ints top_bits = set1(0);
     for (int i = 0; i < block; i += kLanes)
         top_bits = max(top_bits, magnitude_bits(load_to(x, i, columns)));
@@ -71,11 +71,11 @@ void round_block(const float* x, int columns, int block, int8_t* levels, float& 
         total = total + level;
         store_bytes(levels + i, level);
     }
-    sum = reduce_add(total);
+    sum = static_cast<float>(reduce_add(total));
 }
 
 void round_row(const float* x, int columns, int block, int8_t* levels, float* scales,
-               int32_t* sums) {
+               float* sums) {
     for (int b = 0; b * block < columns; b++)
         round_block(x + b * block, columns - b * block, block, levels + b * block, scales[b],
                     sums[b]);
@@ -140,12 +140,18 @@ inline void add_block(const Source& source, int block, const int8_t* x, size_t s
     }
 }
 
+// A block's products from those of its codes. Every term is a whole or half number below 2^23, so
+// floats hold them exactly. `sum` is that of the row's levels.
 template <Reading Read>
-inline Ints whole(const Dots& upper, const Dots& lower, int32_t sum) {
-    if constexpr (Read == kFourBits) return upper.total + set1(-8 * sum);
-    if constexpr (Read == kUpperNibbles) return shifted<5>(upper.total) + set1(-241 * sum);
-    if constexpr (kWholeCodes) return upper.total + set1(-kWholeMiddle * sum);
-    return shifted<4>(upper.total) + lower.total + set1(-128 * sum);
+inline Floats centred(const Dots& upper, const Dots& lower, float sum) {
+    if constexpr (Read == kFourBits)
+        return fma(set1(-8.0f), set1(sum), to_float(upper.total));
+    else if constexpr (Read == kUpperNibbles)
+        return fma(set1(-120.5f), set1(sum), to_float(shifted<4>(upper.total)));
+    else if constexpr (kWholeCodes)
+        return fma(set1(-kWholeMiddle), set1(sum), to_float(upper.total));
+    else
+        return fma(set1(-128.0f), set1(sum), to_float(shifted<4>(upper.total) + lower.total));
 }
 
 template <int R, Reading Read>
@@ -173,9 +179,8 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
         const Floats scale = load_half(scales + size_t(b) * 2 * kPanelRows);
         KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
-            const Ints dot = whole<Read>(upper[m], lower[kTwice ? m : 0], x.sums[at]);
-            const float unit = Read == kUpperNibbles ? 0.5f * x.scales[at] : x.scales[at];
-            total[m] = fma(to_float(dot), scale * set1(unit), total[m]);
+            const Floats dot = centred<Read>(upper[m], lower[kTwice ? m : 0], x.sums[at]);
+            total[m] = fma(dot, scale * set1(x.scales[at]), total[m]);
         }
     }
     KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);

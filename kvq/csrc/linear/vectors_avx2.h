@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxRows = 5;
 constexpr bool kWholeCodes = false;
-constexpr int kWholeMiddle = 128;
+constexpr float kWholeMiddle = 128;
 
 struct Floats {
     __m256 a, b;

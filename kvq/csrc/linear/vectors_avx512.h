@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxRows = 12;
 constexpr bool kWholeCodes = true;
-constexpr int kWholeMiddle = 128;
+constexpr float kWholeMiddle = 128;
 
 struct Floats {
     __m512 v;

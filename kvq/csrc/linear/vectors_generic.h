@@ -9,7 +9,7 @@ namespace {
 constexpr int kMaxRows = 4;  // activation rows multiplied in one go
 // Whether Dots takes codes of 8 bits; else planes are summed apart.
 constexpr bool kWholeCodes = false;
-constexpr int kWholeMiddle = 128;  // what merged() gives for level 0
+constexpr float kWholeMiddle = 128;  // what merged() gives for level 0
 
 struct Floats {
     float v[16];

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMaxRows = 4;
 constexpr bool kWholeCodes = true;
-constexpr int kWholeMiddle = 0;  // merged() gives signed codes
+constexpr float kWholeMiddle = 0;  // merged() gives signed codes
 
 struct Floats {
     float32x4_t v[4];

@@ -13,73 +13,15 @@
 #include "linear_ops.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <memory>
-#include <string>
-#include <utility>
 
 #include "../linear/linear.h"
+#include "kernel.h"
 
 namespace kvq::ort {
 namespace {
 
-const Api* g_api;
-
 enum LayerMode { kFullLayer, kSkip, kKeysAndValues };
-
-struct Input {
-    const void* data = nullptr;  // null where an optional input is absent
-    int64_t count = 0;
-    int64_t last = 0;  // length of the last axis
-
-    template <class T>
-    const T* as() const {
-        return static_cast<const T*>(data);
-    }
-    // The one integer of an optional input.
-    int64_t integer(int64_t absent) const { return count == 1 ? *as<int64_t>() : absent; }
-};
-
-OrtStatus* read(const OrtKernelContext* context, size_t index, Input& input) {
-    const OrtValue* value = nullptr;
-    if (OrtStatus* status = g_api->KernelContext_GetInput(context, index, &value)) return status;
-    if (!value) return nullptr;
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    if (OrtStatus* status = g_api->GetTensorTypeAndShape(value, &info)) return status;
-    size_t rank = 0;
-    int64_t dims[8] = {};
-    OrtStatus* status = g_api->GetDimensionsCount(info, &rank);
-    if (!status && rank <= 8) status = g_api->GetDimensions(info, dims, rank);
-    g_api->ReleaseTensorTypeAndShapeInfo(info);
-    if (status) return status;
-    input.count = rank <= 8;
-    for (size_t i = 0; i < rank && i < 8; i++) input.count *= dims[i];
-    input.last = rank && rank <= 8 ? dims[rank - 1] : 1;
-    void* pointer = nullptr;
-    status = g_api->GetTensorMutableData(const_cast<OrtValue*>(value), &pointer);
-    input.data = pointer;
-    return status;
-}
-
-OrtStatus* output(OrtKernelContext* context, int64_t rows, int64_t columns, float** out) {
-    const int64_t dims[2] = {rows, columns};
-    OrtValue* value = nullptr;
-    if (OrtStatus* status = g_api->KernelContext_GetOutput(context, 0, dims, 2, &value))
-        return status;
-    return g_api->GetTensorMutableData(value, reinterpret_cast<void**>(out));
-}
-
-Dispatch pool_of(OrtKernelContext* context) {
-    return {[](void* ort, void (*work)(void*, size_t), size_t count, void* user) {
-                // A failed dispatch has run nothing; the serial loop gives the same result.
-                OrtStatus* status = g_api->KernelContext_ParallelFor(
-                    static_cast<OrtKernelContext*>(ort), work, count, 0, user);
-                if (!status) return;
-                g_api->ReleaseStatus(status);
-                for (size_t i = 0; i < count; i++) work(user, i);
-            },
-            context};
-}
 
 struct Kernel {
     kvq_matrix matrix{};
@@ -87,36 +29,23 @@ struct Kernel {
     float norm_eps = 0;
 };
 
-OrtStatus* failed(const char* op, const std::string& reason) {
-    return g_api->CreateStatus(kFail, ("kvq::" + (op + (": " + reason))).c_str());
-}
-
-OrtStatus* integers(const OrtKernelInfo* info,
-                    std::initializer_list<std::pair<const char*, int32_t*>> attributes) {
-    for (const auto& [name, value] : attributes) {
-        int64_t found = 0;
-        if (OrtStatus* status = g_api->KernelInfoGetAttribute_int64(info, name, &found))
-            return status;
-        *value = static_cast<int32_t>(found);
-    }
-    return nullptr;
-}
-
 template <bool Linear>
 OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<Kernel>();
     kvq_matrix& m = made->matrix;
+    const char* op = Linear ? "Linear" : "Embed";
     if (OrtStatus* status = integers(
-            info,
+            op, info,
             {{"rows", &m.rows}, {"columns", &m.columns}, {"bits", &m.bits}, {"block", &m.block}}))
         return status;
     if (m.rows < 1 || m.columns < 1 || (m.bits != 4 && m.bits != 8) ||
         (m.block != 32 && m.block != 64 && m.block != 128))
-        return failed(Linear ? "Linear" : "Embed", "no matrix has these attributes");
+        return failed(op, "no matrix has these attributes");
     if (Linear) {
-        if (OrtStatus* status = integers(info, {{"activation", &made->activation},
-                                                {"layer", &made->layer},
-                                                {"first_kept", &made->first_kept}}))
+        if (OrtStatus* status = integers(op, info,
+                                         {{"activation", &made->activation},
+                                          {"layer", &made->layer},
+                                          {"first_kept", &made->first_kept}}))
             return status;
         if (OrtStatus* status =
                 g_api->KernelInfoGetAttribute_float(info, "norm_eps", &made->norm_eps))
@@ -163,7 +92,7 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, m.rows));
     call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? m.rows : kernel.first_kept;
     if (OrtStatus* status = output(context, tokens, m.rows, &call.out)) return status;
-    const int status = run_linear(call, pool_of(context));
+    const int status = run_linear(call, {run_parallel, context});
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
 
@@ -184,28 +113,9 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
     return run_embed(call) ? failed("Embed", "an id is no row of the matrix") : nullptr;
 }
 
-// What both ops have in common.
-OrtCustomOp base_op() {
-    OrtCustomOp o{};
-    o.version = kApiVersion;
-    o.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-    o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{1}; };
-    o.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return kFloat; };
-    o.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-    o.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
-    o.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-    o.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
-    o.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-    o.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
-    o.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    o.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-    o.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
-    return o;
-}
-
 const OrtCustomOp* linear_op() {
     static const OrtCustomOp op = [] {
-        OrtCustomOp o = base_op();
+        OrtCustomOp o = op_of<Kernel>();
         o.GetName = [](const OrtCustomOp*) { return "Linear"; };
         o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{8}; };
         o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
@@ -223,7 +133,7 @@ const OrtCustomOp* linear_op() {
 
 const OrtCustomOp* embed_op() {
     static const OrtCustomOp op = [] {
-        OrtCustomOp o = base_op();
+        OrtCustomOp o = op_of<Kernel>();
         o.GetName = [](const OrtCustomOp*) { return "Embed"; };
         o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
         o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
@@ -239,8 +149,7 @@ const OrtCustomOp* embed_op() {
 
 }  // namespace
 
-OrtStatus* add_linear_ops(const Api& api, OrtCustomOpDomain* domain) {
-    g_api = &api;
+OrtStatus* add_linear_ops(OrtCustomOpDomain* domain) {
     for (const OrtCustomOp* op : {linear_op(), embed_op()})
         if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, op)) return status;
     return nullptr;

@@ -4,6 +4,6 @@
 
 namespace kvq::ort {
 
-OrtStatus* add_linear_ops(const Api& api, OrtCustomOpDomain* domain);
+OrtStatus* add_linear_ops(OrtCustomOpDomain* domain);
 
 }  // namespace kvq::ort

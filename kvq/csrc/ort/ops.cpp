@@ -5,14 +5,13 @@
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
 // [head_dim]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
 #include <algorithm>
-#include <climits>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "../cache.h"
-#include "abi.h"
+#include "kernel.h"
 #include "linear_ops.h"
 
 namespace kvq::ort {
@@ -20,10 +19,8 @@ namespace {
 
 constexpr int kMostHeads = 1 << 12;
 
-std::unique_ptr<Api> g_api;  // set once, when ONNX Runtime loads the library
-
 OrtStatus* failed(const std::string& reason) {
-    return g_api->CreateStatus(kFail, ("kvq::Attention: " + reason).c_str());
+    return ort::failed("Attention", reason);
 }
 
 struct AttentionKernel {
@@ -33,23 +30,13 @@ struct AttentionKernel {
 OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<AttentionKernel>();
     kvq_attention& a = made->attributes;
-    const struct {
-        const char* name;
-        int32_t* value;
-    } integers[] = {{"layer", &a.layer},
-                    {"num_heads", &a.heads},
-                    {"num_kv_heads", &a.kv_heads},
-                    {"head_dim", &a.head_dim},
-                    {"window_tokens", &a.window_tokens}};
-    for (const auto& attribute : integers) {
-        int64_t value = 0;
-        if (OrtStatus* status = g_api->KernelInfoGetAttribute_int64(info, attribute.name, &value))
-            return status;
-        if (value < 0 || value > INT32_MAX)
-            return failed(std::string(attribute.name) + " " + std::to_string(value) +
-                          " is out of range");
-        *attribute.value = static_cast<int32_t>(value);
-    }
+    if (OrtStatus* status = integers("Attention", info,
+                                     {{"layer", &a.layer},
+                                      {"num_heads", &a.heads},
+                                      {"num_kv_heads", &a.kv_heads},
+                                      {"head_dim", &a.head_dim},
+                                      {"window_tokens", &a.window_tokens}}))
+        return status;
     const struct {
         const char* name;
         float* value;
@@ -67,29 +54,6 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
         return failed("heads and head_dim are none of a cache's");
     *kernel = made.release();
     return nullptr;
-}
-
-// Data and element count of input `index`; null data where an optional input is absent.
-OrtStatus* input(const OrtKernelContext* context, size_t index, const void** data, int64_t* count) {
-    const OrtValue* value = nullptr;
-    *data = nullptr;
-    *count = 0;
-    if (OrtStatus* status = g_api->KernelContext_GetInput(context, index, &value)) return status;
-    if (!value) return nullptr;
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    if (OrtStatus* status = g_api->GetTensorTypeAndShape(value, &info)) return status;
-    size_t rank = 0;
-    int64_t dims[8] = {};
-    OrtStatus* status = g_api->GetDimensionsCount(info, &rank);
-    if (!status && rank <= 8) status = g_api->GetDimensions(info, dims, rank);
-    g_api->ReleaseTensorTypeAndShapeInfo(info);
-    if (status) return status;
-    *count = rank <= 8 ? 1 : 0;
-    for (size_t i = 0; i < rank && i < 8; i++) *count *= dims[i];
-    void* pointer = nullptr;
-    status = g_api->GetTensorMutableData(const_cast<OrtValue*>(value), &pointer);
-    *data = pointer;
-    return status;
 }
 
 // The caches of a pass, held until it ends.
@@ -116,73 +80,55 @@ struct Held {
     }
 };
 
-// Work units go to ONNX Runtime's own threads.
-Parallel threads_of(OrtKernelContext* context) {
-    return {[](void* ort_context, void (*work)(void*, size_t), size_t units, void* user) {
-                if (units == 1) return work(user, 0);
-                // A failed dispatch has run nothing; the serial loop gives the same result.
-                OrtStatus* status = g_api->KernelContext_ParallelFor(
-                    static_cast<OrtKernelContext*>(ort_context), work, units, 0, user);
-                if (status) {
-                    g_api->ReleaseStatus(status);
-                    kSerial.run(nullptr, work, units, user);
-                }
-            },
-            context};
+// One unit is not worth a dispatch.
+void run_units(void* context, void (*work)(void*, size_t), size_t units, void* user) {
+    units == 1 ? work(user, 0) : run_parallel(context, work, units, user);
 }
 
-enum Input { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kInputs };
+enum InputIndex { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kInputs };
 
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
-    const void* data[kInputs];
-    int64_t count[kInputs];
+    Input given[kInputs];
     for (size_t i = 0; i < kInputs; i++)
-        if (OrtStatus* status = input(context, i, &data[i], &count[i])) return status;
-    const int64_t tokens = count[kPositions], sequences = count[kCache], dim = a.head_dim;
+        if (OrtStatus* status = read(context, i, given[i])) return status;
+    const int64_t tokens = given[kPositions].count, sequences = given[kCache].count,
+                  dim = a.head_dim;
     const int64_t width = (a.heads + 2 * a.kv_heads) * dim;
-    if (count[kQkv] != tokens * width || sequences < 1 || count[kSequenceRows] != sequences ||
-        2 * count[kInvFreq] > dim || (data[kQNorm] && count[kQNorm] != dim) ||
-        (data[kKNorm] && count[kKNorm] != dim))
+    if (given[kQkv].count != tokens * width || sequences < 1 ||
+        given[kSequenceRows].count != sequences || 2 * given[kInvFreq].count > dim ||
+        (given[kQNorm].data && given[kQNorm].count != dim) ||
+        (given[kKNorm].data && given[kKNorm].count != dim))
         return failed("input shapes do not match the attributes");
-    const int64_t out_dims[2] = {tokens, a.heads * dim};
-    OrtValue* output = nullptr;
-    if (OrtStatus* status = g_api->KernelContext_GetOutput(context, 0, out_dims, 2, &output))
-        return status;
-    void* out = nullptr;
-    if (OrtStatus* status = g_api->GetTensorMutableData(output, &out)) return status;
-    a.rotary_pairs = static_cast<int32_t>(count[kInvFreq]);
+    float* out = nullptr;
+    if (OrtStatus* status = output(context, tokens, a.heads * dim, &out)) return status;
+    a.rotary_pairs = static_cast<int32_t>(given[kInvFreq].count);
 
-    const int64_t* rows = static_cast<const int64_t*>(data[kSequenceRows]);
+    const int64_t* rows = given[kSequenceRows].as<int64_t>();
     std::vector<Inputs> inputs;
     int64_t first = 0;
     for (int64_t s = 0; s < sequences; first += rows[s++]) {
         if (rows[s] < 1 || rows[s] > tokens - first) break;
-        inputs.push_back(
-            {static_cast<int>(rows[s]), static_cast<const float*>(data[kQkv]) + first * width,
-             static_cast<const int64_t*>(data[kPositions]) + first,
-             static_cast<const float*>(data[kInvFreq]), static_cast<const float*>(data[kQNorm]),
-             static_cast<const float*>(data[kKNorm]),
-             static_cast<float*>(out) + first * a.heads * dim});
+        inputs.push_back({static_cast<int>(rows[s]), given[kQkv].as<float>() + first * width,
+                          given[kPositions].as<int64_t>() + first, given[kInvFreq].as<float>(),
+                          given[kQNorm].as<float>(), given[kKNorm].as<float>(),
+                          out + first * a.heads * dim});
     }
     if (inputs.size() != static_cast<size_t>(sequences) || first != tokens)
         return failed("sequence_rows do not add up to the rows given, one or more each");
     Held held;
-    if (OrtStatus* status = held.hold(static_cast<const int64_t*>(data[kCache]), inputs.size()))
-        return status;
+    if (OrtStatus* status = held.hold(given[kCache].as<int64_t>(), inputs.size())) return status;
     std::vector<Cache*> caches;
     for (const auto& cache : held.caches) caches.push_back(cache.get());
     const int status =
-        attend_together(a, caches.data(), inputs.data(), inputs.size(), threads_of(context));
+        attend_together(a, caches.data(), inputs.data(), inputs.size(), {run_units, context});
     return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
 const OrtCustomOp* attention_op() {
     static const OrtCustomOp op = [] {
-        OrtCustomOp o{};
-        o.version = kApiVersion;
+        OrtCustomOp o = op_of<AttentionKernel>();
         o.GetName = [](const OrtCustomOp*) { return "Attention"; };
-        o.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
         o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
         o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
             return i >= kPositions && i <= kSequenceRows ? kInt64 : kFloat;
@@ -190,19 +136,8 @@ const OrtCustomOp* attention_op() {
         o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
             return i >= kQNorm ? kOptional : kRequired;
         };
-        o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{1}; };
-        o.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return kFloat; };
-        o.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-        o.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
-        o.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-        o.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
-        o.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-        o.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
-        o.KernelDestroy = [](void* kernel) { delete static_cast<AttentionKernel*>(kernel); };
         o.CreateKernelV2 = create;
         o.KernelComputeV2 = compute;
-        o.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-        o.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
         return o;
     }();
     return &op;
@@ -216,10 +151,11 @@ extern "C" KVQ_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
     using namespace kvq::ort;
     const void* table = base->GetApi(kApiVersion);
     if (!table) return nullptr;  // ONNX Runtime reports the op as unknown, with its own version
-    g_api = std::make_unique<Api>(table);
+    static const Api api(table);
+    g_api = &api;
     OrtCustomOpDomain* domain = nullptr;  // lives as long as the process, like the library
     if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
     if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, attention_op())) return status;
-    if (OrtStatus* status = add_linear_ops(*g_api, domain)) return status;
+    if (OrtStatus* status = add_linear_ops(domain)) return status;
     return g_api->AddCustomOpDomain(options, domain);
 }

@@ -46,9 +46,10 @@ class Attention:
     gave it on average since the text began. `peak_weight`: the largest weight a row gave a single
     token of it, in this and earlier observations, halved every four of them. `mean_mass`: running
     mean of `recent_mass`, of which every observation forgets a fifth.
-    `key_error`, `value_error`: mean squared change of the attention output, in units of value
-    squared, were the page's keys (values) read at 8 bits instead of exactly; a read at b bits
-    costs 4^(8 - b) times as much. `evict_error`: the same were the page gone.
+    `key_error`, `value_error`: mean squared change of the newest rows' attention output, in units
+    of value squared, were the page's keys (values) read at 8 bits instead of exactly; a read at b
+    bits costs 4^(8 - b) times as much. `evict_error`: the same were the page gone. (Sampled rows
+    tell less of what is to come: an early one sees few pages and gives each of them much.)
     `query_mean`, `query_square`: float32 [L, Hk, D], mean and mean square of the probes' rotated
     and scaled query channels, the group's heads together; `output_square` likewise of the
     attention's output.

@@ -82,6 +82,7 @@ class ModelFacts:
     name: str
     context_length: int
     vocab_size: int
+    num_layers: int
     stop_ids: frozenset[int]
     fingerprint: str
     kv: KvPlan

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import FLOAT_WIDTH, KvPlan
+from kvq.config import DEFAULT_READ, FLOAT_WIDTH, KvPlan
 from kvq.errors import BackendError, UnsupportedModelError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import (
@@ -161,6 +161,11 @@ def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> Ses
             f"--kv-policy {request.policy} is not possible on the llama.cpp backend, whose "
             "cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
         )
+    if request.read not in (None, DEFAULT_READ):
+        raise BackendError(
+            f"--kv-read {request.read} is not possible on the llama.cpp backend, which reads its "
+            "whole cache: leave the flag out, or run a bundle with an ONNX graph"
+        )
     plan = request.plan(_possible_plan(file))
     reason = refusal(file, plan)
     if reason is not None:
@@ -226,6 +231,7 @@ def _facts(model: LlamaModel, file: GgufFile, tokenizer: Tokenizer | None) -> Mo
         name=file.name,
         context_length=file.context_length,
         vocab_size=model.library.functions.llama_vocab_n_tokens(model.vocabulary),
+        num_layers=file.num_layers,
         stop_ids=frozenset(() if tokenizer is None else tokenizer.eos_ids),
         fingerprint=file.fingerprint,
         kv=_possible_plan(file),

@@ -16,7 +16,7 @@ from kvq import native, native_linear
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import huge_pages
-from kvq_runtime.backends import WHOLE, Mode, Pass
+from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -90,19 +90,9 @@ class OnnxBackend(PagedBackend):
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`: one run of the graph, the sequences' rows one after the other."""
         rows = one_pass.rows
-        counts = [len(own.ids) for own in rows]
-        starts = np.cumsum([0, *counts])
-        width = max(own.ids.shape[1] for own in rows)
-        feeds = {
-            "input_ids": np.concatenate([_widened(own.ids, width) for own in rows]),
-            "input_weights": np.concatenate([_widened(own.weights, width) for own in rows]),
-            "position_ids": np.concatenate([own.positions for own in rows]),
-            "cache": np.array([own.cache.handle for own in rows], np.int64),
-            "sequence_rows": np.array(counts, np.int64),
-            "logit_rows": np.concatenate(
-                [start + own.wanted for start, own in zip(starts, rows, strict=False)]
-            ),
-        }
+        feeds = _own_rows(rows[0]) if len(rows) == 1 else _joint_rows(rows)
+        feeds["cache"] = np.array([own.cache.handle for own in rows], np.int64)
+        feeds["sequence_rows"] = np.array([len(own.ids) for own in rows], np.int64)
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
         if self.ranks_by_halves and one_pass.exact_rows:
@@ -115,7 +105,7 @@ class OnnxBackend(PagedBackend):
         wanted = [len(own.wanted) for own in rows]
         if logits.shape != (sum(wanted), self.model.vocab_size):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
-        return np.split(logits, np.cumsum(wanted)[:-1])
+        return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
     def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[np.int64]]:
         """What the graph is told of how much to read; nothing where that is all."""
@@ -129,6 +119,33 @@ class OnnxBackend(PagedBackend):
     def close(self) -> None:
         """See `Backend.close`."""
         del self._session
+
+
+def _own_rows(own: Rows[Cache]) -> dict[str, NDArray[Any]]:
+    """The graph's inputs about the rows of one sequence alone.
+
+    After a step the weights have passed through every cache of the processor: each line of Python
+    not run here is one less to fetch again.
+    """
+    return {
+        "input_ids": own.ids,
+        "input_weights": own.weights,
+        "position_ids": own.positions,
+        "logit_rows": own.wanted,
+    }
+
+
+def _joint_rows(rows: Sequence[Rows[Cache]]) -> dict[str, NDArray[Any]]:
+    """Those of several sequences, one after the other."""
+    starts = np.cumsum([0, *(len(own.ids) for own in rows)])
+    width = max(own.ids.shape[1] for own in rows)
+    wanted = [start + own.wanted for start, own in zip(starts, rows, strict=False)]
+    return {
+        "input_ids": np.concatenate([_widened(own.ids, width) for own in rows]),
+        "input_weights": np.concatenate([_widened(own.weights, width) for own in rows]),
+        "position_ids": np.concatenate([own.positions for own in rows]),
+        "logit_rows": np.concatenate(wanted),
+    }
 
 
 def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:

@@ -6,6 +6,7 @@ Knows no engine.
 import hashlib
 
 from kvq.cache import Cache
+from kvq.config import DEFAULT_READ
 from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
@@ -80,6 +81,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         draft_tokens=request.draft_tokens,
         threads=threads,
         policy=manifest.policy if request.policy is None else request.policy,
+        read=DEFAULT_READ if request.read is None else request.read,
         windows=tuple(layer.window_tokens for layer in model.layers),
         forms=manifest.forms,
     )
@@ -89,6 +91,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         context_tokens=arena.context_tokens,
         budget_bytes=arena.num_bytes,
         policy=spec.policy,
+        read=spec.read,
         evicts=arena.plan.quantized,
         chunk_tokens=arena.chunk_tokens,
         draft_tokens=arena.draft_tokens,
@@ -103,6 +106,7 @@ def _facts(bundle: Bundle) -> ModelFacts:
         name=manifest.name,
         context_length=config.context_length,
         vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
         stop_ids=frozenset(manifest.eos_token_ids),
         fingerprint=_fingerprint(bundle),
         kv=manifest.kv,

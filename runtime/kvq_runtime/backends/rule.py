@@ -175,6 +175,7 @@ class RuleBackend:
             name="rule",
             context_length=1 << 20,
             vocab_size=vocab_size,
+            num_layers=1,
             stop_ids=frozenset(stop_ids),
             fingerprint="rule",
             kv=KvPlan(),

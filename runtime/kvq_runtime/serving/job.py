@@ -55,6 +55,7 @@ class Job:
         self._new = 0
         self._stats_of: Session[Any] | None = None
         self._drafts_before = (0, 0)
+        self._edited_before = 0
 
     @property
     def rank(self) -> int:
@@ -76,6 +77,7 @@ class Job:
         request, session = self.request, slot.session
         self._stats_of = session
         self._drafts_before = session.drafted
+        self._edited_before = session.sequence.edit_counts.edited_tokens
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
@@ -124,6 +126,7 @@ class Job:
             kv_budget=stats.kv_budget,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            edited_tokens=stats.edited_tokens - self._edited_before,
             context_tokens=len(session.tokens),
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
@@ -132,7 +135,7 @@ class Job:
 
     def _read(self, slot: Slot, ids: Sequence[int], chunk_tokens: int) -> Work[Any, None]:
         """Brings the session to `ids`, a chunk at a time."""
-        cached = slot.align(ids, reuse=self.request.reuse)
+        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits)
         self._cached += cached
         left = len(slot.session.sequence.due())
         self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
@@ -152,10 +155,8 @@ class Job:
             indents = [IndentLimit(request.indent) for _ in range(request.choices)]
             while beside.going:
                 steps, seconds = yield from beside.stepping()
-                self._measure(seconds, sum(step is not None for _, step in steps), 0)
+                self._measure(seconds, len(steps), 0)
                 for choice, step in steps:
-                    if step is None:
-                        continue
                     args = index + choice, step, indents[choice], started, decoding.stop_ids
                     if self._write(*args) is not None:
                         beside.leave(choice)

@@ -43,6 +43,7 @@ class Report:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    edited_tokens: int = 0
     new_tokens: int = 0
     queued_ms: float = 0.0
     ttft_ms: float = 0.0

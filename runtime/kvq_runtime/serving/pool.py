@@ -30,6 +30,8 @@ LARGEST_CHUNK_TOKENS = 256
 # A pass should not take longer than this while others wait.
 PASS_TARGET_S = 0.05
 _PROBE_TOKENS = 64
+# An edited text is encoded again, a piece at a time, when nobody has asked for so long.
+IDLE_REFRESH_S = 0.3
 # A job that waits for its reader is looked at again this often.
 _STALL_CHECK_S = 0.5
 
@@ -233,15 +235,21 @@ class SessionPool(Generic[S]):
             self._pass(going_on, served)
         elif self._runs and not jobs:
             self._end_stalled(served)
-        elif not self._runs:
-            served.slots.save_idle(self._config.idle_save_s)
+        elif not self._runs and not self._arriving:
+            assert self._decoding is not None
+            if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
+                served.slots.save_idle(self._config.idle_save_s)
         return True
 
     def _rest(self, served: Served) -> None:
         """Waits for a job, a reader or the time to save; the lock is held."""
         wait_s = _STALL_CHECK_S
         if not self._runs:
-            wait_s = served.slots.next_save_s(self._config.idle_save_s)
+            waits = (
+                served.slots.next_save_s(self._config.idle_save_s),
+                served.slots.next_refresh_s(IDLE_REFRESH_S),
+            )
+            wait_s = min((wait for wait in waits if wait is not None), default=None)
         if wait_s != 0.0:
             self._wake.wait(wait_s)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvq.errors import KvqError
 from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Grammar
 from kvq_runtime.generation import GenerationOptions
 
 
@@ -37,7 +38,8 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. `draft` False: without drafts.
+    may. For `grammar`, `shown` and `draft` see `GenerationOptions`. `edits`: what follows a change
+    of an earlier prompt is kept as it was computed (PIE), not only what stands before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,7 +59,10 @@ class GenerationRequest:
     transient: bool = False
     endings: tuple[bytes, ...] = ()
     owner: str = ""
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
     draft: bool = True
+    edits: bool = False
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
@@ -83,5 +88,7 @@ class GenerationRequest:
             logprobs=self.logprobs or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             begin_with=begin_with,
+            grammar=self.grammar,
+            shown=self.shown,
             draft=self.draft,
         )

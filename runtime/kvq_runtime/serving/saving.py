@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import KvqError
 from kvq.files import replace_file
-from kvq_runtime.sequence import common_prefix
+from kvq_runtime.hunks import common_prefix
 from kvq_runtime.serving.writer import Parcel, Writer
 from kvq_runtime.session import Session
 

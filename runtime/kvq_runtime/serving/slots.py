@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
-from kvq_runtime.sequence import common_prefix
+from kvq_runtime.hunks import common_prefix
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session import Session
 
@@ -31,18 +31,25 @@ class Slot:
         self.released_at = 0.0
         self._squeezed = False
 
-    def align(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+    def align(self, ids: Sequence[int], *, reuse: bool = True, edits: bool = False) -> int:
         """Makes `ids` the session's prompt; how many of them need not be computed.
+
+        `edits`: what follows a change in the middle is kept; see `Sequence.align`.
 
         A session that had to give up precision or tokens for a longer text is not reused for a
         text that fits: a fresh one is better.
         """
         if not reuse or (self._squeezed and not self._overflows(len(ids))):
             self.session.rollback(len(self.session.tokens))
-        cached = self.session.align(ids)
+        cached = self.session.align(ids, edits=edits)
         if cached == 0:
             self._squeezed = False
         return cached
+
+    @property
+    def stale(self) -> bool:
+        """Whether nobody uses it and some of its text was encoded before a change on its left."""
+        return not self.busy and self.session.sequence.staleness.stale > 0
 
     def shared(self, ids: Ids, owner: str) -> int:
         """Tokens it shares with a text of `owner`; what others gave it is not told by its speed."""
@@ -56,7 +63,8 @@ class Slot:
 
     def settle(self) -> None:
         """Notes what the session holds after a request; what that left unread is forgotten."""
-        unread = self.session.pending_tokens
+        sequence = self.session.sequence
+        unread = sequence.pending_tokens - sequence.staleness.missing
         self.session.rollback(unread if unread > 1 else 0)
         self.tokens = as_ids(self.session.tokens)
         self._squeezed = self._squeezed or self._overflows(len(self.tokens))
@@ -147,6 +155,20 @@ class Slots:
             return None
         dirty = [slot.released_at for slot in self.all if not slot.busy and slot.dirty]
         return max(0.0, min(dirty) + idle_s - monotonic()) if dirty else None
+
+    def next_refresh_s(self, idle_s: float) -> float | None:
+        """Seconds until `refresh_idle` will find something, or None: nothing."""
+        stale = [slot.released_at for slot in self.all if slot.stale]
+        return max(0.0, min(stale) + idle_s - monotonic()) if stale else None
+
+    def refresh_idle(self, idle_s: float, max_tokens: int) -> bool:
+        """Encodes stale tokens of one text that has been idle for so long; False: there is none."""
+        before = monotonic() - idle_s
+        for slot in self.all:
+            if slot.stale and slot.released_at <= before:
+                slot.session.refresh(max_tokens)
+                return True
+        return False
 
     def save_all(self) -> None:
         """Saves what is not saved yet, at the end; returns when it is on disk."""

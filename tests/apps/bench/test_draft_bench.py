@@ -63,7 +63,7 @@ def few(monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
     )
     monkeypatch.setattr(drafting, "workloads", lambda: short)
     monkeypatch.setattr(drafting, "resolve_model", lambda _: shelf.bundle())
-    monkeypatch.setattr("kvq_apps.bench.shapes.shape_bundle", lambda _: shelf.bundle())
+    monkeypatch.setattr("kvq_apps.bench.shapes.shape_bundle", lambda *_, **__: shelf.bundle())
 
 
 @pytest.mark.usefixtures("few")

@@ -27,7 +27,9 @@ KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
 def home(tmp_path: Path) -> dict[str, str]:
     """An environment whose folders are the test's own."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    clean.pop("NO_COLOR", None)
+    # A worker of xdist has the size of no terminal, which would be believed over the real one.
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        clean.pop(name, None)
     folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("DATA", "CACHE", "CONFIG")}
     roots = os.pathsep.join(path for path in sys.path if path)
     return clean | folders | {"PYTHONPATH": roots, "TERM": "xterm-256color"}

@@ -44,6 +44,29 @@ const completed = await client.completions.create({
   logprobs: 3,
 });
 
+// Forms and calls.
+const schema = {
+  type: "object",
+  properties: { city: { enum: ["Paris", "Zürich"] }, days: { enum: [1, 2, 3] } },
+  required: ["city", "days"],
+  additionalProperties: false,
+};
+const held = await client.chat.completions.create({
+  ...asked,
+  max_tokens: 200,
+  n: 2,
+  temperature: 1.5,
+  presence_penalty: 0.5,
+  frequency_penalty: 0.5,
+  response_format: { type: "json_schema", json_schema: { name: "trip", schema, strict: true } },
+});
+const called = { model, messages: asked.messages, seed: 7, tool_choice: "required" };
+called.tools = [{ type: "function", function: { name: "weather", parameters: schema } }];
+called.parallel_tool_calls = false;
+const calls = (await client.chat.completions.create(called)).choices[0];
+const runner = client.chat.completions.stream(called);
+const finalCalls = (await runner.finalChatCompletion()).choices[0];
+
 // A client that stops reading: the server must notice, not the next request.
 const left = await client.chat.completions.create({ ...asked, max_tokens: 400, stream: true });
 for await (const _ of left) break;
@@ -71,6 +94,9 @@ console.log(
     streamed: { ...streamed, ids: streamed.ids.size },
     ranked: ranked.choices[0],
     completed,
+    held: held.choices,
+    calls,
+    finalCalls,
     errors,
   }),
 );

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +287,8 @@ BAD = [
     (CHAT, chat("hi", logit_bias={"9999": 1}), 400, "logit_bias.9999"),
     (CHAT, chat("hi", logit_bias=[1]), 400, "logit_bias"),
     (CHAT, chat("hi", top_logprobs=2), 400, "top_logprobs"),
-    (CHAT, chat("hi", tools=[{"type": "function"}]), 400, "tools"),
-    (CHAT, chat("hi", response_format={"type": "json_schema"}), 400, "response_format"),
+    (CHAT, chat("hi", tools=[{"type": "function"}]), 400, "tools[0].function.name"),
+    (CHAT, chat("hi", functions=[{}]), 400, "functions"),
     (CHAT, chat("hi", presence_penalty=2.5), 400, "presence_penalty"),
     (CHAT, chat("hi", model="other"), 404, "model"),
     (CHAT, chat("hi", x_kvq={"priority": "now"}), 400, "x_kvq.priority"),
@@ -295,7 +296,7 @@ BAD = [
     (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [9999]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": {"a": 1}}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo"),
+    (COMPLETIONS, {"prompt": "x", "echo": 1}, 400, "echo"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
     ("/infill", {"input_prefix": 3}, 400, "input_prefix"),
     ("/infill", {"input_extra": [{"text": 3}]}, 400, "input_extra[0].text"),
@@ -784,6 +785,41 @@ def test_a_key_is_needed_everywhere_but_in_public(
     assert "s3cret" not in caplog.text
 
 
+def test_a_browser_is_told_what_is_served_and_how_to_connect(rule: Rule) -> None:
+    load = rule.load
+
+    def named(config: ServeConfig) -> ServedModel:
+        return replace(load(config), name="<script>alert(1)</script>&'\"")
+
+    with running(named, sessions=1, api_key="secret") as server:
+        host = server.address.removeprefix("http://")
+        reply = ask(server, "/", headers={"Host": host})
+        text = reply.body.decode()
+        assert reply.status == 200
+        assert reply.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in text
+        assert "<script" not in text
+        assert f"{server.address}/v1" in text
+        assert "secret" not in text
+        assert not re.search("(src|href)=.(?!/)", text)  # nothing from elsewhere
+        odd = ask(server, "/", headers={"Host": "localhost:1'\"><b>"}).body.decode()
+        assert "<b>" not in odd
+        assert ask(server, "/slots").status == 401
+
+
+def test_slots_are_told_without_their_text(rule: Rule, served: Server) -> None:
+    (slot,) = ask(served, "/slots").json
+    assert (slot["id"], slot["n_ctx"], slot["is_processing"], slot["n_past"]) == (0, 2000, False, 0)
+    rule.backend.shut = True
+    with send(served, COMPLETIONS, {"prompt": "abc", "max_tokens": 2}) as connection:
+        wait_until(lambda: ask(served, "/slots").json[0]["is_processing"])
+        rule.backend.open()
+        read_all(connection)
+    wait_until(lambda: not ask(served, "/slots").json[0]["is_processing"])
+    assert ask(served, "/slots").json[0]["n_past"] >= 3
+
+
 def test_an_empty_key_is_refused() -> None:
     with pytest.raises(UsageError, match="--api-key is empty"):
         ServeConfig(api_key=" ")
@@ -1048,6 +1084,20 @@ def test_llama_vims_requests_are_understood(tiny: Server) -> None:
     streamed = ask(tiny, "/infill", {**LLAMA_VIM, "stream": True, "response_fields": None})
     events = [json.loads(event.removeprefix("data: ")) for event in streamed.events]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_an_editors_next_infill_is_an_edit_of_the_text_before(tiny: Server) -> None:
+    """Only what changed is read again; `exact` reads all that follows."""
+    lines = [f"value_{number} = {number}\n" for number in range(12)]
+    body = {"input_prefix": "".join(lines), "input_suffix": "print(total)\n", "n_predict": 2}
+    ask(tiny, "/infill", body)
+    for exact, word in ((False, "other"), (True, "third")):
+        lines[6] = f"{word} = 1\n"
+        changed = body | {"input_prefix": "".join(lines), "x_kvq": {"exact": exact}}
+        told = ask(tiny, "/infill", changed).json["x_kvq"]
+        assert (told["edited"] == 0) == exact
+        read = told["prompt_tokens"] - told["cached_tokens"]
+        assert (read > told["prompt_tokens"] // 3) == exact
 
 
 def test_infill_drops_the_far_context_first(tiny: Server) -> None:

@@ -8,14 +8,17 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import ServedModel, serve_engine
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.engine import Engine
 from serving import running, wait_until
+from tiny import CHATML, byte_level_tokenizer
 
 
 @pytest.fixture
@@ -36,7 +39,11 @@ def test_the_official_node_client(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def load(config: ServeConfig) -> ServedModel:
-        return serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
+        served = serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
+        control = served.tokenizer.control
+        knows_tools = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}" + CHATML
+        told = Tokenizer.from_json(byte_level_tokenizer().to_str(), control, knows_tools)
+        return replace(served, tokenizer=told)
 
     script = Path(__file__).with_name("openai_client.mjs")
     with running(load, saved_bytes=0, api_key="right") as server:
@@ -68,6 +75,20 @@ def test_the_official_node_client(
     (choice,) = found["completed"]["choices"]
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 5
     assert all(len(top) >= 3 for top in choice["logprobs"]["top_logprobs"])
+
+    cities, days = {"Paris", "Zürich"}, {1, 2, 3}
+    for choice in found["held"]:
+        trip = json.loads(choice["message"]["content"])
+        assert (choice["finish_reason"], trip.keys()) == ("stop", {"city", "days"})
+        assert trip["city"] in cities
+        assert trip["days"] in days
+    for choice in (found["calls"], found["finalCalls"]):
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["type"], call["function"]["name"]) == ("function", "weather")
+        trip = json.loads(call["function"]["arguments"])
+        assert trip["city"] in cities
+        assert trip["days"] in days
 
     assert found["errors"] == {
         "NotFoundError": "not_found_error",

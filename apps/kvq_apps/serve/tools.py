@@ -1,0 +1,161 @@
+"""OpenAI's `tools`: what a request says of them, for the chat template and the answer's form."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from kvq_apps.serve.fields import Fields
+from kvq_models.tokenizer import Tokenizer
+from kvq_models.tools import ToolForm, tool_form
+from kvq_runtime.constraint import Constraint, escaped, json_part
+
+MOST_TOOLS = 128
+# An answer that has to call something calls at most so many at once.
+MOST_CALLS = 16
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ID_CHARACTERS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tools:
+    """The tools of a request, `rows` as they came, and the form in which this model calls them.
+
+    `called` is what must be called: nothing, one of several, or the one of that name; `many`: more
+    than one call is welcome.
+    """
+
+    form: ToolForm
+    rows: tuple[Mapping[str, Any], ...]
+    called: tuple[str, ...] = ()
+    many: bool = True
+
+    def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The control tokens that are a call's marks."""
+        ids = [tokenizer.token_id(mark) for mark in self.form.marks]
+        return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
+
+    def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
+        """What the answer has to look like: calls, where one must be, or `text`, or either."""
+        if not self.called:
+            return text if text is None else _either(text, self._calls(tokenizer, self._names))
+        return Constraint(f"start: calls\n{self._calls(tokenizer, self.called)}")
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(row["function"]["name"] for row in self.rows)
+
+    def _calls(self, tokenizer: Tokenizer, names: Sequence[str]) -> str:
+        """Lark rules of one or more calls of `names`."""
+        form = self.form
+        opening, closing = (_mark(tokenizer, mark) for mark in (form.opening, form.closing))
+        gap, more = escaped(form.gap), f"{{0,{MOST_CALLS - 1}}}"
+        if form.listed:
+            others = f"({escaped(', ')} call){more}" if self.many else ""
+            calls = f"{opening} {escaped('[')} call {others} {escaped(']')} {closing}"
+        elif form.opening:
+            one = f"{opening} {gap} call {gap} {closing}"
+            calls = f"{one} ({gap} {one}){more}" if self.many else one
+        else:
+            calls = "call"
+        rows = {row["function"]["name"]: row["function"] for row in self.rows}
+        called = " | ".join(_object(rows[name], form.arguments) for name in names)
+        return f"calls: {calls}\ncall: {called}\n"
+
+
+def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
+    """The tools a request may call; None: it has none, or may call none."""
+    rows = fields.objects("tools")
+    choice = fields.get("tool_choice")
+    many = fields.flag("parallel_tool_calls", True)
+    if not rows:
+        if choice not in (None, "none", "auto"):
+            fields.refuse_with("tool_choice", "tool_choice asks for a call and tools has none")
+        return None
+    if len(rows) > MOST_TOOLS:
+        fields.refuse("tools", f"at most {MOST_TOOLS} tools")
+    names = [_checked(row) for row in rows]
+    if len(set(names)) < len(names):
+        fields.refuse_with("tools", "two tools have the same name; give each its own")
+    form = tool_form(tokenizer.chat_template)
+    if choice == "none":
+        return None
+    if form is None:
+        fields.refuse_with(
+            "tools",
+            "this model's chat template asks for no form of tool calls that is known here; leave "
+            "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral)",
+            "unsupported",
+        )
+    called, one = _called(fields, choice, names)
+    given = tuple(cast(list[Mapping[str, Any]], fields.get("tools")))
+    return Tools(form=form, rows=given, called=called, many=many and not one)
+
+
+def _checked(row: Fields) -> str:
+    """The name of a tool that is described well enough."""
+    if row.text("type") != "function":
+        row.refuse("type", "function")
+    function = row.object("function")
+    name = function.text("name")
+    if not _NAME.fullmatch(name):
+        function.refuse_with("name", "a tool's name is 1 to 64 letters, digits, _, . or -")
+    function.text("description")
+    function.object("parameters")
+    return name
+
+
+def _called(fields: Fields, choice: Any, names: list[str]) -> tuple[tuple[str, ...], bool]:
+    """The tools of which one must be called, and whether that is exactly one."""
+    if choice in (None, "auto"):
+        return (), False
+    if choice == "required":
+        return tuple(names), False
+    if not isinstance(choice, dict):
+        fields.refuse("tool_choice", "none, auto, required, or a function of tools by its name")
+    name = fields.object("tool_choice").object("function").text("name")
+    if name not in names:
+        fields.refuse_with("tool_choice", f"tools has no function {name[:64]!r} to be called")
+    return (name,), True
+
+
+def _object(function: Mapping[str, Any], arguments: str) -> str:
+    """A call as the templates write one."""
+    head = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return f"({escaped(head)} {json_part(schema)} {escaped('}')})"
+
+
+def _mark(tokenizer: Tokenizer, mark: str) -> str:
+    """A mark in Lark: a control token by its id, as its text alone would not be it."""
+    token = tokenizer.token_id(mark)
+    return escaped(mark) if token is None or not tokenizer.is_control(token) else f"<[{token}]>"
+
+
+def _either(text: Constraint, calls: str) -> Constraint:
+    return Constraint(f"start: answer | calls\n{text.lark.replace('start:', 'answer:', 1)}{calls}")
+
+
+# What a conversation says of calls
+
+
+def calls_of(message: Fields) -> list[dict[str, Any]]:
+    """`tool_calls` of an assistant's message as chat templates take them: arguments as objects."""
+    return [_said(call) for call in message.objects("tool_calls")]
+
+
+def _said(call: Fields) -> dict[str, Any]:
+    function = call.object("function")
+    given = function.get("arguments")
+    try:
+        arguments: Any = json.loads(given) if isinstance(given, str) and given else given or {}
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        function.refuse_with("arguments", "a call's arguments are the text of a JSON object")
+    name = function.text("name")
+    if not name:
+        function.refuse("name", "the name of the function that was called")
+    identity = call.text("id")[:_ID_CHARACTERS]
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,81 @@
+"""Selectors decide which pages a step reads, where that is not all of them; one file, one row each.
+
+The cache keeps every page and a step, a pass of few rows, reads a share of them: of each KV head
+those that may matter most to its queries, judged by the pages' constants alone. Sinks and tail are
+always read, and prompts read everything. A selector is a rule that native code follows for every
+page, so it is numbers and no code that runs between them: `ReadRule` says what they mean.
+
+To add one: a frozen dataclass with a `rule` in a file of its own, one row in `SELECTORS`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvq.errors import UsageError
+from kvq.named import named
+
+SELECTORS = {
+    "all": "kvq.selectors.exact:All",
+    "double-sparsity": "kvq.selectors.double_sparsity:DoubleSparsity",
+    "exact": "kvq.selectors.exact:Exact",
+    "landmarks": "kvq.selectors.landmarks:Landmarks",
+    "quest": "kvq.selectors.quest:Quest",
+}
+# What a bare share is a share of.
+USUAL = "quest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRule:
+    """How a step reads; `kvq.reference.page_bounds` is the score.
+
+    Of the pages of a KV head that a token can see the best `share` are read, at least one. A page's
+    score is its middle key's product with the query plus `spread` times the most that any of its
+    keys can add to it, over the `channels` loudest channels of the query (0: all); of several query
+    heads the largest score counts, each against that head's best page. `exact`: all pages are read
+    but those whose bound stands below 2^-32 of what has been read.
+    """
+
+    share: float = 1.0
+    spread: float = 1.0
+    channels: int = 0
+    exact: bool = False
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether nothing is ever left out."""
+        return self.share == 1 and not self.exact
+
+
+READ_ALL = ReadRule()
+
+
+class Selector(Protocol):
+    """What a row of the table names: options, and the rule they come to."""
+
+    @property
+    def rule(self) -> ReadRule: ...
+
+
+def rule_named(text: str) -> ReadRule:
+    """The rule of `25%`, `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text.strip())
+    if share:
+        text = f"{USUAL}:share={float(share[1]) / 100}"
+    elif text.partition(":")[0] not in SELECTORS:
+        raise UsageError(
+            f"--kv-read {text!r} is not possible: give a share of the pages such as 25%, or one of "
+            f"{', '.join(SELECTORS)}, such as {USUAL}:share=0.25"
+        )
+    selector: Selector = named("--kv-read", text, SELECTORS)
+    return selector.rule
+
+
+def checked_share(share: float) -> float:
+    """The share itself. Raises `UsageError` unless above 0 and at most 1."""
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"--kv-read share={share:g} is not possible: give above 0 and up to 1, or 0% to 100%"
+        )
+    return share

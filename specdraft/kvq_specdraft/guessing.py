@@ -1,0 +1,106 @@
+"""Drafts made token by token, each with a pass: what such drafters share. Knows no model.
+
+A guess costs a pass here, so how many to make is most of the art; `pace` decides it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import UsageError
+from kvq_runtime.backends import WHOLE, Backend, Mode
+from kvq_runtime.config import SessionConfig
+from kvq_runtime.drafter import NO_DRAFT, Draft, Ground, Round
+from kvq_runtime.sequence import Passed, Work
+from kvq_specdraft.pace import Pace
+
+
+@dataclass(kw_only=True, eq=False)
+class Guessing:
+    """Guesses a chain, each token with a pass, as long as that pays.
+
+    At most `most` tokens. With `least` above 0 it instead goes on for as long as the chance that
+    all its guesses are right is at least that: a threshold on calibrated chances, as SpecDec++
+    (arXiv 2405.19715) has it.
+    """
+
+    most: int = 7
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.lower()
+        if self.most < 1:
+            raise UsageError(f"--draft {name}: most={self.most} is not possible: 1 or more")
+        if not 0 <= self.least < 1:
+            raise UsageError(
+                f"--draft {name}: least={self.least} is not possible: 0 (by what is measured) up "
+                "to, not including, 1"
+            )
+        self._pace = Pace(most=self.most, least=self.least)
+
+    @property
+    def held_bytes(self) -> int:
+        """See `ComputingDrafter`: rows of the session's own branch are all it uses."""
+        return 0
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """See `ComputingDrafter`."""
+
+    def close(self) -> None:
+        """See `ComputingDrafter`."""
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """The model sees the text by itself."""
+
+    def propose(self, room: int) -> Draft:
+        """Nothing without a pass."""
+        return NO_DRAFT
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """See `ComputingDrafter`."""
+        room = self._pace.begin(ground.room)
+        if not room:
+            return NO_DRAFT
+        foresight, ids, drawn = ground.foresight(), list[int](), list[NDArray[np.float64]]()
+        new = ground.due
+        while True:
+            passed = yield from self._guess(ground, new)
+            logits = passed.logits[-1]
+            token, probabilities = foresight.choose(logits)
+            ids.append(token)
+            drawn += [] if probabilities is None else [probabilities]
+            goes_on = self._pace.goes_on(likelihood(logits), passed.seconds)
+            if len(ids) == room or not goes_on:
+                break
+            new = [token]
+        return Draft(
+            ids=tuple(ids),
+            probabilities=np.array(drawn) if drawn else None,
+            chances=self._pace.chances,
+        )
+
+    def observe(self, outcome: Round) -> None:
+        """See `Drafter`."""
+        self._pace.observe(outcome)
+
+    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+        """A pass over `new`, what follows the text or the last guess; the last row counts."""
+        raise NotImplementedError
+
+
+class SelfGuessing(Guessing):
+    """Guesses with less than the whole of the session's own model, in its own rows."""
+
+    _mode: Mode = WHOLE
+
+    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+        passed = yield from ground.branch.extend(list(new), mode=self._mode)
+        return passed
+
+
+def likelihood(logits: NDArray[np.float32]) -> float:
+    """The probability of the likeliest token by logits [V], before any filter."""
+    return float(1 / np.exp(logits - logits.max()).sum(dtype=np.float64))

@@ -1,0 +1,143 @@
+"""Guesses by a smaller model of the same vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import BackendError, UsageError
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.backends import Backend
+from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
+from kvq_runtime.engine import Engine
+from kvq_runtime.sequence import Passed, Work, common_prefix
+from kvq_runtime.sequence import Sequence as TokenSequence
+from kvq_specdraft.guessing import Guessing
+
+# Loaded draft models by path and threads: sessions of one process share their weights.
+_engines: WeakValueDictionary[tuple[str, int], Engine] = WeakValueDictionary()
+_loading = Lock()
+
+
+@dataclass(kw_only=True, eq=False)
+class Model(Guessing):
+    """Guesses with the model at `path`, a bundle or GGUF file of the same vocabulary.
+
+    Speculative decoding as first published (arXiv 2211.17192). Each session has a cache of its own
+    in it, for `context` tokens (0: as many as the session's) in the budget a session has by itself,
+    and shares its weights with the other sessions of the process. `threads` 0: as many as cores.
+    """
+
+    path: str = ""
+    context: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise UsageError("--draft model: path= is missing; name a bundle or a GGUF file")
+        self._sequence: TokenSequence[Any] | None = None
+        self._vocab_size = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Its cache's budget; its weights are the process's, whoever drafts with them."""
+        return 0 if self._sequence is None else self._sequence.cache.budget_bytes
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""
+        self.close()
+        self._engine = _shared_engine(self.path, self.threads)
+        _check_vocabularies(self._engine.backend, backend)
+        tokens = min(self.context or config.context_tokens, self._engine.model.context_length)
+        own = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
+        self._sequence = TokenSequence(self._engine.backend, own)
+        self._vocab_size = backend.model.vocab_size
+
+    def close(self) -> None:
+        """See `ComputingDrafter`."""
+        if self._sequence is not None:
+            self._sequence.close()
+            self._sequence = None
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """Its own guesses that were right stay in its cache."""
+        sequence = self._opened
+        shared = common_prefix(sequence.tokens[kept:], new)
+        sequence.keep(kept + shared)
+        sequence.append(new[shared:])
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """See `ComputingDrafter`; nothing where its context is full."""
+        if self._opened.room < ground.room:
+            return NO_DRAFT
+        draft = yield from super().drafting(ground)
+        return draft
+
+    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+        """The text and the guesses so far are in the sequence, or become so."""
+        sequence, seconds = self._opened, 0.0
+        if new is not ground.due:
+            sequence.append(new)
+        while sequence.due():
+            seconds += yield from sequence.advancing()
+        with sequence.branch() as branch:
+            passed = yield from branch.extend([], rows=[-1])
+        logits = _of_width(passed.logits, self._vocab_size)
+        return Passed(logits=logits, seconds=seconds, rows=1)
+
+    @property
+    def _opened(self) -> TokenSequence[Any]:
+        assert self._sequence is not None, "a session opens its drafter"
+        return self._sequence
+
+
+def _of_width(logits: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """Logits [R, V] of a vocabulary padded to `width` ids, none of which can be told apart."""
+    missing = max(0, width - logits.shape[1])
+    return np.pad(logits[:, :width], ((0, 0), (0, missing)), constant_values=-np.inf)
+
+
+def _shared_engine(path: str, threads: int) -> Engine:
+    with _loading:
+        engine = _engines.get((path, threads))
+        if engine is None:
+            engine = Engine.open(path, threads=threads or None)
+            _engines[path, threads] = engine
+        return engine
+
+
+def _check_vocabularies(own: Backend[Any], other: Backend[Any]) -> None:
+    """Raises `BackendError` unless both models' token ids stand for the same texts."""
+    drafted, checked = own.model.name, other.model.name
+    pieces = _pieces(own), _pieces(other)
+    if not pieces[0] or not pieces[1]:
+        nameless = drafted if not pieces[0] else checked
+        raise BackendError(
+            f"--draft model: {nameless} has no tokenizer, so nothing says that its tokens are "
+            "those of the other model"
+        )
+    if pieces[0] != pieces[1]:
+        token = next(
+            (i for i, pair in enumerate(zip(*pieces, strict=False)) if pair[0] != pair[1]),
+            min(map(len, pieces)),
+        )
+        raise BackendError(
+            f"--draft model: {drafted} has another vocabulary than {checked} (they differ at "
+            f"token {token}); draft with a model of the same family"
+        )
+
+
+def _pieces(backend: Backend[Any]) -> tuple[bytes, ...]:
+    """What each token id stands for; nothing for a model without a tokenizer."""
+    tokenizer = backend.tokenizer()
+    return () if tokenizer is None else _bytes_of(tokenizer)
+
+
+def _bytes_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    return tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))

@@ -1,0 +1,430 @@
+"""Answers held to a form, and calls of tools, through the official client and by value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from tokenizers import AddedToken
+
+from kvq_apps.serve.server import Server
+from kvq_models.control import ControlTokens
+from kvq_models.tokenizer import Tokenizer
+from serving import Rule, ask, running
+from tiny import byte_level_tokenizer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GO = "<|im_start|>"
+# In the manner of the families: each row how it lists tools, calls and results.
+SAYS = {
+    "hermes": "<tool_call>\n{{ call.function | tojson }}\n</tool_call>",
+    "phi": "<|tool_call|>[{{ call.function | tojson }}]<|/tool_call|>",
+    "mistral": "[TOOL_CALLS] [{{ call.function | tojson }}]",
+    "llama": '{"name": "{{ call.function.name }}", '
+    '"parameters": {{ call.function.arguments | tojson }}}',
+}
+TEMPLATE = (
+    "{%% if tools %%}{{ tools | tojson }}{%% endif %%}"
+    "{%% for message in messages %%}{{ message.role }}: {{ message.content }}"
+    "{%% for call in message.tool_calls or [] %%}%s{%% endfor %%}"
+    "{%% if message.role == 'tool' %%}={{ message.name }}#{{ message.tool_call_id }}{%% endif %%}"
+    "{{ '\\n' }}"
+    "{%% endfor %%}{%% if add_generation_prompt %%}" + GO + "{%% endif %%}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Zürich"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA},
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+EMPTY = {
+    "type": "function",
+    "function": {
+        "name": "empty",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    },
+}
+ARGUMENTS = '{"city": "Zürich", "days": 3}'
+CALLS = {
+    "hermes": "I ask.\n<tool_call>\n{C}\n</tool_call>\n<tool_call>\n{D}\n</tool_call>",
+    "phi": "<|tool_call|>[{C}, {D}]<|/tool_call|>",
+    "mistral": "[TOOL_CALLS] [{C}, {D}]",
+    "llama": "{C}",
+}
+
+
+def tokenizer(form: str) -> Tokenizer:
+    """Marks that are control tokens in the real ones are so here."""
+    library = byte_level_tokenizer()
+    marks = ["<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]", "<|python_tag|>"]
+    library.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    library.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    return Tokenizer.from_json(
+        library.to_str(),
+        ControlTokens(eos=(0,)),
+        TEMPLATE % SAYS[form] if form else "{{ messages }}",
+    )
+
+
+@contextmanager
+def served(form: str, said: str | None = None) -> Iterator[Server]:
+    """A server on a model that always says `said`, or random tokens where that is None."""
+    rule = Rule()
+    rule.tokenizer = found = tokenizer(form)
+    go = found.token_id(GO)
+    script = [] if said is None else [*found.encode(said, special=True), 0]
+
+    def random(tokens: Sequence[int]) -> np.ndarray:
+        seed = [len(tokens), sum(tokens)]
+        return np.random.default_rng(seed).standard_normal(400).astype(np.float32)
+
+    def scripted(tokens: Sequence[int]) -> int:
+        return script[min(list(tokens[::-1]).index(go), len(script) - 1)]
+
+    rule.backend.rule = scripted if said is not None else random
+    with running(rule.load, sessions=2) as server:
+        yield server
+
+
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", max_retries=0, api_key="none")
+
+
+@pytest.fixture(scope="module")
+def wild() -> Iterator[Server]:
+    """A model of random tokens that has been told of hermes' form."""
+    with served("hermes") as server:
+        yield server
+
+
+def user(text: str = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": "rule", "messages": [{"role": "user", "content": text}], **more}
+
+
+def streamed(
+    sdk: openai.OpenAI, **settings: Any
+) -> tuple[dict[int, str], dict[int, list[Any]], dict[int, str | None]]:
+    """Texts, calls and reasons of a stream's choices, put together as its deltas say."""
+    texts: dict[int, str] = {}
+    calls: dict[int, list[Any]] = {}
+    reasons: dict[int, str | None] = {}
+    with sdk.chat.completions.create(stream=True, **settings) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+                mine = calls.setdefault(choice.index, [])
+                for delta in choice.delta.tool_calls or []:
+                    if delta.function.name is not None:
+                        assert delta.index == len(mine)
+                        assert re.fullmatch("[0-9a-z]{9}", delta.id)
+                        mine.append([delta.function.name, ""])
+                    mine[delta.index][1] += delta.function.arguments
+                reasons[choice.index] = choice.finish_reason
+    return texts, calls, reasons
+
+
+# Forms
+
+
+def test_the_official_client_gets_json_of_its_schema(wild: Server) -> None:
+    asked = {
+        "type": "json_schema",
+        "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
+    }
+    settings = user(response_format=asked, n=3, seed=4, temperature=1.4)
+    with client(wild) as sdk:
+        whole = sdk.chat.completions.create(**settings)
+        texts = [choice.message.content for choice in whole.choices]
+        assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
+        for text in texts:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        pieces, _, reasons = streamed(sdk, **settings)
+    assert list(pieces.values()) == texts
+    assert set(reasons.values()) == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "fits"),
+    [
+        (CHAT, "regex", "(yes|no), [a-f]{3}", r"(yes|no), [a-f]{3}"),
+        (CHAT, "grammar", 'root ::= "<" [0-9]{2} ">"', r"<\d\d>"),
+        (CHAT, "json_schema", {"enum": ["é", 2]}, r'"é"|2'),
+        (COMPLETIONS, "regex", "[xy]{4}", "[xy]{4}"),
+        (COMPLETIONS, "response_format", {"type": "json_object", "schema": {"const": 7}}, "7"),
+        ("/completion", "grammar", 'root ::= "a" root | "b"', "a*b"),
+        ("/completion", "json_schema", {"type": "boolean"}, "true|false"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_route_holds_to_a_form(
+    path: str, field: str, value: Any, fits: str, stream: bool, wild: Server
+) -> None:
+    limit = {"n_predict": 60} if path == "/completion" else {"max_tokens": 60}
+    prompt = user() if path == CHAT else {"prompt": "The quick bro"}
+    reply = ask(wild, path, {**prompt, **limit, field: value, "stream": stream})
+    assert reply.status == 200, reply.body
+    if not stream:
+        found = reply.json
+        text = found["content"] if path == "/completion" else _text(found["choices"][0])
+    else:
+        rows = [json.loads(event[6:]) for event in reply.events if event != "data: [DONE]"]
+        text = "".join(
+            row["content"] if path == "/completion" else _text(row["choices"][0]) for row in rows
+        )
+    assert re.fullmatch(fits, text), text
+
+
+def _text(choice: dict[str, Any]) -> str:
+    holder = choice.get("message") or choice.get("delta")
+    return choice.get("text", "") if holder is None else holder.get("content") or ""
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "complaint"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or"),
+        ({"response_format": "json"}, "response_format", "an object"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "schema",
+        ),
+        ({"json_schema": {"type": "bogus"}}, "json_schema", "Invalid type: bogus"),
+        ({"json_schema": [1]}, "json_schema", "an object"),
+        ({"grammar": "root ::= x"}, "grammar", "names 'x', which has no rule"),
+        ({"grammar": 3}, "grammar", "a string"),
+        ({"regex": "("}, "regex", "unclosed group"),
+        ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "exclude each other"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "the same name"),
+        ({"tools": [{"type": "browser"}]}, "tools[0].type", "function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "1 to 64",
+        ),
+        ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"function": {"name": "x"}}},
+            "tool_choice",
+            "no function 'x'",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "tools has none"),
+        ({"functions": [{}]}, "functions", "use tools"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(
+    more: dict[str, Any], param: str, complaint: str, wild: Server
+) -> None:
+    reply = ask(wild, CHAT, user(**more))
+    error = reply.json["error"]
+    assert (reply.status, error["param"]) == (400, param)
+    assert complaint in error["message"]
+
+
+# Tools
+
+
+@pytest.mark.parametrize("form", SAYS)
+def test_calls_are_told_by_value(form: str) -> None:
+    key = "parameters" if form == "llama" else "arguments"
+    said = CALLS[form].replace("{C}", f'{{"name": "weather", "{key}": {ARGUMENTS}}}')
+    said = said.replace("{D}", f'{{"name": "clock", "{key}": {{}}}}')
+    calls = [["weather", ARGUMENTS], ["clock", "{}"]][: 1 + ("{D}" in CALLS[form])]
+    content = "I ask." if form == "hermes" else None
+    with served(form, said) as server, client(server) as sdk:
+        settings = user(tools=[WEATHER, CLOCK], temperature=0)
+        (choice,) = sdk.chat.completions.create(**settings).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == content
+        found = choice.message.tool_calls
+        assert [[call.function.name, call.function.arguments] for call in found] == calls
+        assert len({call.id for call in found}) == len(calls)
+        assert {call.type for call in found} == {"function"}
+        texts, parts, reasons = streamed(sdk, n=2, **settings)
+        assert texts == dict.fromkeys(range(2), content or "")
+        assert parts == dict.fromkeys(range(2), calls)
+        assert reasons == dict.fromkeys(range(2), "tool_calls")
+        # Offered none, or told to call none, the same answer is text.
+        for more in ({"tool_choice": "none"}, {"tools": []}):
+            (choice,) = sdk.chat.completions.create(**settings | more).choices
+            assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
+def test_text_is_text_with_tools_too() -> None:
+    with served("hermes", "It is <b>four</b> o'clock.\n") as server, client(server) as sdk:
+        settings = user(tools=[CLOCK], temperature=0)
+        (choice,) = sdk.chat.completions.create(**settings).choices
+        assert (choice.message.content, choice.message.tool_calls) == (
+            "It is <b>four</b> o'clock.\n",
+            None,
+        )
+        assert choice.finish_reason == "stop"
+        texts, calls, reasons = streamed(sdk, **settings)
+        assert (texts, calls, reasons) == (
+            {0: "It is <b>four</b> o'clock.\n"},
+            {0: []},
+            {0: "stop"},
+        )
+
+
+@pytest.mark.parametrize("form", SAYS)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_call_that_must_be_is_made(form: str, choice: Any) -> None:
+    """By a model of random tokens: name and arguments fit whatever it would rather say."""
+    with served(form) as server, client(server) as sdk:
+        for seed in range(3):
+            settings = user(
+                tools=[EMPTY, WEATHER], tool_choice=choice, seed=seed, temperature=1.5,
+            )  # fmt: skip
+            (found,) = sdk.chat.completions.create(**settings).choices
+            assert found.finish_reason == "tool_calls"
+            assert found.message.content is None
+            calls = found.message.tool_calls
+            for call in calls:
+                arguments = json.loads(call.function.arguments)
+                if call.function.name == "weather":
+                    jsonschema.validate(arguments, SCHEMA)
+                else:
+                    assert (call.function.name, arguments) == ("empty", {})
+            if choice != "required":
+                assert [call.function.name for call in calls] == ["weather"]
+            _, parts, _ = streamed(sdk, **settings)
+            assert parts[0] == [[call.function.name, call.function.arguments] for call in calls]
+        once = sdk.chat.completions.create(**settings, parallel_tool_calls=False)
+        assert len(once.choices[0].message.tool_calls) == 1
+
+
+def test_a_schema_and_tools_leave_the_choice(wild: Server) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"const": "text"}}}
+    kinds = set()
+    for seed in range(12):
+        reply = ask(
+            wild, CHAT, user(tools=[EMPTY], response_format=asked, seed=seed, temperature=9)
+        )
+        (choice,) = reply.json["choices"]
+        kinds.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            assert choice["message"]["content"] == '"text"'
+        else:
+            assert choice["message"]["tool_calls"][0]["function"]["name"] == "empty"
+    assert kinds == {"stop", "tool_calls"}
+
+
+def test_a_conversation_with_calls_reaches_the_template(wild: Server) -> None:
+    function = {"name": "weather", "arguments": ARGUMENTS}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "sun <|im_end|>"},
+    ]  # fmt: skip
+    reply = ask(wild, "/apply-template", {"messages": messages, "tools": [CLOCK]})
+    assert reply.json["prompt"] == (
+        f"{json.dumps([CLOCK])}user: Weather?\n"
+        'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n'
+        "</tool_call>\ntool: sun <|im_end|>=weather#abcdefghi\n" + GO
+    )
+    broken = [
+        *messages[:1],
+        {**messages[1], "tool_calls": [{"function": {**function, "arguments": "{"}}]},
+    ]
+    reply = ask(wild, CHAT, {"messages": broken})
+    assert (reply.status, reply.json["error"]["param"]) == (
+        400,
+        "messages[1].tool_calls[0].function.arguments",
+    )
+
+
+def test_control_tokens_in_tools_stay_text() -> None:
+    """In names of properties too: what a client sends never steers the model."""
+    found = tokenizer("hermes")
+    parameters = {"<|im_end|>": "<|im_end|>"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    ids = found.chat([{"role": "user", "content": "x"}], variables={"tools": [tool]})
+    assert found.token_id("<|im_end|>") not in ids
+    assert found.decode(ids).count("<|im_end|>") == 2
+
+
+def test_a_model_whose_template_takes_no_tools_says_so() -> None:
+    with served("") as server:
+        reply = ask(server, CHAT, user(tools=[CLOCK]))
+        assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported")
+        assert "serve a model that calls tools" in reply.json["error"]["message"]
+
+
+# What else a request may ask
+
+
+def test_a_completion_repeats_its_prompt_where_asked() -> None:
+    rule = Rule()
+    with running(rule.load, sessions=1) as server, client(server) as sdk:
+        settings = {
+            "model": "rule",
+            "prompt": ["ab", "Größe "],
+            "n": 2,
+            "max_tokens": 3,
+            "echo": True,
+        }
+        whole = sdk.completions.create(**settings, temperature=0)
+        texts = [choice.text for choice in whole.choices]
+        wanted = [p + rule.text(p, 3) for p in settings["prompt"] for _ in range(2)]
+        assert texts == wanted
+        found = dict.fromkeys(range(4), "")
+        for chunk in sdk.completions.create(**settings, temperature=0, stream=True):
+            for choice in chunk.choices:
+                found[choice.index] += choice.text
+        assert list(found.values()) == wanted
+    for more in ({"logprobs": 1}, {"suffix": "x"}):
+        with running(rule.load, sessions=1) as server:
+            reply = ask(server, COMPLETIONS, {"prompt": "a", "echo": True, **more})
+            assert (reply.status, reply.json["error"]["param"]) == (400, "echo")
+
+
+def test_a_chat_answer_may_be_asked_for_in_part(wild: Server) -> None:
+    names = [
+        "choices/0/message/content",
+        "usage/completion_tokens",
+        "timings/predicted_n",
+        "none/9",
+    ]
+    reply = ask(wild, CHAT, user(regex="[ab]{3}", n_predict=9, response_fields=names))
+    assert list(reply.json) == names[:3]
+    assert re.fullmatch("[ab]{3}", reply.json[names[0]])
+    assert reply.json[names[1]] == reply.json[names[2]] == 3
+
+
+def test_penalties_are_openais(wild: Server) -> None:
+    """Greedy on one letter: a frequency penalty makes it take turns, its absence does not."""
+    with client(wild) as sdk:
+
+        def text(**more: Any) -> str:
+            found = sdk.chat.completions.create(
+                **user(temperature=0), extra_body={"regex": "[ab]{8}"}, logit_bias={}, **more
+            )
+            return found.choices[0].message.content
+
+        assert len(set(text())) == 2
+        assert text(frequency_penalty=2.0, presence_penalty=0.0) != text(frequency_penalty=-2.0)
+        assert len(set(text(frequency_penalty=-2.0, presence_penalty=-2.0))) == 1

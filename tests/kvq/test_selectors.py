@@ -1,0 +1,202 @@
+"""Reading less: what a selector says of pages by hand, native as in numpy, what matters is read."""
+
+import numpy as np
+import pytest
+
+from caches import budget_for_tokens
+from kvq.cache import Cache
+from kvq.config import CacheShape, KvPlan
+from kvq.errors import UsageError
+from kvq.reference import chosen_pages, decode, encode, keep_loudest, page_bounds
+from kvq.selectors import READ_ALL, SELECTORS, ReadRule, rule_named
+from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
+
+SHAPE = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
+PROMPT = 22 * 64  # closes twenty pages
+NARROW = KvPlan(k_bits=4, v_bits=2)
+READS = ["25%", "quest:share=0.6", "double-sparsity:share=0.3", "landmarks:share=0.5", "exact"]
+
+
+def filled(
+    read: str,
+    *,
+    plan: KvPlan = NARROW,
+    tokens: int = 1500,
+    turned: int = 32,
+    loud: slice = slice(None),
+) -> Pair:
+    """Both caches with random tokens, `turned` pairs of channels rotated, some keys `loud`."""
+    budget = budget_for_tokens(SHAPE, plan, 2048) + (1 << 19)
+    pair = Pair.open(SHAPE, plan, budget, 2048, read=read)
+    q, k, v = random_heads(np.random.default_rng(0), SHAPE, tokens)
+    strength = np.full((tokens, 1, 1), 0.1, np.float32)
+    strength[loud] = 1
+    k = strength * k
+    pair.fill([attention(SHAPE)], [pack_heads(4 * q, k, v)], frequencies(turned))
+    return pair
+
+
+def step(pair: Pair, rows: int) -> list[np.ndarray]:
+    q, k, v = random_heads(np.random.default_rng(1), SHAPE, rows)
+    packed = pack_heads(4 * q, k, v)
+    return [ask(cache, packed) for cache in pair]
+
+
+def ask(cache: Cache, packed: np.ndarray, turned: int = 32) -> np.ndarray:
+    """What rows after the committed tokens see; they are forgotten."""
+    at = np.arange(len(packed)) + cache.tokens
+    out = forward(cache, [attention(SHAPE)], [packed], at, frequencies(turned))[0]
+    cache.rewind()
+    return out
+
+
+# ---- by hand ---------------------------------------------------------------------------------
+
+
+def test_a_bound_is_above_every_product_and_quests_own_sum() -> None:
+    """Quest: the sum over channels of max(q min, q max), here of the codes' reach."""
+    rng = np.random.default_rng(0)
+    keys, q = rng.standard_normal((64, 64)).astype(np.float32), rng.standard_normal((5, 64))
+    codes, grid = encode(keys, 0)
+    scale, mid = grid.scale[None], grid.mid[None]
+    bound = page_bounds(q, scale, mid, 1.0)
+    minimum, largest = mid - 120.5 * scale, mid + 120.5 * scale
+    papers = np.maximum(q * minimum, q * largest).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(bound, papers, rtol=1e-5)
+    for bits in (8, 4, 2):
+        read = decode(codes, grid, bits, 0)
+        assert (q @ read.T <= bound + 1e-4).all()
+    # Landmarks score by the middle alone.
+    np.testing.assert_allclose(page_bounds(q, scale, mid, 0.0), q @ mid.T, rtol=1e-5)
+
+
+def test_the_loudest_channels_alone_count() -> None:
+    q = np.array([[1, -5, 2, 4.0]], np.float32)
+    assert keep_loudest(q, 2).tolist() == [[0, -5, 0, 4]]
+    assert keep_loudest(q, 0).tolist() == keep_loudest(q, 4).tolist() == q.tolist()
+
+
+def test_heads_that_share_keys_share_the_choice_each_by_its_own_scale() -> None:
+    """Head 0's scores are a hundred times head 1's; its second page yields to head 1's best."""
+    scores = np.array([[900.0, 500, 100, 0], [1.0, 2, 3, 9]])
+    seen = np.ones(4, bool)
+    assert chosen_pages(scores, seen, 0.5).tolist() == [True, False, False, True]
+    # A page nobody sees is none of those counted, and a share is at least one page.
+    assert chosen_pages(scores, np.array([False, True, True, True]), 0.1).tolist() == [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert chosen_pages(np.zeros((1, 4)), seen, 0.5).tolist() == [True, True, False, False]
+
+
+# ---- native as in numpy ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("read", READS)
+def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
+    pair = filled(read)
+    pair.shift(3, 7)
+    pair.mask(5, 0xFFFF00FFFF)
+    pair.demote([[0, 0, 2, 0, 0], [0, 1, 4, 2, 2]])
+    got, want = step(pair, rows)
+    assert relative_rms(got, want) < 0.05
+    for name in ("pages_seen", "pages_read"):
+        native, numpy = (getattr(cache._engine, name) for cache in pair)
+        assert native == numpy or read == "exact"
+    assert 0 < pair.native.read_share <= 1
+    assert pair.native.holdings().read_share == pair.native.read_share
+    pair.close()
+
+
+@pytest.mark.parametrize("read", READS[:-1])
+def test_a_draft_reads_what_its_rows_would_read_one_by_one(read: str) -> None:
+    pair = filled(read)
+    cache = pair.native
+    q, k, v = random_heads(np.random.default_rng(1), SHAPE, 5)
+    packed, at = pack_heads(4 * q, k, v), np.arange(5) + cache.tokens
+    together = ask(cache, packed)
+    for row in range(5):
+        own = slice(row, row + 1)
+        alone = forward(cache, [attention(SHAPE)], [packed[own]], at[own], frequencies(32))[0]
+        np.testing.assert_allclose(alone[0], together[row], atol=2e-5)
+        cache.commit(1)
+    pair.close()
+
+
+def test_a_quarter_is_read_and_a_sought_page_is_among_it() -> None:
+    token = 4 + 64 * 7 + 11  # of the eighth page
+    pair, whole = (
+        filled(read, tokens=PROMPT, turned=0, loud=slice(token, token + 1))
+        for read in ("25%", "all")
+    )
+    looked = random_heads(np.random.default_rng(0), SHAPE, PROMPT)[1][token]
+    q = np.repeat(4 * looked, 3, axis=0)[None].astype(np.float32)
+    _, k, v = random_heads(np.random.default_rng(2), SHAPE, 1)
+    few, everything = (ask(one.native, pack_heads(q, k, v), 0) for one in (pair, whole))
+    assert pair.native.read_share == 0.25
+    assert whole.native.read_share == 1
+    assert relative_rms(few, everything) < 0.02
+    pair.close()
+    whole.close()
+
+
+def test_a_prompt_reads_everything() -> None:
+    pair, whole = filled("landmarks:share=0.05"), filled("all")
+    for one, other in zip(step(pair, 9), step(whole, 9), strict=True):
+        assert (one == other).all()
+    assert pair.native.read_share == 1
+    pair.close()
+    whole.close()
+
+
+def test_exact_leaves_out_pages_and_no_digit() -> None:
+    """One key in twenty pages is looked for so hard that the others weigh 2^-50 and less."""
+    outputs = []
+    for read in ("all", "exact"):
+        pair = filled(read, plan=KvPlan(k_bits=8, v_bits=8), tokens=PROMPT)
+        q, k, v = random_heads(np.random.default_rng(3), SHAPE, 1)
+        q = np.repeat(q[:, ::3], 3, axis=1)
+        k = 30 * np.sign(q[:, ::3]).astype(np.float32)
+        outputs.append(ask(pair.native, pack_heads(4 * q, k, v)))
+        share = pair.native.read_share
+        pair.close()
+    assert share < 0.2
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_read_is_no_part_of_a_snapshot() -> None:
+    pair, whole = filled("25%"), filled("all")
+    assert pair.native.state() == whole.native.state()
+    pair.native.load_state(whole.native.state())
+    pair.close()
+    whole.close()
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+
+def test_names_and_shares_come_to_rules() -> None:
+    assert rule_named("all") == rule_named("100%") == READ_ALL
+    assert READ_ALL.reads_all
+    assert rule_named("12.5%") == rule_named("quest:share=0.125") == ReadRule(share=0.125)
+    assert rule_named("double-sparsity:channels=8") == ReadRule(share=0.25, channels=8)
+    assert rule_named("landmarks") == ReadRule(share=0.25, spread=0)
+    assert rule_named("exact") == ReadRule(exact=True)
+    assert {rule_named(name).share for name in SELECTORS} == {0.25, 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("quest:share=0", "above 0"),
+        ("0%", "above 0"),
+        ("101%", "up to 1"),
+        ("best", "such as 25%"),
+        ("0.25", "such as 25%"),
+        ("quest:pages=3", "option 'pages=3'; possible: share="),
+        ("double-sparsity:channels=0", "1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match="--kv-read.*" + said):
+        rule_named(text)
