@@ -196,7 +196,6 @@ def test_every_form_of_pages_is_the_references(head_dim: int) -> None:
             widths,
             random_heads,
             200,
-            inv_freq=inv_freq,
             forms=tuple(map(PageForm, range(4))),
         )
         for head, column in itertools.product(range(4), range(2)):
