@@ -101,7 +101,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
         cache = open_cache(
             config.cache_shape, KvPlan(k_bits=8, v_bits=8), 8 << 20, 512, chunk_tokens=128,
-            observed=True, native=backend.cache_kind == "native",
+            observed=True, native=backend.cache_kind == "native", forms=bundle.manifest.forms,
         )  # fmt: skip
         attention = None
         for start in range(0, 512, 128):
