@@ -115,6 +115,8 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_export.config:GgufType")),
     "wbits": Flag("bits of linear weights: 4 or 8", "{kvq_export.config:WeightFormat.bits}",
         metavar="BITS"),
+    "sensitive": Flag("how many matrices to keep at 8 bits, those that lose most at 4",
+        "{kvq_export.config:WeightFormat.sensitive}", metavar="N"),
     "group": Flag("weights sharing a scale: 32, 64 or 128",
         "{kvq_export.config:WeightFormat.block}", metavar="N"),
     "embedding-bits": Flag("bits of the embedding: 8 or 4",

@@ -81,6 +81,8 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     weights, gguf = manifest["weights"], manifest["gguf"]
     if weights is not None:
         text = f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block {weights['block']}"
+        wide = weights.get("wide", ())
+        text += f", {len(wide)} matrices 8 bits" if wide else ""
         rows.append(("weights", f"{text}, embedding {weights['embedding_bits']} bits"))
     if gguf is not None:
         num_bytes = manifest["files"]["model.gguf"]["bytes"]

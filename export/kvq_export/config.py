@@ -8,6 +8,7 @@ from kvq.errors import UsageError
 from kvq.policies import policy_named
 
 WEIGHT_BITS = (4, 8)
+WIDE_BITS = 8
 BLOCKS = (32, 64, 128)
 
 Linear = Literal["kvq", "ort"]
@@ -22,13 +23,16 @@ class WeightFormat:
 
     `embedding_bits` is the width of the token embedding and of the output head, whether the
     two are tied or not. `linear` names the op that multiplies them: ours, or ONNX Runtime's
-    MatMulNBits, kept to compare with.
+    MatMulNBits, kept to compare with. `sensitive` is how many matrices of the layers are kept at 8
+    bits, those that lose most at 4; an export fills their canonical names into `wide`.
     """
 
     bits: int = 4
     block: int = 64
     embedding_bits: int = 8
     linear: Linear = "kvq"
+    sensitive: int = 0
+    wide: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for flag, value in (("wbits", self.bits), ("embedding-bits", self.embedding_bits)):
@@ -38,6 +42,16 @@ class WeightFormat:
             raise UsageError(f"--group {self.block} is not possible: choose 32, 64 or 128")
         if self.linear not in get_args(Linear):
             raise UsageError(f"--linear {self.linear} is not possible: choose kvq or ort")
+        if self.sensitive < 0:
+            raise UsageError(f"--sensitive {self.sensitive} is not possible: give 0 or more")
+        if self.sensitive and self.bits == WIDE_BITS:
+            raise UsageError("--sensitive keeps some matrices at 8 bits; --wbits 8 keeps all there")
+
+    def width(self, name: str) -> int:
+        """Bits of the canonical matrix `name`."""
+        if name in ("embed", "head"):
+            return self.embedding_bits
+        return WIDE_BITS if name in self.wide else self.bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 
 from kvq.config import PageForm
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, UsageError
 from kvq.policies import Sensitivity
 from kvq_export import calibration, quality
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import ExportOptions
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.gguf_export import GgufExport
 from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub import Located, locate
 from kvq_export.layout import plan_layout
 from kvq_export.quality import Original
+from kvq_export.sensitive import most_sensitive
 from kvq_export.staging import require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
 from kvq_models.decoder import rope_settings
@@ -76,7 +77,8 @@ def export_model(
     name = options.name or folder.name
     model = _open_model(locate(source), options)
     config, sources = model.original.config, model.original.sources
-    layout = plan_layout(config, sources, options.weights) if options.onnx else None
+    weights = _weight_format(model, options, progress)
+    layout = plan_layout(config, sources, weights) if options.onnx else None
     graph_bytes = 0 if layout is None else layout.num_bytes
     total = graph_bytes + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
@@ -112,6 +114,27 @@ def export_model(
         )
         write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _weight_format(model: _Model, options: ExportOptions, progress: Progress) -> WeightFormat:
+    """What the options ask for, with the names of the matrices that are kept wide."""
+    weights = options.weights
+    if not (weights.sensitive and options.onnx):
+        return weights
+    if model.tokenizer is None:
+        raise UsageError(
+            "--sensitive is measured on a text, and a checkpoint without tokenizer.json reads "
+            "none; leave it out, or choose --wbits 8"
+        )
+    progress(0, 1, "what each matrix loses at 4 bits")
+    ids = _quality_ids(model.tokenizer, model.original.config.vocab_size)
+    return replace(weights, wide=most_sensitive(model.original, ids, weights))
+
+
+def _quality_ids(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+    """The tokens that the quality report is measured on, int64 [T]."""
+    ids = tokenizer.encode(quality.quality_text(), start=True)
+    return np.array(ids[: quality.token_limit(vocab_size)])
 
 
 def _measured(
@@ -203,8 +226,7 @@ def _measure(
     step: Callable[[str], None],
 ) -> Mapping[str, Any]:
     bundle = Bundle.open(folder, verify="size")
-    ids = tokenizer.encode(quality.quality_text(), start=True)
-    ids = np.array(ids[: quality.token_limit(bundle.config.vocab_size)])
+    ids = _quality_ids(tokenizer, bundle.config.vocab_size)
     step("the checkpoint's answers")
     expected = quality.log_softmax(model.original.logits(ids))
     report: dict[str, Any] = {"text": "quality.txt", "tokens": len(ids)}

@@ -74,9 +74,10 @@ def plan_layout(
         if len(source.shape) == 1:
             cursor.place(name, "float32", source.shape)
             continue
-        bits = weights.embedding_bits if name in ("embed", "head") else weights.bits
         rows, columns = source.shape
-        matrix = PanelFormat(rows=rows, columns=columns, bits=bits, block=weights.block)
+        matrix = PanelFormat(
+            rows=rows, columns=columns, bits=weights.width(name), block=weights.block
+        )
         matrices[name] = matrix
         if weights.linear == "kvq":
             cursor.place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,9 @@ from kvq_runtime.bundle import Bundle
 
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]
 """(plan of the cache, ids int64 [T]) -> logits float32 [T, V] of the bundle."""
+
+Watch = Callable[[str, np.ndarray, np.ndarray], None]
+"""Hears of products: a matrix's name, inputs float32 [T, K], some of its rows float32 [N, K]."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +49,23 @@ class Original:
     sources: Mapping[str, WeightSource]
     checkpoint: Checkpoint
 
-    def logits(self, ids: np.ndarray, *, long_rope: bool = False) -> np.ndarray:
-        """Logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk."""
-        positions = np.arange(len(ids))
-        return forward(
-            self.config, self._weight, ids, positions, plain_attention(), long_rope=long_rope
-        )
+    def logits(
+        self, ids: np.ndarray, *, long_rope: bool = False, watch: "Watch | None" = None
+    ) -> np.ndarray:
+        """Logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk.
 
-    def _weight(self, name: str) -> np.ndarray:
-        source = self.sources[name]
-        if len(source.shape) == 1:
-            return self.checkpoint.read(source)
-        return cast(np.ndarray, _StreamedMatrix(self.checkpoint, source))
+        `watch` hears of every product that is computed.
+        """
+        positions = np.arange(len(ids))
+
+        def weight(name: str) -> np.ndarray:
+            source = self.sources[name]
+            if len(source.shape) == 1:
+                return self.checkpoint.read(source)
+            told = None if watch is None else partial(watch, name)
+            return cast(np.ndarray, _StreamedMatrix(self.checkpoint, source, told))
+
+        return forward(self.config, weight, ids, positions, plain_attention(), long_rope=long_rope)
 
 
 def measure(
@@ -178,9 +187,15 @@ class _StreamedMatrix:
     # Makes `array @ self` call `__rmatmul__` here instead of treating self as a scalar.
     __array_ufunc__ = None
 
-    def __init__(self, checkpoint: Checkpoint, source: WeightSource) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: WeightSource,
+        told: Callable[[np.ndarray, np.ndarray], None] | None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._source = source
+        self._told = told
 
     @property
     def T(self) -> "_StreamedMatrix":  # noqa: N802  numpy's name
@@ -196,4 +211,6 @@ class _StreamedMatrix:
         for chunk in self._checkpoint.chunks(self._source):
             out[:, column : column + len(chunk)] = x @ chunk.T
             column += len(chunk)
+            if self._told is not None:
+                self._told(x, chunk)
         return out

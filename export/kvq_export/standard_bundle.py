@@ -41,8 +41,9 @@ def standard_bundle(bundle: Bundle, destination: str | Path, progress: Progress 
     stored, config = bundle.manifest.weights, bundle.config
     assert stored is not None
     form = WeightFormat(
-        bits=stored.bits, block=stored.block, embedding_bits=stored.embedding_bits, linear="ort"
-    )
+        bits=stored.bits, block=stored.block, embedding_bits=stored.embedding_bits,
+        wide=stored.wide, linear="ort",
+    )  # fmt: skip
     layout = plan_layout(
         config, family_for({"model_type": config.model_type}).weights(config), form
     )

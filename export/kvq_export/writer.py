@@ -131,6 +131,7 @@ def weight_info(layout: Layout) -> WeightInfo:
         block=layout.format.block,
         embedding_bits=layout.format.embedding_bits,
         linear=layout.format.linear,
+        wide=layout.format.wide,
         num_bytes=layout.num_bytes,
     )
 

@@ -217,7 +217,7 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the kernels in use: `generic`, `avx2`, `avx512vnni` or `neon`."""
+    """Name of the kernels in use: `generic`, `avx2`, `avxvnni`, `avx512vnni` or `neon`."""
     return library().kvq_isa().decode()
 
 

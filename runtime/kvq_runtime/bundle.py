@@ -55,6 +55,8 @@ REMEMBERED_BYTES = 16 << 20
 class WeightInfo:
     """Widths and block of the stored weights, their bytes together, and the op that reads them.
 
+    `wide` names the canonical matrices of layers that are kept at 8 bits whatever `bits` is.
+
     With `linear` "kvq" a matrix lies in panels, see `kvq.reference_linear`; with "ort" as ONNX
     Runtime's MatMulNBits wants it, codes two
     to a byte and float32 scales.
@@ -65,6 +67,13 @@ class WeightInfo:
     embedding_bits: int
     num_bytes: int
     linear: str = "kvq"
+    wide: tuple[str, ...] = ()
+
+    def width(self, name: str) -> int:
+        """Bits of the canonical matrix `name`."""
+        if name in ("embed", "head"):
+            return self.embedding_bits
+        return 2 * NIBBLE_BITS if name in self.wide else self.bits
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's object."""
@@ -74,6 +83,7 @@ class WeightInfo:
             "embedding_bits": self.embedding_bits,
             "bytes": self.num_bytes,
             "linear": self.linear,
+            "wide": list(self.wide),
         }
 
     @classmethod
@@ -85,6 +95,7 @@ class WeightInfo:
             embedding_bits=int(data["embedding_bits"]),
             num_bytes=int(data["bytes"]),
             linear=str(data["linear"]),
+            wide=tuple(map(str, data.get("wide", ()))),
         )
         if info.block < 1 or info.num_bytes < 0 or not {info.bits, info.embedding_bits} <= _WIDTHS:
             raise ValueError(f"weights cannot be stored as {dict(data)}")
@@ -231,7 +242,7 @@ class Bundle:
                 folder / MODEL_FILE,
                 manifest.config,
                 linear=stored.linear,
-                bits=stored.bits,
+                width=stored.width,
                 block=stored.block,
             )
         return cls(path=folder, manifest=manifest)
@@ -357,8 +368,8 @@ class Bundle:
             if outside
             else layer_shapes(config)[name.rsplit(".", 1)[-1]]
         )
-        bits = weights.embedding_bits if outside else weights.bits
-        return PanelFormat(rows=rows, columns=columns, bits=bits, block=weights.block)
+        bits, block = weights.width(name), weights.block
+        return PanelFormat(rows=rows, columns=columns, bits=bits, block=block)
 
     @property
     def _graph_weights(self) -> WeightInfo:

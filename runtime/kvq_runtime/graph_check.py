@@ -6,7 +6,7 @@ library for it takes longer than opening the model.
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -29,15 +29,16 @@ _LAYER = "/model/layers."
 _ORT_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
 
 Fields = Mapping[int, list[Any]]
+Width = Callable[[str], int]
 Node = tuple[str, Mapping[str, Any]]  # operator and numeric attributes
 
 
-def check_graph(path: Path, config: ModelConfig, *, linear: str, bits: int, block: int) -> None:
+def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, block: int) -> None:
     """Raises `BundleError` where the graph at `path` is not that of `config`.
 
     Compared are every attention node, the shape and blocks of every linear layer, the activation,
-    and the width of the logits. `linear`, `bits` and `block` are those of the manifest's weights;
-    the head's bits may be the embedding's.
+    and the width of the logits. `linear` and `block` are those of the manifest's weights, `width`
+    gives the bits of a matrix of a layer by its canonical name.
     """
     try:
         (graph,) = _message(path.read_bytes())[_GRAPH]
@@ -51,7 +52,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, bits: int, bloc
     found = {name: (operator, attributes) for name, operator, attributes in nodes}
     own = linear == "kvq"
     wanted = _attention_nodes(config) | (
-        _own_nodes(config, bits, block) if own else _matmul_nodes(config, bits, block)
+        _own_nodes(config, width, block) if own else _matmul_nodes(config, width, block)
     )
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
     if wrong:
@@ -80,13 +81,14 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     }
 
 
-def _own_nodes(config: ModelConfig, bits: int, block: int) -> dict[str, Node]:
+def _own_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
     """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
     size = {"rows": config.vocab_size, "columns": config.hidden_size, "block": block}
     nodes: dict[str, Node] = {"/model/Embed": ("Embed", size), "/model/head/Linear": (
         "Linear", size | {"activation": 0})}  # fmt: skip
     activation = ACTIVATIONS.index(config.activation)
     for layer, (name, (columns, rows)) in _matrices(config):
+        bits = width(_canonical(layer, name))
         facts = {"rows": rows, "columns": columns, "bits": bits, "block": block, "layer": layer}
         facts |= {"activation": activation if name == "mlp/down" else 0}
         facts |= {"norm_eps": float(config.norm_eps)}
@@ -95,14 +97,20 @@ def _own_nodes(config: ModelConfig, bits: int, block: int) -> dict[str, Node]:
     return nodes
 
 
-def _matmul_nodes(config: ModelConfig, bits: int, block: int) -> dict[str, Node]:
+def _matmul_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
     """Those of a graph of ONNX Runtime's MatMulNBits."""
     head = ("MatMulNBits", {"K": config.hidden_size, "N": config.vocab_size})
     nodes: dict[str, Node] = {"/model/head/MatMulNBits": head}
     for layer, (name, (columns, rows)) in _matrices(config):
+        bits = width(_canonical(layer, name))
         facts = {"K": columns, "N": rows, "bits": bits, "block_size": block}
         nodes[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
     return nodes
+
+
+def _canonical(layer: int, name: str) -> str:
+    """The canonical name of a layer's matrix, by that of its node."""
+    return f"layers.{layer}.{name.rpartition('/')[2]}"
 
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[int, tuple[str, tuple[int, int]]]]:

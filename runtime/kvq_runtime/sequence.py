@@ -265,8 +265,8 @@ class Sequence(Generic[C]):
         return before - len(self.due())
 
     def _open_stale(self, max_tokens: int) -> None:
-        """The first stale tokens are pending again."""
-        start, end = self._staleness.stale_runs()[0]
+        """Stale tokens are pending again."""
+        start, end = self._staleness.next_to_refresh()
         stop, held = min(end, start + min(max_tokens, self.chunk_tokens)), self.cache.tokens
         try:
             if stop < held and self.cache.why_not_edit() is None:

@@ -5,11 +5,15 @@ position, while their content never saw the new text. That is what *stale* means
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ages = NDArray[np.int32]
+
+# Runs of a text that edits have moved apart and that are let be until idle time reaches them.
+MOST_SEGMENTS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +57,18 @@ class Staleness:
         """Tokens that were encoded before a change on their left."""
         return int((self.ages > 0).sum())
 
-    def stale_runs(self) -> list[tuple[int, int]]:
-        """Where tokens are stale, as `gaps` are told."""
-        return _runs(self.ages > 0)
+    def next_to_refresh(self) -> tuple[int, int]:
+        """The stale run, as `gaps` are told, that is to be encoded first; there must be one.
+
+        The leftmost, so that the text becomes exact from the left. Where more than `MOST_SEGMENTS`
+        runs have moved apart, the smallest of these: each costs queries a rotation of their own.
+        """
+        steps = np.flatnonzero(np.diff(self.ages, prepend=0, append=0))
+        runs = list(pairwise([0, *steps.tolist()]))
+        apart = [(start, stop) for start, stop in runs if start < stop and self.ages[start] > 0]
+        if len(apart) > MOST_SEGMENTS:
+            return min(apart, key=lambda run: (run[1] - run[0], run[0]))
+        return _runs(self.ages > 0)[0]
 
     def per_page(self, page_tokens: int) -> list[int]:
         """Stale tokens of every `page_tokens` tokens of the text."""

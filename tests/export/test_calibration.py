@@ -162,10 +162,13 @@ def test_the_same_bundle_gives_the_same_numbers(
     bundle: Bundle, ids: np.ndarray, sensitivity: Sensitivity
 ) -> None:
     heard: list[tuple[int, int]] = []
-    again = calibration.calibrate(bundle, ids, 1, lambda done, total: heard.append((done, total)))
+    forms = bundle.manifest.forms
+    again = calibration.calibrate(
+        bundle, ids, 1, lambda done, total: heard.append((done, total)), forms=forms
+    )
     assert heard == [(1, LAYERS), (2, LAYERS)]
     assert again.to_json() == sensitivity.to_json()
-    third = calibration.calibrate(bundle, ids, 1)
+    third = calibration.calibrate(bundle, ids, 1, forms=forms)
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(third, name), getattr(again, name))
 

@@ -17,13 +17,14 @@ from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
 from kvq.native_linear import weight_bytes_read
 from kvq.reference_linear import SCALE_UNIT, View, dequantize, linear, pack, restore
-from kvq_export import quality
+from kvq_export import quality, sensitive
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.hub import locate
 from kvq_export.layout import plan_layout
 from kvq_export.random_bundle import random_bundle
+from kvq_export.standard_bundle import standard_bundle
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
@@ -646,3 +647,49 @@ def test_graph_file_is_small_and_names_the_data_file(tmp_path: Path) -> None:
     assert len(raw) < 32 << 10
     assert DATA_FILE.encode() in raw
     assert str(tmp_path).encode() not in raw
+
+
+# Matrices that are kept wide
+
+
+def test_the_matrices_that_lose_most_are_kept_at_8_bits(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    plain = export_model(source, tmp_path / "plain", ExportOptions(calibrate=False))
+    wanted = ExportOptions(calibrate=False, weights=WeightFormat(sensitive=3))
+    mixed = export_model(source, tmp_path / "mixed", wanted)
+    stored = mixed.manifest.weights
+    assert stored is not None
+    assert len(stored.wide) == 3
+    # Against the losses measured another way: each matrix as both bundles store it.
+    family, config, _ = read_checkpoint(source)
+    original = quality.Original(
+        config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
+    )
+    ids = np.arange(60) % config.vocab_size
+    losses = sensitive.relative_losses(original, ids, WeightFormat())
+    assert list(losses) == [name for name in original.sources if name in losses]
+    assert len(losses) == 4 * config.num_layers
+    exact = checkpoint_weights(source)
+    for name in losses:
+        errors = [np.abs(bundle.read_weight(name) - exact(name)).max() for bundle in (plain, mixed)]
+        wide = name in stored.wide
+        assert (errors[1] < errors[0] / 8) if wide else (errors[1] == errors[0])
+    before, after = plain.manifest.quality, mixed.manifest.quality
+    assert before is not None
+    assert after is not None
+    assert after["weights"]["mean_kld"] < before["weights"]["mean_kld"]
+    twin = standard_bundle(mixed, tmp_path / "twin")
+    name = stored.wide[0]
+    np.testing.assert_array_equal(twin.read_weight(name), mixed.read_weight(name))
+
+
+def test_wishes_for_wide_matrices_that_cannot_be(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    options = ExportOptions(quality=False, weights=WeightFormat(sensitive=99))
+    with pytest.raises(UsageError, match=r"--sensitive 99 .* have 8 matrices"):
+        export_model(source, tmp_path / "bundle", options)
+    with pytest.raises(UsageError, match="--wbits 8 keeps all there"):
+        WeightFormat(bits=8, sensitive=1)
+    untold = ExportOptions(tokenizer=False, weights=WeightFormat(sensitive=1))
+    with pytest.raises(UsageError, match="measured on a text"):
+        export_model(source, tmp_path / "bundle", untold)

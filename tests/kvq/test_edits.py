@@ -15,6 +15,7 @@ from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
 from kvq.formats import constant_bytes, grid_bytes
+from kvq.policies import POLICIES
 from kvq.reference import KEYS, VALUES, Grid, codes_of, decode, rotate
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 from tolerances import TRACE_ERROR
@@ -304,6 +305,31 @@ def test_the_order_of_edits_makes_no_difference() -> None:
     assert outs[0][1:] == outs[1][1:]
     for one, other in zip(outs[0][0], outs[1][0], strict=True):
         assert (one == other).all()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_keeps_its_budget_while_a_text_is_edited(policy: str) -> None:
+    """With nearly no probe left by the edits; what is held is where it should be."""
+    plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=SINKS)
+    budget = budget_for_tokens(SHAPE, plan, 200, context_tokens=900, policy=policy)
+    cache = open_cache(SHAPE, plan, budget, 900, policy=policy)
+    text, rng = Text([cache], 8), np.random.default_rng(8)
+    text.write(0, 400)
+    for _ in range(60):
+        start, stop, count = random_edit(text, rng)
+        try:
+            text.edit(start, stop, count)
+        except CacheError:
+            text.trim(start)
+            count = 0
+        if count:
+            text.write(start, count)
+        text.write(len(text.held), 3)
+        assert cache.used_bytes <= budget
+    for _, pos0, delta, first, mask in cache.views().tolist():
+        assert mask == 0 or first == pos0 + delta
+    assert cache.tokens == len(text.held)
+    cache.close()
 
 
 def took(cache: Cache, one: tuple[int, int, int]) -> bool:

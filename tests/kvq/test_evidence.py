@@ -69,6 +69,28 @@ def test_native_sees_what_numpy_sees(k_bits: int, v_bits: int) -> None:
     pair.close()
 
 
+@pytest.mark.parametrize(("k_bits", "v_bits"), [(8, 8), (4, 2)])
+def test_native_sees_of_an_edited_text_what_numpy_sees(k_bits: int, v_bits: int) -> None:
+    """Pages with several views, rows of the tail that have moved, probes that an edit forgot."""
+    pair = opened(k_bits, v_bits)
+    layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=200)]
+    pair.fill(layers, rows(0, 600), frequencies(32))
+    for start, stop, count in ((570, 572, 5), (120, 150, 3), (200, 200, 9), (130, 131, 0)):
+        for cache in pair:
+            cache.edit(start, stop, count)
+            if count:
+                new = [one[:count] for one in rows(start, count)]
+                cache.begin(count, at=start)
+                for params, own in zip(layers, new, strict=True):
+                    cache.attend(params, own, start + np.arange(count), frequencies(32))
+                cache.commit(count)
+    pair.fill(layers, rows(1, 90), frequencies(32))
+    assert len(pair.native.views()) >= len(pair.native.columns()[0]) + 3
+    # Few rows are averaged over, as in a sum of pages of two bits.
+    assert_alike(pair, EVIDENCE[2])
+    pair.close()
+
+
 def test_a_capped_logit_counts_as_capped() -> None:
     pair = opened(8, 8)
     layers = [attention(SHAPE, 0, softcap=4.0), attention(SHAPE, 1, softcap=30.0)]

@@ -87,4 +87,4 @@ def _encode(tensor: GgufTensor, bundle: Bundle, weights: WeightInfo) -> Iterator
 
 
 def _bits(tensor: GgufTensor, weights: WeightInfo) -> int:
-    return weights.embedding_bits if tensor.source in ("embed", "head") else weights.bits
+    return weights.width(tensor.source)

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(
         parser,
-        "out", "format", "gguf-type", "wbits", "group", "embedding-bits", "linear",
+        "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
@@ -48,7 +48,12 @@ def run(arguments: Namespace) -> int:
 
     weights = WeightFormat(
         **options.given(
-            arguments, bits="wbits", block="group", embedding_bits="embedding-bits", linear="linear"
+            arguments,
+            bits="wbits",
+            sensitive="sensitive",
+            block="group",
+            embedding_bits="embedding-bits",
+            linear="linear",
         )
     )
     export_options = ExportOptions(
@@ -80,7 +85,7 @@ def _refuse_unused(arguments: Namespace) -> None:
         unused["gguf-type"] = "is of the GGUF file; add --format gguf or both"
     if chosen == "gguf":
         unused |= dict.fromkeys(
-            ("wbits", "group", "linear"),
+            ("wbits", "sensitive", "group", "linear"),
             "is of the ONNX graph; choose --gguf-type, or --format both",
         )
         if kind != "q4_0":

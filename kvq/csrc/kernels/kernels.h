@@ -93,6 +93,7 @@ struct Kernels {
 
 const Kernels* generic_kernels();
 const Kernels* avx2_kernels();        // null where not compiled or not supported
+const Kernels* avxvnni_kernels();     // likewise
 const Kernels* avx512vnni_kernels();  // likewise
 const Kernels* neon_kernels();        // likewise
 const Kernels& kernels();

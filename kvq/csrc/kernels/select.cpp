@@ -9,7 +9,7 @@ namespace kvq {
 namespace {
 
 using Getter = const Kernels* (*)();
-constexpr Getter kBestFirst[] = {avx512vnni_kernels, avx2_kernels, neon_kernels,
+constexpr Getter kBestFirst[] = {avx512vnni_kernels, avxvnni_kernels, avx2_kernels, neon_kernels,
                                   generic_kernels};
 
 const Kernels* find(const char* name) {

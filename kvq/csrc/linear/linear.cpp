@@ -33,7 +33,8 @@ constexpr float kMargin = 1.5f;
 std::atomic<int64_t> g_bytes_read{0};
 
 const LinearKernels& chosen() {
-    for (const LinearKernels* table : {avx512vnni_linear(), avx2_linear(), neon_linear()})
+    for (const LinearKernels* table :
+         {avx512vnni_linear(), avxvnni_linear(), avx2_linear(), neon_linear()})
         if (table && !std::strcmp(table->name, kernels().name)) return *table;
     return *generic_linear();
 }

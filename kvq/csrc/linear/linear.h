@@ -54,6 +54,7 @@ struct LinearKernels {
 
 const LinearKernels* generic_linear();
 const LinearKernels* avx2_linear();        // null where not compiled or not supported
+const LinearKernels* avxvnni_linear();     // likewise
 const LinearKernels* avx512vnni_linear();  // likewise
 const LinearKernels* neon_linear();        // likewise
 

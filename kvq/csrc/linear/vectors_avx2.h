@@ -1,4 +1,5 @@
-// Sixteen lanes as two vectors of AVX2, FMA and F16C. Meanings: vectors_generic.h.
+// Sixteen lanes as two vectors of AVX2, FMA and F16C; where AVX-VNNI is compiled for, dot products
+// are vpdpbusd. Meanings: vectors_generic.h.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +9,11 @@
 namespace {
 
 constexpr int kMaxRows = 5;
+#ifdef __AVXVNNI__
+constexpr bool kWholeCodes = true;
+#else
 constexpr bool kWholeCodes = false;
+#endif
 constexpr float kWholeMiddle = 128;
 
 struct Floats {
@@ -122,9 +127,13 @@ inline CodePair load_codes(const uint8_t* p) {
             {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask),
              _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)}};
 }
-inline CodePair merged(const CodePair& upper, const CodePair&) {
-    return upper;
-}  // never called
+inline Ints merged(const Ints& upper, const Ints& lower) {
+    return {_mm256_or_si256(_mm256_slli_epi16(upper.a, 4), lower.a),
+            _mm256_or_si256(_mm256_slli_epi16(upper.b, 4), lower.b)};
+}
+inline CodePair merged(const CodePair& upper, const CodePair& lower) {
+    return {merged(upper.first, lower.first), merged(upper.second, lower.second)};
+}
 inline void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
@@ -134,6 +143,20 @@ inline __m256i broadcast_quad(const int8_t* quad) {
     std::memcpy(&bits, quad, 4);
     return _mm256_set1_epi32(bits);
 }
+#ifdef __AVXVNNI__
+struct Dots {
+    Ints total = set1(0);
+    inline void add(const CodePair& codes, const int8_t* x) {
+        add(codes.first, broadcast_quad(x));
+        add(codes.second, broadcast_quad(x + 4));
+    }
+    inline void add(const Ints& codes, __m256i quad) {
+        total.a = _mm256_dpbusd_avx_epi32(total.a, codes.a, quad);
+        total.b = _mm256_dpbusd_avx_epi32(total.b, codes.b, quad);
+    }
+    inline void flush() {}
+};
+#else
 // int16 holds eight nibble products (2 * 15 * 127 each): no more than four adds before flush().
 struct Dots {
     Ints total = set1(0);
@@ -145,6 +168,8 @@ struct Dots {
     inline void add(const Ints& codes, __m256i quad) {
         words.a = _mm256_add_epi16(words.a, _mm256_maddubs_epi16(codes.a, quad));
         words.b = _mm256_add_epi16(words.b, _mm256_maddubs_epi16(codes.b, quad));
+        // Compilers would rather add products in a tree, for which there are no registers.
+        asm("" : "+x"(words.a), "+x"(words.b));
     }
     inline void flush() {
         const __m256i ones = _mm256_set1_epi16(1);
@@ -153,5 +178,6 @@ struct Dots {
         words = set1(0);
     }
 };
+#endif
 
 }  // namespace
