@@ -32,10 +32,10 @@ from kvq_runtime.graph_check import check_graph
 FORMAT = "kvq-bundle"
 # What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
 # versions have other weights and inputs.
-VERSION = 4
+VERSION = 5
 GGUF_VERSION = 2
-# The last one whose calibration was for an older format of pages.
-PAGES_CHANGED_VERSION = 3
+# Those whose calibration was for older formats of pages.
+OLD_PAGES_VERSIONS = (3, 4)
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -510,7 +510,7 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
             "export the model again"
         )
-    if version == PAGES_CHANGED_VERSION:
+    if version in OLD_PAGES_VERSIONS:
         raise BundleError(
             f"{folder} is a bundle of version {version}, calibrated for pages that this kvq no "
             "longer writes; export the model again"
