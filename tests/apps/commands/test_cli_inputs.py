@@ -125,9 +125,9 @@ def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path
     (folder / "model.onnx.data").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert "model.onnx.data was altered" in refused("inspect", str(folder))
     assert "model.onnx.data was altered" in refused("serve", str(folder), "--port", "0")
-    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 4}
+    manifest = json.loads((folder / "kvq.json").read_text()) | {"version": 6}
     (folder / "kvq.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    assert "version 4, newer than the 3 this kvq reads" in refused("inspect", str(folder))
+    assert "version 6, newer than the 5 this kvq reads" in refused("inspect", str(folder))
 
 
 def test_a_budget_too_small_names_one_that_works(
