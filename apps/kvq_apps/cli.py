@@ -14,7 +14,7 @@ from io import FileIO, TextIOWrapper
 from typing import Any, NoReturn
 
 from kvq import __version__
-from kvq.errors import KvqError, UsageError
+from kvq.errors import KvqError, UsageError, named_by_flags
 from kvq.settings import encode_in_one_thread, environment, stay_offline
 from kvq_apps import flags, layers, output
 from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
@@ -24,6 +24,7 @@ COMMANDS = {
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
     "run": ("kvq_apps.commands.run", "continue a prompt"),
     "chat": ("kvq_apps.commands.chat", "talk to a model in the terminal"),
+    "complete": ("kvq_apps.commands.complete", "complete code at a place of a file"),
     "serve": ("kvq_apps.commands.serve", "serve a model to editors and other programs"),
     "eval": ("kvq_apps.commands.eval", "measure quality at a KV setting"),
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
@@ -67,7 +68,7 @@ class PrintCompletion(Action):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    with noted_interrupts() as interrupted:
+    with noted_interrupts() as interrupted, named_by_flags():
         return _run(sys.argv[1:] if argv is None else argv, interrupted)
 
 

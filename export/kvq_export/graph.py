@@ -7,10 +7,11 @@ Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of th
 sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches),
 `sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
 model with two sets of rotary frequencies `rope_long` int64 [1].
-Three inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
+Four inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
 [1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
-whole weights; else the upper nibbles rank all and what can be the best so many is exact) and
-`layer_modes` int64 [layers] (0 full, 1 skip, 2 keys and values only).
+whole weights; else the upper nibbles rank all and what can be the best so many is exact),
+`layer_modes` int64 [layers] (0 full, 1 skip, 2 keys and values only) and `head_rows` int64 [1] (0:
+the logits of all tokens; else those of the first so many alone).
 Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
 computed: no later token needs the others.
 """
@@ -80,6 +81,7 @@ class _Builder:
             self.exact_rows = self._input("exact_rows", integer, [1], optional=True)
             layers = self.config.num_layers
             self.layer_modes = self._input("layer_modes", integer, [layers], optional=True)
+            self.head_rows = self._input("head_rows", integer, [1], optional=True)
 
     def embedding(self) -> ir.Value:
         """Ids and their weights -> hidden states [T, hidden]."""
@@ -204,6 +206,7 @@ class _Builder:
             self.weights_view,
             self.exact_rows if weight == "head" else None,
             None if weight == "head" else self.layer_modes,
+            self.head_rows if weight == "head" else None,
         ]
         while inputs[-1] is None:
             inputs.pop()

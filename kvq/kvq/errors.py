@@ -12,14 +12,47 @@
     ├── SnapshotError            a saved session cannot be used here
     └── BackendError             a dependency or a feature is missing
 
-A message says what was asked, what is possible, and what to do.
+A message says what was asked, what is possible, and what to do. It is written once, with the flags
+of the command line; outside of a command its text has the names of Python's arguments instead.
 """
+
+import collections.abc
+import re
+from contextlib import contextmanager
+
+_ARGUMENTS = {
+    "kv fp": 'kv="fp"', "kv": "kv", "kbits": "k_bits", "vbits": "v_bits", "kv-budget": "kv_budget",
+    "kv-policy": "policy", "ctx-size": "context_tokens", "chunk-tokens": "chunk_tokens",
+    "threads": "threads", "backend": "backend", "seed": "seed", "draft": "draft",
+    "drafts-method": "method", "predict": "max_tokens", "temp": "temperature", "top-k": "top_k",
+    "top-p": "top_p", "min-p": "min_p", "repeat-penalty": "repeat_penalty",
+    "repeat-last-n": "repeat_window_tokens", "presence-penalty": "presence_penalty",
+    "frequency-penalty": "frequency_penalty",
+}  # fmt: skip
+# A command in backticks is left as it is.
+_FLAG = re.compile(r"`kvq [^`]*`|--(kv fp\b|[a-z][a-z-]*[a-z])")
+_commands = 0
+
+
+@contextmanager
+def named_by_flags() -> collections.abc.Iterator[None]:
+    """While inside, errors of this process name the flags of the command line."""
+    global _commands  # noqa: PLW0603  one process is one command
+    _commands += 1
+    try:
+        yield
+    finally:
+        _commands -= 1
 
 
 class KvqError(Exception):
     """Base of all errors meant for users; the command line prints it and exits with `exit_code`."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if _commands else _FLAG.sub(_argument, text)
 
 
 class UsageError(KvqError):
@@ -60,3 +93,7 @@ class SnapshotError(KvqError):
 
 class BackendError(KvqError):
     """A backend, a library or a feature of it is missing."""
+
+
+def _argument(found: re.Match[str]) -> str:
+    return _ARGUMENTS.get(found[1], found[0])

@@ -434,7 +434,8 @@ class ReferenceCache:
 
     def _visible(self, seen: NDArray[np.bool_], pages: int) -> NDArray[np.bool_]:
         """Of which pages rows [R, n] see any key [R, pages]."""
-        return seen[:, : pages * PAGE_TOKENS].reshape(len(seen), pages, PAGE_TOKENS).any(axis=2)
+        parts = seen[:, : pages * PAGE_TOKENS].reshape(len(seen), pages, PAGE_TOKENS)
+        return np.asarray(parts.any(axis=2), np.bool_)
 
     def _bounds(
         self, params: AttentionParams, keys: _Keys, q: Float, held: Sequence[Page]
@@ -443,7 +444,7 @@ class ReferenceCache:
         unit = 1 / params.softcap if params.softcap > 0 else float(np.log2(np.e))
         rows = (q * np.float32(params.scale * unit)).reshape(-1, q.shape[-1])
         spread, channels = self._rule.spread, self._rule.channels
-        columns = []
+        columns: list[Float] = []
         for page, (_, turn) in zip(held, keys.parts, strict=False):
             grid, loud = page.grids[KEYS], keep_loudest(rows, channels)
             columns.append(page_bounds(turn(loud), grid.scale[None], grid.mid[None], spread)[:, 0])

@@ -1,5 +1,7 @@
 """The prompt that asks a model for what stands between two texts. Knows no file and no cursor."""
 
+from collections.abc import Callable
+
 from kvq.errors import ModelError
 from kvq_models.control import FimTokens
 from kvq_models.tokenizer import Tokenizer
@@ -20,13 +22,20 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
     return tokenizer.fim
 
 
-def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: int) -> list[int]:
+def infill_prompt(
+    tokenizer: Tokenizer,
+    prefix: str,
+    suffix: str,
+    max_tokens: int,
+    encode: Callable[[str], list[int]] | None = None,
+) -> list[int]:
     """At most `max_tokens` ids of `prefix` and `suffix` in the model's order, the middle to follow.
 
     Prefix, suffix, middle; or suffix, middle, prefix, which the middle then simply goes on from.
     What is too long loses the beginning of the prefix and the end of the suffix: the text near
-    the gap stays. Source: Bavarian et al., arXiv 2207.14255. Raises `ModelError` for a model
-    without fill-in-the-middle tokens, or when `max_tokens` leaves no room for text.
+    the gap stays. `encode` encodes a text as the tokenizer does, which is the default. Source:
+    Bavarian et al., arXiv 2207.14255. Raises `ModelError` for a model without fill-in-the-middle
+    tokens, or when `max_tokens` leaves no room for text.
     """
     fim = infill_tokens(tokenizer)
     start = tokenizer.control.start
@@ -37,7 +46,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, max_tokens: in
             f"give it {len(start) + 4} or more"
         )
     near = room * CHARACTERS_PER_TOKEN
-    before, after = tokenizer.encode(prefix[-near:]), tokenizer.encode(suffix[:near])
+    encode = tokenizer.encode if encode is None else encode
+    before, after = encode(prefix[-near:]), encode(suffix[:near])
     after = after[: max(int(room * SUFFIX_SHARE), room - len(before))]
     before = before[max(0, len(before) - (room - len(after))) :]
     if fim.suffix_first:

@@ -1,10 +1,12 @@
 """Loads a model once and opens sessions on it. Knows backends by name only."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, cast, overload
 
 from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv
 from kvq.errors import BackendError, UsageError
@@ -13,7 +15,7 @@ from kvq_runtime import backends, device
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import DEFAULT_MAX_TOKENS, SessionRequest
+from kvq_runtime.config import DEFAULT_MAX_TOKENS, Sampling, SessionRequest
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
@@ -110,6 +112,8 @@ class Engine:
         `Session.prefill` and `Session.generate` raise, a stream when its first step is asked for.
         """
         self._check_open()
+        check_text("complete", text)
+        check_names("complete", generation, Session.generate)
         ids, begin_with = heal(self.tokenizer, self.tokenizer.encode(text, start=True))
         generation |= {"max_tokens": max_tokens, "begin_with": begin_with}
         return self._answer(ids, session, generation, stream=stream)
@@ -151,10 +155,16 @@ class Engine:
         for a model without a chat template, or whose template refuses the messages.
         """
         self._check_open()
+        check_names("chat", generation, Session.generate)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not messages:
             raise UsageError("there are no messages to answer; give at least one")
+        if not _are_messages(messages):
+            raise UsageError(
+                'chat takes a text or messages, each {"role": ..., "content": ...}; '
+                f"{type(messages).__name__} was given"
+            )
         ids = self.tokenizer.chat(messages, add_generation_prompt=True)
         return self._answer(ids, session, generation | {"max_tokens": max_tokens}, stream=stream)
 
@@ -242,6 +252,7 @@ class Engine:
         *,
         stream: bool,
     ) -> str | Iterator[Step]:
+        check_names("session", session, type(self).session)
         steps = self._steps(ids, session, generation)
         return steps if stream else "".join(step.text for step in steps)
 
@@ -262,6 +273,32 @@ class Engine:
                 context_tokens,
                 self.model.context_length,
             )
+
+
+def check_text(what: str, text: object) -> None:
+    """Raises `UsageError` for what is no text."""
+    if not isinstance(text, str):
+        raise UsageError(f"{what} takes a text; {type(text).__name__} was given")
+
+
+def check_names(what: str, given: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raises `UsageError` for a name in `given` that is no argument of `function`."""
+    parameters = signature(function).parameters.values()
+    taken = [one.name for one in parameters if one.name != "self"]
+    unknown = next((name for name in given if name not in taken), None)
+    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    fields = {field.name for field in dataclasses.fields(Sampling)}
+    advice = f"give sampling=Sampling({unknown}=...)" if unknown in fields else "leave it out"
+    raise UsageError(
+        f"{what} takes no argument {unknown!r}; {advice}. Possible are {', '.join(taken)}"
+    )
+
+
+def _are_messages(messages: object) -> bool:
+    if not isinstance(messages, Sequence):
+        return False
+    return all(isinstance(message, Mapping) for message in cast(Sequence[object], messages))
 
 
 def open_files(path: Path | str) -> ModelFiles:

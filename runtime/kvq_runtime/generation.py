@@ -151,6 +151,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
+        _check_sampling(self.sampling)
 
     def ends(self, vocabulary: Vocabulary) -> frozenset[int]:
         """The tokens that end the answer."""
@@ -162,6 +163,14 @@ class GenerationOptions:
         if self.grammar is None:
             return beginning
         return self.grammar.guide(beginning, self.ends(vocabulary))
+
+
+def _check_sampling(given: object) -> None:
+    if not isinstance(given, Sampling):
+        raise UsageError(
+            "sampling is a Sampling, such as Sampling(temperature=0); "
+            f"{type(given).__name__} was given"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,7 @@ class Session(Generic[C]):
         before = len(self.sequence)
         if isinstance(ids, str):
             ids = self._encoded(ids)
+        _check_ids(ids)
         self._append_prompt(ids)
         try:
             return self._catch_up(progress, cancel)
@@ -362,8 +363,11 @@ class Session(Generic[C]):
     def rollback(self, n_tokens: int) -> None:
         """Forgets the last `n_tokens` tokens. Raises `UsageError` for more than there are.
 
-        Exact on an unquantised cache. Tokens in a page that has closed keep their quantised keys
-        and values, so what follows may differ slightly from a session that never went further.
+        Exact, as if the session had never gone further, on an unquantised cache, while no page has
+        closed meanwhile, and to the edge of a page (`sink_tokens` and a multiple of 64 tokens) on a
+        cache without a floating-point tail (`KvPlan.tail_tokens` 0, as a budget for less than the
+        context has). Elsewhere the newest tokens stay quantised in pages that have closed: what
+        follows differs slightly, and alike however far the session had gone.
         """
         self.sequence.rollback(n_tokens)
         self._prompt_end = min(self._prompt_end, len(self.sequence))
@@ -576,6 +580,11 @@ class Session(Generic[C]):
             "cache": self._backend.cache_kind,
             "rope_long": self.sequence.rope_long,
         }
+
+
+def _check_ids(given: object) -> None:
+    if not isinstance(given, Sequence | np.ndarray):
+        raise UsageError(f"prefill takes token ids or a text; {type(given).__name__} was given")
 
 
 def _joined(due: int, parents: Sequence[int] | None) -> list[int] | None:

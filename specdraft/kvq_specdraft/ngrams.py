@@ -73,7 +73,7 @@ class Ngrams:
                 continue
             context = _hashes(np.array([list(text[1 - n :])], np.int64))[0]
             contexts: NDArray[np.uint64] = table["contexts"]
-            place = int(np.searchsorted(contexts, context))
+            place = int(contexts.searchsorted(context))
             if place == len(contexts) or contexts[place] != context:
                 continue
             known = slice(*table["starts"][place : place + 2])

@@ -9,14 +9,14 @@ from kvq_runtime.drafter import Round
 from kvq_specdraft.costs import PassCosts
 
 # A first guess must promise this much more than plain decoding: estimates are noisy.
-MARGIN = 1.03
+MARGIN = 1.02
 # Every so many rounds the other way is tried, so that both stay measured.
-TRIAL_ROUNDS = 64
+TRIAL_ROUNDS = 32
 # Likelihoods up to which guesses are counted together, and how many right ones in a row it takes
 # to believe in more than the likelihood itself.
 _EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.01)
 _PRIOR_WEIGHT = 4.0
-_NEWEST = 0.02
+_NEWEST = 0.01
 # Chance of a guess that nothing is known of yet; cost of its pass as a share of the model's.
 _PRIOR = 0.7
 _PRIOR_COST = 0.6

@@ -369,6 +369,7 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
         "weights_view": ("INT64", ["1"]),
         "exact_rows": ("INT64", ["1"]),
         "layer_modes": ("INT64", ["2"]),
+        "head_rows": ("INT64", ["1"]),
     }
     assert [value.name for value in graph.outputs] == ["logits"]
     assert model.opset_imports == {"": 21, "com.microsoft": 1, "kvq": 1}

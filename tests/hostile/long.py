@@ -27,10 +27,13 @@ from test_session_files import IDENTITY, VOCAB_SIZE, empty_cache, header, state,
 from kvq.errors import KvqError, ModelError, SnapshotError
 from kvq_apps.serve.server import Server
 from kvq_models.chat import ChatTemplate
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import snapshot
 from serving import Rule, connect, read_all, request_bytes, running
+from tiny import CHATML, byte_level_tokenizer
 
 HOUR_S = 3600.0
+MOST_CHARACTERS = 2_000_000
 # What a round may leave behind for good: caches of libraries, a log's buffer.
 GROWTH_KIB = 200_000
 PIECES = [
@@ -60,6 +63,13 @@ PIECES += [
 ]
 TEXTS = ["a b ", "a", "<|im_end|>", "\ue000", PRIVATE_USE, "家", "\u0301", "\ud800", "\0", " "]
 FIELDS = ["n", "stop", "seed", "top_k", "logprobs", "suffix", "max_tokens", "logit_bias", "stream"]
+FIELDS += ["tools", "tool_choice", "response_format", "json_schema", "grammar", "regex", "echo"]
+FIELDS += ["response_fields", "presence_penalty", "frequency_penalty", "parallel_tool_calls"]
+REGEX_PIECES = [*list("ab(|)*+?[]{}^$.\\-,/\n"), "{9999}", "(?=a)", "\\d", "\\p{L}", "(a|aa)+", "é"]
+GBNF_PIECES = ["root", "::=", "a", '"a"', "|", "(", ")", "*", "{3,99999}", "[^a]", ".", "#", "\n"]
+KEYWORDS = ["type", "items", "properties", "required", "anyOf", "allOf", "oneOf", "not", "enum"]
+KEYWORDS += ["$ref", "$defs", "pattern", "maxLength", "minItems", "additionalProperties", "format"]
+KEYWORDS += ["patternProperties", "x-guidance", "multipleOf", "minimum", "const", "prefixItems"]
 VALUES: list[Any] = [
     None,
     True,
@@ -76,6 +86,33 @@ VALUES: list[Any] = [
     {"1": 5},
     ["a", ""],
 ]
+
+
+def schema(chance: random.Random, depth: int = 0) -> Any:
+    """Something like a JSON schema."""
+    kind = chance.random()
+    if depth > 5 or kind < 0.2:
+        leaves = [None, 1, -1e300, "string", "#/$defs/a", "#", "a", 1 << 70, True, "(a|b)*", "date"]
+        return chance.choice(leaves)
+    if kind < 0.35:
+        return [schema(chance, depth + 1) for _ in range(chance.randrange(4))]
+    rows = {chance.choice(KEYWORDS): schema(chance, depth + 1) for _ in range(chance.randrange(5))}
+    named = ["object", "array", "string", "integer", "bogus"]
+    return ({"type": chance.choice(named)} if chance.random() < 0.7 else {}) | rows
+
+
+def forms(chance: random.Random) -> dict[str, Any]:
+    """A form of the answer, hostile or nearly right."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema(chance)}}
+    made = {
+        "regex": "".join(chance.choices(REGEX_PIECES, k=chance.randrange(30))),
+        "grammar": "root ::= " + " ".join(chance.choices(GBNF_PIECES, k=chance.randrange(40))),
+        "json_schema": schema(chance),
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema(chance)}},
+        "tools": [tool] * chance.randrange(3),
+        "tool_choice": chance.choice(["required", "auto", {"function": {"name": "f"}}, 3]),
+    }
+    return {name: made[name] for name in chance.choices(list(made), k=chance.choice([0, 1, 1, 2]))}
 
 
 def templates(chance: random.Random) -> None:
@@ -102,16 +139,18 @@ def session_files(chance: random.Random) -> None:
 
 
 def requests(chance: random.Random, server: Server) -> None:
-    text = chance.choice(TEXTS) * chance.choice([1, 10, 10_000, 500_000])
+    piece, times = chance.choice(TEXTS), chance.choice([1, 10, 10_000, 500_000])
+    text = piece * min(times, MOST_CHARACTERS // len(piece))
     path = chance.choice([CHAT, COMPLETIONS, "/infill", "/completion", "/tokenize", "/detokenize"])
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": text[:2_000_000]}],
-        "prompt": text[:2_000_000],
-        "content": text[:2_000_000],
+        "messages": [{"role": "user", "content": text}],
+        "prompt": text,
+        "content": text,
         "max_tokens": 2,
         "n_predict": 2,
     }
     body |= {name: chance.choice(VALUES) for name in chance.choices(FIELDS, k=2)}
+    body |= forms(chance)
     raw = request_bytes("POST", path, body)
     with connect(server) as connection:
         whole, status = chance.random() < 0.7, b""
@@ -132,7 +171,12 @@ def main() -> None:
     end_s = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else HOUR_S)
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
     seed, before = 0, (0, 0, 0)
-    with running(Rule(context_tokens=1024).load, sessions=2) as server:
+    rule = Rule(context_tokens=1024)
+    knows_tools = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}" + CHATML
+    rule.tokenizer = Tokenizer.from_json(
+        byte_level_tokenizer().to_str(), rule.tokenizer.control, knows_tools
+    )
+    with running(rule.load, sessions=2) as server:
         while time.monotonic() < end_s:
             began = time.monotonic()
             try:

@@ -167,3 +167,42 @@ def test_penalties_reach_the_sampler(served: Server) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         reply = ask(served, COMPLETIONS, {"prompt": "a", name: 2.5})
         assert (reply.status, reply.json["error"]["param"]) == (400, name)
+
+
+def test_hostile_forms_end_soon_and_hold_up_nobody() -> None:
+    """Each is answered or refused; none is a 500, and `/health` answers all the while."""
+    pytest.importorskip("llguidance")
+    nested: object = {}
+    for _ in range(300):
+        nested = {"type": "array", "items": nested}
+    patterns = [{"type": "string", "pattern": f"a.{{{n}}}b{n}"} for n in range(60)]
+    bodies = [
+        {"json_schema": nested},
+        {"json_schema": {"enum": [f"{n} values" for n in range(30_000)]}},
+        {"json_schema": {"allOf": patterns}},
+        {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        {"regex": "(a|aa)+" * 2000},
+        {"regex": "(" * 50_000},
+        {"grammar": "root ::= " + "(" * 50_000},
+        {"grammar": "root ::= root root | root"},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested}}] * 9},
+    ]
+    replies: list[Reply] = []
+    with running(Rule(context_tokens=1024).load) as server:
+
+        def send_all() -> None:
+            for body in bodies:
+                asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, **body}
+                replies.append(ask(server, CHAT, asked))
+
+        sender = threading.Thread(target=send_all)
+        sender.start()
+        healthy = 0
+        while sender.is_alive():
+            healthy += ask(server, "/health").status == 200
+            time.sleep(0.01)
+        assert healthy >= 3
+        ok = {"messages": [{"role": "user", "content": "a"}], "regex": "x{3}"}
+        assert ask(server, CHAT, ok).json["choices"][0]["message"]["content"] == "xxx"
+    assert [reply.status for reply in replies] == [400] * len(bodies)
+    assert all(len(reply.json["error"]["message"]) < 1000 for reply in replies)

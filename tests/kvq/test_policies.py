@@ -259,7 +259,7 @@ def test_less_attention_never_keeps_more(policy: str, seed: int, short: int, dem
 
 
 def test_unknown_policy_is_refused_with_the_list() -> None:
-    with pytest.raises(UsageError, match="--kv-policy 'newest' is unknown; possible: ") as caught:
+    with pytest.raises(UsageError, match="policy 'newest' is unknown; possible: ") as caught:
         policy_named("newest")
     assert str(caught.value).split("possible: ")[1].split(", ") == sorted(POLICIES)
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=DIM)
@@ -362,7 +362,9 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
 def test_a_full_context_is_refused_with_what_to_do() -> None:
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
     cache = open_cache(shape, KvPlan(), 1 << 20, 100)
-    with pytest.raises(BudgetError, match=r"0 \+ 101 tokens exceed .* of 100; .*larger --ctx-size"):
+    with pytest.raises(
+        BudgetError, match=r"0 \+ 101 tokens exceed .* of 100; .*larger context_tokens"
+    ):
         cache.begin(101)
     cache.begin(100)
     cache.close()

@@ -52,9 +52,9 @@ def test_every_pair_of_page_widths_is_a_plan(k_bits: int, v_bits: int) -> None:
 
 @pytest.mark.parametrize(
     ("k_bits", "v_bits", "flag"),
-    [(3, 2, "--kbits 3"), (4, -2, "--vbits -2"), (0, 0, "--kbits 0"), (8, 1, "--vbits 1")],
+    [(3, 2, "k_bits 3"), (4, -2, "v_bits -2"), (0, 0, "k_bits 0"), (8, 1, "v_bits 1")],
 )
-def test_other_widths_are_refused_naming_the_flag(k_bits: int, v_bits: int, flag: str) -> None:
+def test_other_widths_are_refused_naming_the_argument(k_bits: int, v_bits: int, flag: str) -> None:
     with pytest.raises(UsageError, match=f"{flag} is not possible: choose 8, 4 or 2$"):
         check_widths(k_bits, v_bits)
 
@@ -124,7 +124,7 @@ def test_budget_flag_is_bytes_tokens_or_a_share(text: str | int, budget: Budget)
     ],
 )
 def test_other_budgets_are_refused_with_examples(text: str | int) -> None:
-    with pytest.raises(UsageError, match=r"--kv-budget .* is not possible: give bytes \(64MiB"):
+    with pytest.raises(UsageError, match=r"kv_budget .* is not possible: give bytes \(64MiB"):
         parse_budget(text)
 
 

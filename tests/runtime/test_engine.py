@@ -4,12 +4,13 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvq import native
-from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
+from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError, named_by_flags
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
@@ -106,6 +107,35 @@ def test_rollback_is_as_if_it_had_not_happened(engine: Engine) -> None:
         session.rollback(25)
         session.prefill(prompt(30)[25:])
         assert generated(session, 20) == expected
+
+
+def after_rollback(engine: Engine, place: int, farthest: int, **session: Any) -> np.ndarray:
+    """Logits of some tokens behind `place`, in a session that went on to `farthest` before."""
+    ids = prompt(420)
+    with engine.session(kv="4:2", chunk_tokens=64, context_tokens=512, **session) as one:
+        one.prefill(ids[:64])
+        for token in ids[64:farthest]:
+            one.prefill([token])
+        one.rollback(farthest - place)
+        return np.concatenate(list(one.logits(ids[400:403])))
+
+
+def test_a_rollback_is_exact_to_the_edge_of_a_page(engine: Engine) -> None:
+    """Pages that closed stay closed: there, it is the whole of the text; with a floating-point
+    tail kept as well, nothing changes until a page closes, and then always the same.
+    """
+    edge = 4 + 64
+    tight = {"kv_budget": "300tok"}  # bytes for no tail beyond the newest page
+    never = after_rollback(engine, edge, edge, **tight)
+    for farthest in (edge + 3, edge + 70):
+        np.testing.assert_array_equal(after_rollback(engine, edge, farthest, **tight), never)
+    inside = after_rollback(engine, edge + 5, edge + 5, **tight)
+    assert (after_rollback(engine, edge + 5, edge + 70, **tight) != inside).any()
+    never = after_rollback(engine, edge, edge)
+    np.testing.assert_array_equal(after_rollback(engine, edge, edge + 63), never)
+    far = after_rollback(engine, edge, edge + 64)
+    assert (far != never).any()
+    np.testing.assert_array_equal(after_rollback(engine, edge, edge + 140), far)
 
 
 def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> None:
@@ -205,9 +235,9 @@ def test_a_session_reports_what_it_holds(engine: Engine) -> None:
 def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
     with pytest.raises(BudgetError, match=r"cannot hold .* \(\d+ bytes\) can"):
         engine.session(kv_budget=4096)
-    with pytest.raises(UsageError, match="--kv-policy 'best' is unknown"):
+    with pytest.raises(UsageError, match="policy 'best' is unknown"):
         engine.session(policy="best")
-    with pytest.raises(UsageError, match="--ctx-size 1 is not possible"):
+    with pytest.raises(UsageError, match="context_tokens 1 is not possible"):
         engine.session(context_tokens=1)
     with pytest.raises(
         UsageError, match=r"backend 'cuda' is not known; choose auto, llama.cpp, onnx"
@@ -215,7 +245,7 @@ def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
         Engine.open(folder, backend="cuda")
     with engine.session() as session:
         session.prefill([5])
-        with pytest.raises(UsageError, match="--seed -1"):
+        with pytest.raises(UsageError, match="seed -1"):
             session.reseed(-1)
 
 
@@ -291,7 +321,7 @@ def test_what_an_answer_asks_of_its_session_reaches_it(
         session.prefill([5])
     with pytest.raises(TypeError, match="kv_budgt"):
         engine.complete("the", session={"kv_budgt": "1MiB"})
-    with pytest.raises(UsageError, match=r"--kv '4/2' is not possible: write K:V widths"):
+    with pytest.raises(UsageError, match=r"kv '4/2' is not possible: write K:V widths"):
         engine.session(kv="4/2")
 
 
@@ -304,3 +334,31 @@ def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
     for use in (engine.session, lambda: engine.complete("a"), lambda: engine.chat("a")):
         with pytest.raises(UsageError, match="this engine is closed; open the model again"):
             use()
+
+
+def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:
+    with Engine.open(bundle, threads=1) as engine:
+        for wrong, complaint in (
+            (lambda: engine.complete("a", temperature=0), "sampling=Sampling(temperature=...)"),
+            (lambda: engine.complete("a", tokens=3), "complete takes no argument 'tokens'; leave"),
+            (lambda: engine.complete(5), "complete takes a text; int was given"),
+            (lambda: engine.chat(5), "chat takes a text or messages"),
+            (lambda: engine.chat(["hi"]), "chat takes a text or messages"),
+            (lambda: engine.complete("a", session={"budget": 3}), "no argument 'budget'"),
+            (lambda: engine.complete("a", 0), "max_tokens 0 is not possible"),
+            (lambda: engine.complete("a", sampling=0.5), "sampling is a Sampling"),
+            (lambda: engine.session(kv="3:2"), "k_bits 3 is not possible"),
+            (lambda: Sampling(temperature=-1), "temperature -1 is not possible"),
+            (lambda: engine.session().prefill(5), "prefill takes token ids or a text"),
+        ):
+            with pytest.raises(UsageError) as caught:
+                wrong()
+            assert complaint in str(caught.value)
+            assert "--" not in str(caught.value)
+        with named_by_flags(), pytest.raises(UsageError, match="--temp -1 is not possible"):
+            Sampling(temperature=-1)
+
+
+def test_a_command_in_a_message_keeps_its_flags() -> None:
+    said = str(BackendError("raise --ctx-size or `kvq serve --kv fp`; `--kv fp` does, --out not"))
+    assert said == 'raise context_tokens or `kvq serve --kv fp`; `kv="fp"` does, --out not'

@@ -62,6 +62,15 @@ def test_a_pass_in_a_mode_is_what_the_reference_computes(eight: Path) -> None:
 
 
 @needs_native
+def test_a_head_of_the_first_tokens_is_a_part_of_the_whole_head(eight: Path) -> None:
+    modes = [HI, Mode(view="hi", head_tokens=101)]
+    for backend in ("onnx", "reference"):
+        whole, part = logits_of(eight, backend, modes)
+        np.testing.assert_array_equal(part[:, :101], whole[:, :101])
+        assert (part[:, 101:] == -np.inf).all()
+
+
+@needs_native
 def test_four_bits_have_no_upper_half(shelf: Shelf) -> None:
     path = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(embedding_bits=4)))
     whole, upper = logits_of(path, "onnx", [WHOLE, HI], bits=4)
@@ -75,6 +84,11 @@ def test_modes_a_model_cannot_have_are_refused(eight: Path, shelf: Shelf) -> Non
         pytest.raises(BackendError, match="layer 3 is none of the model's: 0 to 2"),
     ):
         engine.backend.check_mode(Mode(skipped=(1, 3)))
+    with (
+        Engine.open(eight, threads=1) as engine,
+        pytest.raises(BackendError, match="a head of 999 tokens is not possible"),
+    ):
+        engine.backend.check_mode(Mode(head_tokens=999))
     path = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(linear="ort")))
     with Engine.open(path, threads=1) as engine:
         engine.backend.check_mode(WHOLE)

@@ -66,7 +66,14 @@ def prompt(tokens: int) -> list[int]:
 
 
 # Guesses that are often right, and some that never are.
-KINDS = ("quantspec", "skip:layers=1", "skip:count=1", "early:layer=1", "model")
+KINDS = (
+    "quantspec",
+    "quantspec:head=200",
+    "skip:layers=1",
+    "skip:count=1",
+    "early:layer=1",
+    "model",
+)
 
 
 def made(kind: str, path: Path, **options: float) -> Drafter:
@@ -271,7 +278,7 @@ def test_a_draft_model_whose_context_is_full_guesses_no_more(engine: Engine, eig
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("quantspec:gamma=3", "option 'gamma=3'; possible: most=..., least=..."),
+        ("quantspec:gamma=3", "option 'gamma=3'; possible: most=..., least=..., head=..."),
         ("quantspec:most=0", "--draft quantspec: most=0 is not possible: 1 or more"),
         ("early:least=1.5", "--draft early: least=1.5 is not possible"),
         ("skip:layers=3-", "layers=3- is not possible: layers and spans of them joined by +"),

@@ -1,9 +1,10 @@
 """Writes calls of the C ABI with the numpy reference's answers, for `parity.cpp` to replay.
 
-    python tests/support/parity.py FILE
+    python tests/support/parity.py FILE [FILE_OF_FEW]
 
-Every width, side, view and block once, small enough for an emulator. A record is its name, its
-number and how many parts follow, then the parts, each an int64 byte count and bytes.
+Every width, side, view and block once, small enough for an emulator; the second file has fewer.
+A record is its name, its number and how many parts follow, then the parts, each an int64 byte
+count and bytes.
 """
 
 import itertools
@@ -306,13 +307,18 @@ def products_with_more(cases: Cases) -> None:
     cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
 
 
-def write(path: Path) -> None:
-    """All cases, as one file."""
+ALL = (packing, widths_and_views, masks_shifts_and_caps, products, products_with_more)
+FEW = (packing, masks_shifts_and_caps, products_with_more)
+
+
+def write(path: Path, parts: Sequence[Callable[[Cases], None]] = ALL) -> None:
+    """The cases of some parts, as one file."""
     cases = Cases()
-    for part in (packing, widths_and_views, masks_shifts_and_caps, products, products_with_more):
+    for part in parts:
         part(cases)
     cases.write(path)
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    for name, parts in zip(sys.argv[1:], (ALL, FEW), strict=False):
+        write(Path(name), parts)

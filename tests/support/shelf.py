@@ -31,7 +31,7 @@ class Shelf:
 
     def checkpoint(self, **config: Any) -> Path:
         """`make_llama_checkpoint` with these keys of its configuration; the folder is `tiny`."""
-        return self._once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
+        return self.once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
 
     def bundle(self, options: ExportOptions = PLAIN, **config: Any) -> Path:
         """That checkpoint exported; the folder is `bundle`."""
@@ -40,11 +40,12 @@ class Shelf:
 
     def exported(self, source: Path, options: ExportOptions = PLAIN) -> Path:
         """Any checkpoint that no test changes, exported."""
-        return self._once(
+        return self.once(
             "bundle", (source, options), lambda path: export_model(source, path, options)
         )
 
-    def _once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
+    def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
+        """What `make` writes at a path that ends with `name`, by what it was `asked` to be."""
         folder = self.folder / hashlib.sha256(f"{name} {asked}".encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         done = folder / "done"

@@ -42,11 +42,14 @@ def measure(
     progress: Shown,
 ) -> dict[str, Any]:
     """A row for each method and number of drafts. Raises `KvqError`."""
-    context = {"context_tokens": job.context + MOST_DRAFT_TOKENS + job.tokens}
-    rows = {"draft_tokens": MOST_DRAFT_TOKENS}
+    options: dict[str, Any] = {
+        "context_tokens": job.context + MOST_DRAFT_TOKENS + job.tokens,
+        "draft_tokens": MOST_DRAFT_TOKENS,
+        **session_options,
+    }
     with (
         Engine(files, threads=threads) as engine,
-        engine.session(**(context | rows | session_options)) as session,
+        engine.session(**options) as session,
     ):
         session.prefill([token % engine.model.vocab_size for token in range(7, 7 + job.context)])
         runs: dict[tuple[str, int], Callable[[], object]] = {

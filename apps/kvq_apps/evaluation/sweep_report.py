@@ -1,7 +1,9 @@
 """A sweep's JSON as a table and as a plot: quality against the bytes really held. Runs nothing."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import exp, inf, log, sqrt
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from kvq.formats import format_bytes
@@ -18,6 +20,8 @@ MEASURES = {
     "retrieval": (("value", "values found", "share"), ("answer_nats", "value, nats", "")),
     "fim": (("value", "lines exact", "share"), ("edit_similarity", "edit similarity", "share")),
 }
+# Divergences below it are rounding.
+LEAST_NATS = 1e-9
 STYLES = ("-", "--", ":")
 
 
@@ -34,8 +38,11 @@ def print_sweep(data: Mapping[str, Any]) -> None:
         by_place.setdefault((line_name(cell), cell["budget"]), {})[cell["task"]] = cell
     header = ["cache", "budget", "held"]
     header += [words for task in tasks for _, words, _ in MEASURES[task]]
+    against = against_best(data["cells"])
+    header += ["to the best"] * bool(against)
     rows = [
         [name, budget or "-", _held(cells.values()), *_values(cells, tasks)]
+        + [against.get((name, budget), "-")] * bool(against)
         for (name, budget), cells in by_place.items()
     ]
     output.print_table(
@@ -50,6 +57,29 @@ def print_sweep(data: Mapping[str, Any]) -> None:
     }
     for text in refusals:
         output.print_note(f"refused: {text}")
+
+
+def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
+    """Of every cache of a budget by how much it diverges more than the best, window by window.
+
+    `1.31 x/ 1.05`: the geometric mean of the ratios and its standard error as a factor, over the
+    same windows; `tie` where the mean is within two of these of the best.
+    """
+    said: dict[tuple[str, str | None], str] = {}
+    measured = [cell for cell in cells if cell["task"] == "kld" and "window_nats" in cell]
+    for budget in {cell["budget"] for cell in measured} - {None}:
+        beside = [cell for cell in measured if cell["budget"] == budget]
+        best = min(beside, key=lambda cell: cell["value"])
+        for cell in beside:
+            logs = [
+                log(max(own, LEAST_NATS) / max(other, LEAST_NATS))
+                for own, other in zip(cell["window_nats"], best["window_nats"], strict=True)
+            ]
+            error = stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else inf
+            tied = abs(mean(logs)) <= 2 * error
+            ratio = f"{exp(mean(logs)):.2f} x/ {exp(min(error, 9)):.2f}"
+            said[line_name(cell), budget] = "best" if cell is best else "tie" if tied else ratio
+    return said
 
 
 def draw_sweep(path: Path, data: Mapping[str, Any]) -> None:

@@ -116,6 +116,7 @@ class _Score:
         self._session: Any = None
         self._rows: Iterator[tuple[int, Floats]] = iter(())
         self._divergences: list[Floats] = []
+        self._ends: list[int] = []  # of the windows, in scored tokens
         self._agreed = 0
         self._moved = 0.0
         self._nats = 0.0
@@ -154,10 +155,12 @@ class _Score:
         """Counts the bytes of the window's session before it is closed."""
         if self.refusal is None:
             self._held.see(self._session)
+            self._ends.append(sum(map(len, self._divergences)))
 
     def measurement(self, num_windows: int) -> Measurement:
         """The outcome over all windows."""
         values = np.concatenate(self._divergences)
+        windows = [float(part.mean()) for part in np.split(values, self._ends[:-1])]
         return Measurement(
             value=float(values.mean()),
             unit="nats",
@@ -172,6 +175,7 @@ class _Score:
                 "same_top_1": self._agreed / len(values),
                 "perplexity": _perplexity(self._nats / len(values)),
                 "windows": num_windows,
+                "window_nats": windows,
             },
         )
 

@@ -4,8 +4,9 @@
 // uint8 [panels, panel_bytes], then optionally norm float [columns] (the input is x's RMS norm),
 // bias float [rows], residual float [T, rows], and data of the pass: weights_view int64 [1] (0
 // full, 1 hi), exact_rows int64 [1] (0: all; else the view hi, but exact in what can be each row's
-// best so many) and layer_modes int64 [layers] (0 full, 1 skip, 2 kv). With an activation x is [T,
-// 2 * columns] and the input activation(first half) * second half. A layer that is skipped gives
+// best so many), layer_modes int64 [layers] (0 full, 1 skip, 2 kv) and head_rows int64 [1] (0: all;
+// else out is [T, head_rows], of the matrix's first rows). With an activation x is [T, 2 * columns]
+// and the input activation(first half) * second half. A layer that is skipped gives
 // residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so.
 //
 // Embed: out [T, columns] = sum over k of weights[t, k] * row ids[t, k]. Inputs: ids int64 [T, K],
@@ -61,9 +62,10 @@ bool holds(const Input& panels, const PanelLayout& layout) {
 
 OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
-    Input x, panels, norm, bias, residual, view, exact, modes;
+    Input x, panels, norm, bias, residual, view, exact, modes, head_rows;
     size_t index = 0;
-    for (Input* input : {&x, &panels, &norm, &bias, &residual, &view, &exact, &modes})
+    for (Input* input :
+         {&x, &panels, &norm, &bias, &residual, &view, &exact, &modes, &head_rows})
         if (OrtStatus* status = read(context, index++, *input)) return status;
     const kvq_matrix& m = kernel.matrix;
     const int64_t width = int64_t(m.columns) * (kernel.activation ? 2 : 1);
@@ -75,6 +77,10 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
         return failed("Linear", "input shapes do not match the attributes");
     kvq_linear call{};
     call.matrix = m;
+    const int64_t asked_head = head_rows.integer(0);
+    if (asked_head < 0 || asked_head > m.rows || (asked_head && residual.data))
+        return failed("Linear", "head_rows is out of range");
+    if (asked_head) call.matrix.rows = static_cast<int32_t>(asked_head);
     call.panels = panels.as<uint8_t>();
     call.x = x.as<float>();
     call.norm = norm.as<float>();
@@ -89,9 +95,10 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
         asked_view > KVQ_HI || asked_rows < 0)
         return failed("Linear", "weights_view, exact_rows or layer_modes is out of range");
     call.view = static_cast<int32_t>(asked_view);
-    call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, m.rows));
-    call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? m.rows : kernel.first_kept;
-    if (OrtStatus* status = output(context, tokens, m.rows, &call.out)) return status;
+    const int32_t rows = call.matrix.rows;
+    call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, rows));
+    call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? rows : kernel.first_kept;
+    if (OrtStatus* status = output(context, tokens, rows, &call.out)) return status;
     const int status = run_linear(call, {run_parallel, context});
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
@@ -117,7 +124,7 @@ const OrtCustomOp* linear_op() {
     static const OrtCustomOp op = [] {
         OrtCustomOp o = op_of<Kernel>();
         o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{8}; };
+        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{9}; };
         o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
             return i == 1 ? kUint8 : i >= 5 ? kInt64 : kFloat;
         };

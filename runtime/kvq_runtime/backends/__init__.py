@@ -178,12 +178,14 @@ class Mode:
     """How much of a model a pass reads.
 
     `view` "hi": of 8-bit weights, and of 8-bit pages of the cache, the upper nibbles. A layer of
-    `skipped` leaves what enters it as it is. Rows made by less than the whole model are guesses:
-    they are rewound and never committed.
+    `skipped` leaves what enters it as it is. `head_tokens` n: only the first n tokens of the
+    vocabulary get logits, all others minus infinity; 0: all get theirs. Rows made by less than the
+    whole model are guesses: they are rewound and never committed.
     """
 
     view: str = "full"
     skipped: tuple[int, ...] = ()
+    head_tokens: int = 0
 
 
 WHOLE = Mode()

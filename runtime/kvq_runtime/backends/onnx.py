@@ -70,6 +70,7 @@ class OnnxBackend(PagedBackend):
         optional = {node.name for node in self._session.get_overridable_initializers()}
         self.ranks_by_halves = "exact_rows" in optional
         self._has_modes = "layer_modes" in optional
+        self._has_head_rows = "head_rows" in optional
 
     @staticmethod
     def missing() -> str | None:
@@ -85,6 +86,11 @@ class OnnxBackend(PagedBackend):
             raise BackendError(
                 f"{self._bundle.path} was exported with --linear ort, whose products always read "
                 "all weights of all layers; export it with --linear kvq"
+            )
+        if mode.head_tokens and not self._has_head_rows:
+            raise BackendError(
+                f"{self._bundle.path} has no head of which a part can be computed; export the "
+                "model again with this version of kvq"
             )
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
@@ -102,6 +108,8 @@ class OnnxBackend(PagedBackend):
             logits = self._session.run(["logits"], feeds)[0]
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
+        if one_pass.mode.head_tokens:
+            logits = _for_all(logits, self.model.vocab_size)
         wanted = [len(own.wanted) for own in rows]
         if logits.shape != (sum(wanted), self.model.vocab_size):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
@@ -114,7 +122,10 @@ class OnnxBackend(PagedBackend):
         layers = np.zeros(self._bundle.config.num_layers, np.int64)
         layers[list(mode.skipped)] = SKIP
         view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
-        return {"layer_modes": layers, "weights_view": view}
+        head = np.array([mode.head_tokens], np.int64)
+        return {"layer_modes": layers, "weights_view": view} | (
+            {"head_rows": head} if mode.head_tokens else {}
+        )
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -146,6 +157,13 @@ def _joint_rows(rows: Sequence[Rows[Cache]]) -> dict[str, NDArray[Any]]:
         "position_ids": np.concatenate([own.positions for own in rows]),
         "logit_rows": np.concatenate(wanted),
     }
+
+
+def _for_all(logits: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
+    """Logits [R, n] of the first n tokens, as those of all."""
+    whole = np.full((len(logits), tokens), -np.inf, np.float32)
+    whole[:, : logits.shape[1]] = logits
+    return whole
 
 
 def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:

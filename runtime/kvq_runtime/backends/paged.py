@@ -57,6 +57,11 @@ class PagedBackend:
         wrong = next((layer for layer in mode.skipped if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
+        if not 0 <= mode.head_tokens <= self.model.vocab_size:
+            raise BackendError(
+                f"a head of {mode.head_tokens} tokens is not possible: 0 (all) to "
+                f"{self.model.vocab_size}"
+            )
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""

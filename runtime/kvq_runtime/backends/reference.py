@@ -38,7 +38,7 @@ class ReferenceBackend(PagedBackend):
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a head that is tied is another reading of the embedding
             config = replace(config, tied_head=False)
-        return [
+        logits = [
             forward(
                 config,
                 weight,
@@ -52,6 +52,10 @@ class ReferenceBackend(PagedBackend):
             )
             for rows in one_pass.rows
         ]
+        if mode.head_tokens:
+            for part in logits:
+                part[:, mode.head_tokens :] = -np.inf
+        return logits
 
     def _read_half(self, name: str) -> NDArray[np.float32]:
         """A weight by its upper nibbles; embeddings are always read whole."""

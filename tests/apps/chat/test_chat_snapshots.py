@@ -56,6 +56,7 @@ async def streaming(app: ChatApp, pilot: Pilot[Any]) -> None:
     await until(pilot, lambda: "and one more line" in "\n".join(app.transcript.lines))
     app.prompt.fill("typed meanwhile")
     await pilot.press("enter")
+    await until(pilot, lambda: app.controller.queue == ["typed meanwhile"])
 
 
 async def long_list(app: ChatApp, pilot: Pilot[Any]) -> None:
@@ -113,6 +114,11 @@ CASES = {
 }
 
 
+def drawing(app: ChatApp, case: Case) -> str:
+    """What is on the screen now."""
+    return described(app.export_screenshot(), case.columns, app.theme_variables)
+
+
 def picture(case: Case) -> str:
     """The screen of a case, as text."""
     drawn: list[str] = []
@@ -124,10 +130,13 @@ def picture(case: Case) -> str:
         await pilot.pause()
         app.draw_meter()
         await pilot.pause()
-        drawn.append(described(app.export_screenshot(), case.columns, app.theme_variables))
+        # On a busy machine the last layout, as that of a scrollbar, comes a moment after the text.
+        while drawn[-1:] != (last := [drawing(app, case)]):
+            drawn.extend(last)
+            await pilot.pause(0.05)
 
     run(script, case.client(), size=(case.columns, ROWS))
-    return drawn[0]
+    return drawn[-1]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,7 @@
 """`kvq eval --sweep` and `--table` from outside: cells, resuming, refusals, the plot."""
 
 import json
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,6 +14,7 @@ from kvq_apps import flag_values
 from kvq_apps.cli import main
 from kvq_apps.evaluation import sweep
 from kvq_apps.evaluation.cache_setting import CacheSetting
+from kvq_apps.evaluation.sweep_report import against_best
 from kvq_apps.evaluation.tasks import Material
 from shelf import Shelf
 
@@ -257,7 +259,7 @@ def test_the_report_shows_every_cell(
     assert [row[:2] for row in cells[1:]] == [
         ["unquantised", "-"], ["oldest 8:8", "1/2"], ["oldest 8:8", "1/100"]
     ]  # fmt: skip
-    assert cells[3][2:] == ["refused", "-", "-", "-", "-"]
+    assert cells[3][2:] == ["refused", "-", "-", "-", "-", "-"]
     assert shown.err.count("refused: oldest 8:8 at 1/100: ") == 1
     assert "kld at 1/2, " in shown.err
     assert " s left" in shown.err
@@ -285,3 +287,24 @@ def test_budgets_are_shares_of_the_contexts_bytes() -> None:
     assert [plan.budget_bytes(budget) for _, budget, _ in plan.batches()] == [
         None, 4800, 2400, 1600, 1200
     ]  # fmt: skip
+
+
+def test_caches_are_compared_window_by_window_and_ties_are_called_so() -> None:
+    """b is worse by e^.5 in every window, give or take .1; c is as often better as worse."""
+    base = [0.01, 0.04, 0.02, 0.08]
+
+    def cell(policy: str, factors: list[float]) -> dict[str, object]:
+        nats = [nats * factor for nats, factor in zip(base, factors, strict=True)]
+        value = sum(nats) / 4
+        shared = {"task": "kld", "kv": "8:8", "budget": "1/4", "value": value}
+        return {**shared, "policy": policy, "window_nats": nats}
+
+    worse = [math.exp(0.5 + change) for change in (0.1, -0.1, 0.1, -0.1)]
+    cells = [cell("a", [1] * 4), cell("b", worse), cell("c", [2, 1.01, 0.5, 1.02])]
+    said = against_best([*cells, {"task": "kld", "policy": "d", "kv": "8:8", "budget": "1/4"}])
+    error = math.exp(math.sqrt(4 * 0.01 / 3) / 2)
+    assert said == {
+        ("a 8:8", "1/4"): "best",
+        ("b 8:8", "1/4"): f"{math.exp(0.5):.2f} x/ {error:.2f}",
+        ("c 8:8", "1/4"): "tie",
+    }

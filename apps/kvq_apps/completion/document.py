@@ -1,0 +1,97 @@
+"""A text in an editor: positions in UTF-8, UTF-16 or UTF-32 units, and edits between two of them.
+
+Lines end where the Language Server Protocol says: at LF, CR LF and CR, and nowhere else.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+Encoding = Literal["utf-8", "utf-16", "utf-32"]
+_UNITS = {"utf-8": ("utf-8", 1), "utf-16": ("utf-16-le", 2), "utf-32": ("utf-32-le", 4)}
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
+
+
+class Position(NamedTuple):
+    """A place: line and unit within it, both from 0."""
+
+    line: int
+    character: int
+
+
+class Document:
+    """Lines of text with their ends. Places past a line's end or the last line are clamped."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = _lines(text)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._lines)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines, the empty one after a last line end included."""
+        return len(self._lines)
+
+    def line(self, number: int) -> str:
+        """A line without its end; empty past the last one."""
+        return self._lines[number].rstrip("\r\n") if 0 <= number < len(self._lines) else ""
+
+    def place(self, position: Position, encoding: Encoding = "utf-16") -> tuple[int, int]:
+        """(line, code points before it) of a position; inside a character: where that begins."""
+        if position.line < 0:
+            return 0, 0
+        if position.line >= len(self._lines):
+            return len(self._lines) - 1, len(self.line(len(self._lines) - 1))
+        line = self.line(position.line)
+        return position.line, _code_points(line, max(0, position.character), encoding)
+
+    def units(self, line: int, code_points: int, encoding: Encoding = "utf-16") -> int:
+        """Units before a code point of a line."""
+        name, width = _UNITS[encoding]
+        return len(self.line(line)[:code_points].encode(name, "surrogatepass")) // width
+
+    def around(self, place: tuple[int, int]) -> tuple[str, str]:
+        """What stands before a place, and after it."""
+        line, column = place
+        own = self._lines[line]
+        before = "".join(self._lines[:line]) + own[:column]
+        return before, own[column:] + "".join(self._lines[line + 1 :])
+
+    def replace(
+        self, start: Position, end: Position, text: str, encoding: Encoding = "utf-16"
+    ) -> None:
+        """Puts `text` in place of what stands between two positions."""
+        (first, column), (last, stop) = sorted(
+            (self.place(start, encoding), self.place(end, encoding))
+        )
+        whole = self._lines[first][:column] + text + self._lines[last][stop:]
+        # A line end may be made of what was two lines, or of the text and its surroundings.
+        if last + 1 < len(self._lines):
+            whole += self._lines[last + 1]
+            last += 1
+        if first > 0:
+            first -= 1
+            whole = self._lines[first] + whole
+        new = _lines(whole)
+        if last + 1 < len(self._lines):
+            new.pop()
+        self._lines[first : last + 1] = new
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their ends; the last has none, and may be empty."""
+    found = [match.group() for match in _LINE.finditer(text)]
+    # The pattern matches once more at the end of a last line without one.
+    if len(found) > 1 and found[-1] == "" and not found[-2].endswith(("\r", "\n")):
+        found.pop()
+    return found
+
+
+def _code_points(line: str, units: int, encoding: Encoding) -> int:
+    if line.isascii() or encoding == "utf-32":
+        return min(units, len(line))
+    name, width = _UNITS[encoding]
+    before = line.encode(name, "surrogatepass")[: units * width]
+    return len(before.decode(name, "ignore"))

@@ -1,0 +1,132 @@
+"""Completions at a place of a text, over one session that follows the text by its edits.
+
+The whole file is the prompt (prefix, suffix, middle), and the cache holds it. What has changed
+since the last request, the cursor's own place included, is an edit: only new tokens go through the
+model.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from kvq.errors import UsageError
+from kvq_apps.completion.blocks import BlockTokenizer
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.filters import Around, shown
+from kvq_models.infilling import infill_prompt, infill_tokens
+from kvq_runtime.alternatives import Writer
+from kvq_runtime.engine import Engine
+from kvq_runtime.generation import Cancel, never
+
+DEFAULT_DRAFTS = 3
+DEFAULT_TOKENS = 16
+# Rows that drafts may take; longer or more ones are cut to them.
+DRAFT_ROWS = 96
+# Lines after the cursor that a draft must not repeat.
+_LINES_BELOW = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A completion to show, and the model's log-probability of all that it wrote."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """Drafts, the greedy one first, and what they cost: `why_not` says why there are none."""
+
+    drafts: tuple[Draft, ...]
+    reused_tokens: int = 0
+    encoded_tokens: int = 0
+    ms: float = 0.0
+    why_not: str | None = None
+
+
+class CompletionEngine:
+    """One engine, one session. `exact`: encode again from the first change on, without edits."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        writer: Writer,
+        *,
+        session_options: dict[str, Any] | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Raises `ModelError` for a model that fills in no middle."""
+        self._tokenizer = engine.tokenizer
+        fim = infill_tokens(self._tokenizer)
+        self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
+        self._encode = BlockTokenizer(self._tokenizer).encode
+        self._writer = writer
+        self._exact = exact
+        self._session = engine.session(**({"draft_tokens": DRAFT_ROWS} | (session_options or {})))
+
+    def complete(
+        self,
+        document: Document,
+        place: tuple[int, int],
+        *,
+        drafts: int = DEFAULT_DRAFTS,
+        tokens: int = DEFAULT_TOKENS,
+        cancel: Cancel = never,
+    ) -> Completion:
+        """Drafts that go on at `place` (line, code points) up to the line's end.
+
+        Raises `UsageError` for a number of drafts or tokens that is not possible.
+        """
+        if drafts < 1 or tokens < 1:
+            raise UsageError("drafts and tokens of a completion are 1 or more")
+        since = perf_counter()
+        session, config = self._session, self._session.config
+        tokens = max(1, min(tokens, config.draft_tokens // (drafts + 1)))
+        prefix, suffix = document.around(place)
+        room = config.context_tokens - config.draft_tokens - 1
+        ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode)
+        session.align(ids, edits=not self._exact)
+        encoded = len(session.sequence.due())
+        if encoded and not session.prefill(cancel=cancel):
+            return Completion(drafts=(), why_not="cancelled")
+        found = session.drafts(
+            drafts, tokens, method=self._writer, stop_strings=("\n",), stop_ids=self._ends,
+            cancel=cancel,
+        )  # fmt: skip
+        kept = _distinct(
+            Draft(text=shown(one.text, _around(document, place)), logprob=one.logprob)
+            for one in found
+        )
+        return Completion(
+            drafts=tuple(kept),
+            reused_tokens=len(ids) - encoded,
+            encoded_tokens=encoded,
+            ms=(perf_counter() - since) * 1e3,
+            why_not=None if kept else "cancelled" if cancel() else "filtered",
+        )
+
+    def refresh(self, max_tokens: int, cancel: Cancel = never) -> int:
+        """Encodes some of what is stale again, while nobody types; how many tokens are left."""
+        return self._session.refresh(max_tokens, cancel=cancel)
+
+    def close(self) -> None:
+        """Frees the session."""
+        self._session.close()
+
+
+def _around(document: Document, place: tuple[int, int]) -> Around:
+    line, column = place
+    own = document.line(line)
+    below = tuple(document.line(line + 1 + i) for i in range(_LINES_BELOW))
+    return Around(before=own[:column], rest=own[column:], next_lines=below)
+
+
+def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+    """Those that show something, each text once."""
+    kept: dict[str, Draft] = {}
+    for draft in drafts:
+        if draft.text:
+            kept.setdefault(draft.text, draft)
+    return list(kept.values())

@@ -1,0 +1,118 @@
+"""What of a draft is worth showing: rules in a fixed order, each a function of texts.
+
+After tabby's rules for a completion of one line; a rule gets the draft and what stands around the
+cursor, and returns what is left of the draft, or nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MIN_CHARACTERS = 2
+_CLOSERS = {")": "(", "]": "[", "}": "{"}
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The cursor's line before and after it, and the lines that follow."""
+
+    before: str
+    rest: str
+    next_lines: tuple[str, ...] = ()
+
+
+def one_line(draft: str, around: Around) -> str:
+    """The first line; of a draft that begins with a line end, nothing: the line is complete."""
+    return draft.split("\n", maxsplit=1)[0].rstrip("\r")
+
+
+def whole_characters(draft: str, around: Around) -> str:
+    """Up to a character that was cut in the middle."""
+    return draft.split("\ufffd", maxsplit=1)[0]
+
+
+def not_repeated(draft: str, around: Around) -> str:
+    """One of what is written over and over at the end: `ab, ab, ab` becomes `ab`."""
+    for size in range(1, len(draft) // 3 + 1):
+        unit = draft[-size:]
+        if unit.strip() and draft.endswith(unit * 3):
+            while draft.endswith(unit * 2):
+                draft = draft[:-size]
+            return draft
+    return draft
+
+
+def without_rest(draft: str, around: Around) -> str:
+    """Without what the rest of the line says already: before `)` the draft `a, b)` is `a, b`."""
+    rest = around.rest.rstrip()
+    for size in range(min(len(rest), len(draft)), 0, -1):
+        if draft.endswith(rest[:size]):
+            return draft[:-size]
+    return draft
+
+
+def balanced(draft: str, around: Around) -> str:
+    """Up to a bracket that the rest of the line closes already: in `foo(|)` it is not `a) + b`."""
+    closed_by_rest = _unopened(around.rest)
+    waiting = len(_open_brackets(around.before)) - closed_by_rest
+    opened = 0
+    for place, character in enumerate(draft):
+        opened += character in _CLOSERS.values()
+        if character not in _CLOSERS:
+            continue
+        if opened:
+            opened -= 1
+        elif waiting > 0:
+            waiting -= 1
+        elif closed_by_rest:
+            return draft[:place]
+    return draft
+
+
+def not_below(draft: str, around: Around) -> str:
+    """Nothing, when the same stands on the next line that is not blank."""
+    following = next((line.strip() for line in around.next_lines if line.strip()), None)
+    whole = (around.before + draft + around.rest).strip()
+    return "" if following is not None and whole == following and len(whole) > 3 else draft
+
+
+def trimmed(draft: str, around: Around) -> str:
+    """Without white space at its end; nothing, when hardly anything is left."""
+    draft = draft.rstrip()
+    return draft if len(draft.strip()) >= MIN_CHARACTERS else ""
+
+
+RULES: tuple[Callable[[str, Around], str], ...] = (
+    one_line, whole_characters, not_repeated, without_rest, balanced, not_below, trimmed,
+)  # fmt: skip
+
+
+def shown(draft: str, around: Around) -> str:
+    """What is left of a draft after all rules."""
+    for rule in RULES:
+        draft = rule(draft, around)
+        if not draft:
+            return ""
+    return draft
+
+
+def _open_brackets(text: str) -> list[str]:
+    """Brackets of a line that are still open at its end."""
+    opened = list[str]()
+    for character in text:
+        if character in "([{":
+            opened.append(character)
+        elif character in _CLOSERS and opened and opened[-1] == _CLOSERS[character]:
+            opened.pop()
+    return opened
+
+
+def _unopened(text: str) -> int:
+    """Brackets of a line that close what stands before it."""
+    opened = unopened = 0
+    for character in text:
+        if character in _CLOSERS.values():
+            opened += 1
+        elif character in _CLOSERS:
+            unopened += opened == 0
+            opened = max(0, opened - 1)
+    return unopened

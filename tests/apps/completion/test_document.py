@@ -1,0 +1,136 @@
+"""Documents against plain strings, blocks against the whole, rules against golden drafts."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq_apps.completion.blocks import BlockTokenizer
+from kvq_apps.completion.document import Document, Encoding, Position
+from kvq_apps.completion.filters import Around, shown
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.bundle import Bundle
+from shelf import Shelf
+
+# Line ends of the protocol, and characters that other readers take for line ends.
+ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301("
+WIDTHS = {
+    "utf-8": lambda text: len(text.encode()),
+    "utf-16": lambda text: len(text.encode("utf-16-le")) // 2,
+    "utf-32": len,
+}
+
+
+def lines_of(text: str) -> list[str]:
+    """By the protocol, in plain loops."""
+    lines, at = [""], 0
+    while at < len(text):
+        end = text[at : at + 2] if text[at : at + 2] == "\r\n" else text[at]
+        lines[-1] += end
+        at += len(end)
+        if end in ("\n", "\r", "\r\n"):
+            lines.append("")
+    return lines
+
+
+def offset(text: str, position: Position, encoding: str) -> int:
+    """The place of a position in `text`, clamped as the protocol says."""
+    lines = lines_of(text)
+    if position.line >= len(lines):
+        return len(text)
+    bare = lines[position.line].rstrip("\r\n")
+    column = 0
+    while column < len(bare) and WIDTHS[encoding](bare[: column + 1]) <= position.character:
+        column += 1
+    return sum(map(len, lines[: position.line])) + column
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(ALPHABET, max_size=40),
+    encoding=st.sampled_from(sorted(WIDTHS)),
+    edits=st.lists(
+        st.tuples(
+            st.integers(0, 6), st.integers(0, 9), st.integers(0, 6), st.integers(0, 9),
+            st.text(ALPHABET, max_size=6),
+        ),
+        max_size=8,
+    ),
+)  # fmt: skip
+def test_edits_are_those_of_a_string(
+    text: str, encoding: Encoding, edits: list[tuple[int, int, int, int, str]]
+) -> None:
+    document = Document(text)
+    for line, character, last, stop, new in edits:
+        start, end = Position(line, character), Position(last, stop)
+        first, after = sorted((offset(text, start, encoding), offset(text, end, encoding)))
+        place = document.place(start, encoding)
+        assert document.around(place) == (
+            text[: offset(text, start, encoding)], text[offset(text, start, encoding) :]
+        )  # fmt: skip
+        bare = document.line(place[0])
+        assert document.units(*place, encoding) == WIDTHS[encoding](bare[: place[1]])
+        text = text[:first] + new + text[after:]
+        document.replace(start, end, new, encoding)
+        assert document.text == text
+        assert document.num_lines == len(lines_of(text))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(shelf: Shelf) -> list[Tokenizer]:
+    from kvq_apps.model_path import resolve_model
+
+    found = [Bundle.open(shelf.bundle()).tokenizer(), Bundle.open(resolve_model(None)).tokenizer()]
+    return [own for own in found if own is not None]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            ["def f(x):\n", "    return x\n", "\n", "  \n", "\t", "x = 1", "\r\n", " ", "'''",
+             "\n\n", "\u00e9t\u00e9", "\U0001f44b", "    if y:\n", "# a\n", ")", "  ", "123\n"]
+        ),
+        max_size=30,
+    )
+)  # fmt: skip
+def test_blocks_encode_as_the_whole(tokenizers: list[Tokenizer], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for tokenizer in tokenizers:
+        assert BlockTokenizer(tokenizer).encode(text) == tokenizer.encode(text)
+
+
+def test_a_key_encodes_its_block_only(tokenizers: list[Tokenizer]) -> None:
+    blocks = BlockTokenizer(tokenizers[1])
+    text = "".join(f"def f{n}(x):\n    y = x + {n}\n    return y\n\n" for n in range(200))
+    blocks.encode(text)
+    before = blocks.encoded_characters
+    changed = text.replace("y = x + 77\n", "y = x + 778\n")
+    assert blocks.encode(changed) == tokenizers[1].encode(changed)
+    assert blocks.encoded_characters - before < 60
+
+
+@pytest.mark.parametrize(
+    ("draft", "before", "rest", "below", "left"),
+    [
+        ("a, b)", "foo(", ")", "", "a, b"),
+        ("a, b)", "foo(", "", "", "a, b)"),
+        ("a, b))", "foo(", "", "", "a, b))"),
+        ("arg) + [b]]", "foo(", ")", "", "arg"),
+        ("key] + y", "[", "]", "", "key"),
+        ("first\nsecond", "", "", "", "first"),
+        ("\nsecond", "", "", "", ""),
+        ("word\r\nx", "", "", "", "word"),
+        ("caf\ufffd", "", "", "", "caf"),
+        ("ab, ab, ab, ab, ", "", "", "", "ab,"),
+        ("return x", "    ", "", "    return x", ""),
+        ("return x", "    ", "", "    return y", "return x"),
+        ("range(10):", "for i in ", ":", "", "range(10)"),
+        ("x", "", "", "", ""),
+        ("   ", "", "", "", ""),
+        ("value  ", "", "", "", "value"),
+    ],
+)
+def test_what_of_a_draft_is_shown(
+    draft: str, before: str, rest: str, below: str, left: str
+) -> None:
+    assert shown(draft, Around(before, rest, ("", below))) == left
