@@ -292,8 +292,9 @@ class ReferenceCache:
         """(bytes, columns) still missing before `tokens` more can be taken."""
         pages = self._closing(self.branch_rows + tokens)
         dim = self.arena.shape.head_dim
+        groups = self.arena.value_groups
         widths = self._entering.tolist() if pages else []
-        needed = pages * sum(page_bytes(dim, *bits, self.arena.value_groups) for bits in widths)
+        needed = pages * sum(page_bytes(dim, k, v, groups) for k, v in widths)
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
