@@ -25,6 +25,7 @@ COMMANDS = {
     "run": ("kvq_apps.commands.run", "continue a prompt"),
     "chat": ("kvq_apps.commands.chat", "talk to a model in the terminal"),
     "complete": ("kvq_apps.commands.complete", "complete code at a place of a file"),
+    "lsp": ("kvq_apps.commands.lsp", "complete code in an editor: a language server"),
     "serve": ("kvq_apps.commands.serve", "serve a model to editors and other programs"),
     "eval": ("kvq_apps.commands.eval", "measure quality at a KV setting"),
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),

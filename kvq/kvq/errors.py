@@ -35,7 +35,7 @@ _commands = 0
 
 
 @contextmanager
-def named_by_flags() -> collections.abc.Iterator[None]:
+def named_by_flags() -> collections.abc.Generator[None]:
     """While inside, errors of this process name the flags of the command line."""
     global _commands  # noqa: PLW0603  one process is one command
     _commands += 1

@@ -4,9 +4,7 @@ What the native cache is tested against, and what runs without a compiler. Knows
 page loses bits is told from outside.
 """
 
-import functools
 import io
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, fields
@@ -481,7 +479,9 @@ class ReferenceCache:
         valid: list[NDArray[np.bool_]] = []
         for column in self.table:
             page = column.pages[stream]
-            for view_of_page in column.views if page else ():
+            if page is None:
+                continue
+            for view_of_page in column.views:
                 turn = self._turned(stream, view_of_page.delta, inv_freq)
                 parts.append((page.read(KEYS, view), turn))
                 values.append(page.read(VALUES, view))
@@ -926,7 +926,7 @@ class ReferenceCache:
         rows: list[tuple[int, int, int, int]] = []
         for column in self.table:
             last = max(column.views, key=lambda view: view.pos0 + view.delta)
-            mask = functools.reduce(operator.or_, (view.mask for view in column.views))
+            mask = sum(view.mask for view in column.views)  # no slot is seen in two views
             rows.append((*last.place, _signed(mask)))
         facts = np.array(rows, np.int64).reshape(-1, 4)
         widths = np.array(

@@ -7,7 +7,7 @@ draft, so there is one loop for both.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,16 @@ class Draft:
     `probabilities` float [len(ids), V]: row i is what token i was drawn from, given that those
     guessed earlier at the same place are wrong; None: no guess was drawn, each is certain.
     `chances`, 0 to 1, are what the drafter thinks of each token if the one before it is right, to
-    be compared with the same drafter's only; none where it has no opinion.
+    be compared with the same drafter's only; none where it has no opinion. For the next `pause`
+    rounds its drafter wants neither to be asked nor to be told of them; `follow` tells all the same
+    what the text has become.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     probabilities: NDArray[np.floating] | None = field(default=None, compare=False)
     chances: tuple[float, ...] = ()
+    pause: int = 0
 
     @property
     def is_chain(self) -> bool:
@@ -65,8 +68,7 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """What became of a draft, or of none.
 
     `tokens` followed the text: those at the draft's places `path`, and one more. `logits` float32

@@ -113,7 +113,7 @@ class Engine:
         """
         self._check_open()
         check_text("complete", text)
-        check_names("complete", generation, Session.generate)
+        check_names("complete", generation, Session[Any].generate)
         ids, begin_with = heal(self.tokenizer, self.tokenizer.encode(text, start=True))
         generation |= {"max_tokens": max_tokens, "begin_with": begin_with}
         return self._answer(ids, session, generation, stream=stream)
@@ -155,7 +155,7 @@ class Engine:
         for a model without a chat template, or whose template refuses the messages.
         """
         self._check_open()
-        check_names("chat", generation, Session.generate)
+        check_names("chat", generation, Session[Any].generate)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not messages:

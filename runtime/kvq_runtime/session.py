@@ -65,6 +65,9 @@ class Session(Generic[C]):
         self.writers: Callable[[str], Writer] = no_names
         self._drafter: Drafter | None = None
         self._drafter_is_new = True
+        self._computing: ComputingDrafter | None = None
+        # Rounds that the drafter is left alone for.
+        self._pause = 0
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -92,7 +95,8 @@ class Session(Generic[C]):
         if isinstance(drafter, ComputingDrafter):
             drafter.open(self._backend, self.config)
         self._close_drafter()
-        self._drafter, self._drafter_is_new = drafter, True
+        self._drafter, self._drafter_is_new, self._pause = drafter, True, 0
+        self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -105,9 +109,10 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafted(self) -> tuple[int, int]:
-        """Tokens drafted and tokens of these kept, as `stats` has them."""
-        return self._meter.drafted_tokens, self._meter.accepted_tokens
+    def drafted(self) -> tuple[int, int, float]:
+        """Tokens drafted, tokens of these kept and milliseconds for it, as `stats` has them."""
+        meter = self._meter
+        return meter.drafted_tokens, meter.accepted_tokens, meter.draft_s * 1e3
 
     @property
     def kv_bytes_peak(self) -> int:
@@ -471,10 +476,10 @@ class Session(Generic[C]):
         """
         drafter, room = self._drafter, self.sequence.cache.draft_room - len(due)
         room = min(generation.room - 1, room)
-        if drafter is None or not generation.drafts or not due or room < 1:
+        if drafter is None or self._pause or not generation.drafts or not due or room < 1:
             return NO_DRAFT
         self._tell(drafter)
-        if isinstance(drafter, ComputingDrafter):
+        if self._computing is not None:
             ground = Ground(
                 branch=branch,
                 due=due,
@@ -482,7 +487,7 @@ class Session(Generic[C]):
                 exact_rows=generation.exact_rows,
                 foresight=generation.foresight,
             )
-            draft = yield from drafter.drafting(ground)
+            draft = yield from self._computing.drafting(ground)
             branch.forget()
         else:
             draft = drafter.propose(room)
@@ -519,7 +524,10 @@ class Session(Generic[C]):
 
     def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
         """Tells the drafter what the pass made of `draft`."""
-        if self._drafter is not None:
+        if self._pause:
+            self._pause -= 1
+        elif self._drafter is not None:
+            self._pause = draft.pause
             self._drafter.observe(
                 Round(
                     draft=draft,

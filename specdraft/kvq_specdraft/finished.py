@@ -22,6 +22,9 @@ class Finished:
         self._repeats = Repeats(least)
         self._lock = Lock()
 
+    def __len__(self) -> int:
+        return len(self._repeats)
+
     def add(self, answer: Sequence[int]) -> None:
         """Keeps `answer`; the older half of all goes where there are too many."""
         if not answer:

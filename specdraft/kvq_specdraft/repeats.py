@@ -3,10 +3,16 @@
 from array import array
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from kvq.errors import UsageError
 
 # Heads of the chains: 256 KiB an index. A text has 8 bytes more for each of its tokens.
 _SLOTS = 1 << 16
+# Knuth's multiplicative hash: odd, near the golden section of 2^32.
+_SPREAD = 2_654_435_761
+# From so many new tokens on, numpy adds them faster than one by one.
+_MANY = 48
 
 
 class Repeats:
@@ -32,6 +38,9 @@ class Repeats:
         for _ in range(len(self._tokens) - kept):
             self._newest[self._slot()] = self._older.pop()
             self._tokens.pop()
+        if len(new) >= _MANY:
+            self._append(new)
+            return
         for token in new:
             self._tokens.append(token)
             slot = self._slot()
@@ -68,7 +77,29 @@ class Repeats:
         return self._tokens[end + place % (len(self._tokens) - end)]
 
     def _slot(self) -> int:
-        return hash(tuple(self._tokens[-self._least :])) % _SLOTS
+        mixed = 0
+        for token in self._tokens[-self._least :]:
+            mixed = (mixed + token) * _SPREAD & 0xFFFFFFFF
+        return mixed >> 16
+
+    def _append(self, new: Sequence[int]) -> None:
+        """Adds `new` at once, to the same end as one by one."""
+        first = len(self._tokens)
+        self._tokens.extend(new)
+        before = max(0, first - self._least + 1)
+        text = np.array(self._tokens[before:], np.uint64)
+        text = np.concatenate([np.zeros(self._least - 1 - (first - before), np.uint64), text])
+        mixed = np.zeros(len(new), np.uint64)
+        for place in range(self._least):
+            mixed = (mixed + text[place : place + len(new)]) * _SPREAD & 0xFFFFFFFF
+        slots = (mixed >> 16).astype(np.int64)
+        newest = np.frombuffer(self._newest, np.int32)
+        order = np.argsort(slots, kind="stable")
+        same = np.append(False, np.diff(slots[order]) == 0)
+        older = np.empty(len(new), np.int32)
+        older[order] = np.where(same, first + np.roll(order, 1) + 1, newest[slots[order]])
+        newest[slots] = first + 1 + np.arange(len(new), dtype=np.int32)
+        self._older.frombytes(older.tobytes())
 
     def _common(self, end: int, longest: int) -> int:
         tokens, last = self._tokens, len(self._tokens)

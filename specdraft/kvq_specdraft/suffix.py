@@ -7,6 +7,7 @@ from kvq.errors import UsageError
 from kvq_runtime.drafter import NO_DRAFT, Draft, Round
 from kvq_specdraft.finished import Finished, of_this_process
 from kvq_specdraft.repeats import Repeats, chance, check_lengths
+from kvq_specdraft.trees import Child, grown
 
 # Where an earlier run ends, and in which text.
 _Place = tuple[Repeats | Finished, int]
@@ -24,7 +25,8 @@ class Suffix:
     trees are not kept but counted, at the moment of asking, over the newest `most` places of each
     text that match (where it has no more, the counts are the tree's), so memory is 8 bytes a token
     and going back is exact; a child seen n times of N after a match of m tokens has probability
-    n / (N + 1 / m), as few short matches tell little; chains only, as every row costs time.
+    n / (N + 1 / m), as few short matches tell little. With `tree=1` the draft is the best tree over
+    all these places in place of the best walk (`trees.grown`).
     """
 
     max_ngram: int = 16
@@ -32,6 +34,7 @@ class Suffix:
     most: int = 16
     least: float = 0.1
     store: int = 0
+    tree: int = 0
 
     def __post_init__(self) -> None:
         check_lengths("suffix", max_ngram=self.max_ngram, min_ngram=self.min_ngram, most=self.most)
@@ -41,6 +44,7 @@ class Suffix:
             )
         if self.store < 0:
             raise UsageError(f"--draft suffix: store={self.store} is not possible: 0 or more")
+        self.branches = self.tree > 0
         self._repeats = Repeats(self.min_ngram)
         self._finished = of_this_process(self.store, self.min_ngram) if self.store else None
         # Of the answer that is being written: where it ends, and its tokens.
@@ -64,6 +68,8 @@ class Suffix:
             tail = self._repeats.tail(self.max_ngram)
             ends = self._finished.find(tail, self.max_ngram, self.most)
             found += [((self._finished, end), length) for end, length in ends]
+        if self.tree:
+            return grown(room, (found, 0), _children) if found else NO_DRAFT
         best, best_score = NO_DRAFT, 0.0
         for length in sorted({length for _, length in found}, reverse=True):
             places = [place for place, own in found if own >= length]
@@ -93,3 +99,24 @@ class Suffix:
             chances.append(own)
             places = [place for place, one in zip(places, seen, strict=True) if one == token]
         return Draft(ids=tuple(ids), chances=tuple(chances)), score
+
+
+# Places that agree with a path so far, how much each had in common with the text, and the steps.
+_Going = tuple[list[tuple[_Place, int]], int]
+
+
+def _children(going: _Going) -> list[Child[_Going]]:
+    """What the places of `going` go on with, likeliest first; each weighs as its match squared."""
+    places, step = going
+    found: dict[int, list[tuple[_Place, int]]] = {}
+    for place in places:
+        (text, end), _ = place
+        found.setdefault(text.after(end, step), []).append(place)
+    total = sum(length * length for _, length in places)
+    children: list[Child[_Going]] = []
+    for token, own in found.items():
+        if token >= 0:
+            share = sum(length * length for _, length in own) / total
+            likely = share * chance(max(length for _, length in own) + step)
+            children.append((token, likely, (own, step + 1)))
+    return sorted(children, key=lambda child: -child[1])

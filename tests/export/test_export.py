@@ -16,6 +16,7 @@ from kvq import native
 from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
 from kvq.native_linear import weight_bytes_read
+from kvq.reference import normalize
 from kvq.reference_linear import SCALE_UNIT, View, dequantize, linear, pack, restore
 from kvq_export import quality, sensitive
 from kvq_export.checkpoint import Checkpoint
@@ -29,6 +30,7 @@ from kvq_export.weights import quantize, quantize_chunks
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from tiny import checkpoint_weights, make_llama_checkpoint
 
@@ -661,16 +663,23 @@ def test_the_matrices_that_lose_most_are_kept_at_8_bits(tmp_path: Path) -> None:
     stored = mixed.manifest.weights
     assert stored is not None
     assert len(stored.wide) == 3
-    # Against the losses measured another way: each matrix as both bundles store it.
     family, config, _ = read_checkpoint(source)
     original = quality.Original(
         config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
     )
-    ids = np.arange(60) % config.vocab_size
+    tokenizer = Tokenizer.from_checkpoint(source, family, config)
+    ids = np.array(tokenizer.encode(quality.quality_text(), start=True)[: quality.MAX_TOKENS])
     losses = sensitive.relative_losses(original, ids, WeightFormat())
-    assert list(losses) == [name for name in original.sources if name in losses]
     assert len(losses) == 4 * config.num_layers
+    assert set(stored.wide) == set(sorted(losses, key=lambda name: losses[name])[-3:])
+    # The first of them by hand.
     exact = checkpoint_weights(source)
+    x = normalize(exact("embed")[ids], exact("layers.0.attn_norm"), config.norm_eps)
+    codes, scales = quantize(exact("layers.0.qkv"), 4, 64)
+    rounded = dequantize(codes, scales, 4)[:, : config.hidden_size]
+    right, found = x @ exact("layers.0.qkv").T, x @ rounded.T
+    by_hand = np.square(found - right).sum() / np.square(right).sum()
+    assert losses["layers.0.qkv"] == pytest.approx(by_hand, rel=1e-3)
     for name in losses:
         errors = [np.abs(bundle.read_weight(name) - exact(name)).max() for bundle in (plain, mixed)]
         wide = name in stored.wide

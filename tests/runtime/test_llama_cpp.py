@@ -262,7 +262,7 @@ def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "recycle", "lookahead"])
 def test_drafters_that_it_cannot_serve_are_refused_by_name(engine: Engine, name: str) -> None:
-    asked = f"--draft {name} is not possible on the llama.cpp backend.*choose lookup, suffix"
+    asked = f"draft {name} is not possible on the llama.cpp backend.*choose lookup, suffix"
     with pytest.raises(BackendError, match=asked):
         engine.session(context_tokens=64, draft=lambda: drafter_named(name))
 
@@ -443,9 +443,9 @@ def test_a_model_counted_wrongly_is_refused(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"v_bits": 2}, "--vbits 2 is not possible on the llama.cpp backend: choose 8 or 4"),
-        ({"k_bits": 2, "v_bits": 2}, "--kbits 2 is not possible on the llama.cpp backend"),
-        ({"policy": "oldest"}, "--kv-policy oldest is not possible on the llama.cpp backend"),
+        ({"v_bits": 2}, "v_bits 2 is not possible on the llama.cpp backend: choose 8 or 4"),
+        ({"k_bits": 2, "v_bits": 2}, "k_bits 2 is not possible on the llama.cpp backend"),
+        ({"policy": "oldest"}, "policy oldest is not possible on the llama.cpp backend"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(

@@ -148,17 +148,17 @@ def test_a_sum_of_exactly_top_p_is_enough() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"temperature": -0.1}, "--temp -0.1"),
-        ({"temperature": float("nan")}, "--temp nan"),
-        ({"top_k": -1}, "--top-k -1"),
-        ({"top_p": 0.0}, "--top-p 0.0"),
-        ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"min_p": 1.0}, "--min-p 1.0"),
-        ({"repeat_penalty": 0.0}, "--repeat-penalty 0.0"),
-        ({"repeat_window_tokens": -5}, "--repeat-last-n -5"),
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"min_p": 1.0}, "min_p 1.0"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty 0.0"),
+        ({"repeat_window_tokens": -5}, "repeat_window_tokens -5"),
     ],
 )
-def test_impossible_values_are_refused_by_flag(changes: dict[str, float], words: str) -> None:
+def test_impossible_values_are_refused_by_name(changes: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Sampling(**changes)
 

@@ -436,6 +436,20 @@ def test_a_drafter_that_proposes_what_cannot_be_is_refused(ids: tuple[int, ...])
     assert len(list(session.generate(5, stop_ids=()))) == 5
 
 
+def test_a_drafter_that_wants_a_pause_is_left_alone() -> None:
+    class Tired(Guesser):
+        def propose(self, room: int) -> Draft:
+            self.rooms.append(room)
+            return Draft(pause=3)
+
+    drafter = Tired(0, 0, trees=False, greedy=[])
+    session = open_session(backend(), drafter, 1)
+    list(session.generate(14, stop_ids=()))
+    # 13 rounds with a pass: it is told of one of four, and asked while there is room for a guess.
+    assert (len(drafter.rooms), len(drafter.rounds)) == (3, 4)
+    assert drafter.text == list(session.tokens[: len(drafter.text)]) != []
+
+
 def test_an_answer_that_wants_no_drafts_asks_no_drafter() -> None:
     drafter = Guesser(0, 1, trees=False, greedy=[])
     answer(drafter, GenerationOptions(draft=False, max_tokens=9), 1)

@@ -15,7 +15,7 @@ from kvq_apps.model_path import resolve_model
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Vocabulary
+from kvq_runtime.generation import GenerationOptions, Vocabulary
 from kvq_runtime.session import Session
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from shelf import Shelf
@@ -98,6 +98,49 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
     assert kept > 0 or name == "auto"
 
 
+@pytest.mark.parametrize("name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "recycle"])
+def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
+    """200 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
+    random = np.random.default_rng(5)
+    many = [(random.integers(6, 300, 6).tolist() * 3)[: random.integers(7, 19)] for _ in range(200)]
+    with session(tiny, None) as plain:
+        wanted = [answered(plain, prompt, 8, stop_ids=()) for prompt in many]
+    for room in (2, 3, 5, 8):
+        with session(tiny, drafter_named(name), draft_tokens=room) as drafted:
+            found = [answered(drafted, prompt, 8, stop_ids=()) for prompt in many]
+            assert found == wanted
+            assert drafted.stats().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("make", ["Half", "Forked"])
+def test_every_round_leaves_what_plain_decoding_would(tiny: Engine, make: str) -> None:
+    """Pages and tail, right guesses and wrong ones; pages close where positions say (QS-6 to 8)."""
+    prompt = np.random.default_rng(8).integers(6, 300, 100).tolist()
+    held: dict[int, bytes] = {}
+    with session(tiny, None) as plain:
+        plain.prefill(prompt)
+        for _ in plain.generate(120, sampling=GREEDY, stop_ids=()):
+            held[plain.sequence.cache.tokens] = plain.sequence.cache.state()
+        text = plain.tokens
+    drafter = {"Half": Half, "Forked": Forked}[make](text)
+    with session(tiny, drafter) as drafted:
+        drafted.prefill(prompt)
+        generation = drafted.begin(
+            GenerationOptions(max_tokens=120, sampling=GREEDY, stop_ids=frozenset())
+        )
+        plan, rounds = drafted.config.plan, 0
+        while generation.finish_reason is None:
+            drafted.sequence.run(drafted.stepping(generation))
+            cache = drafted.sequence.cache
+            assert cache.state() == held[cache.tokens]
+            floats = plan.sink_tokens + plan.tail_tokens
+            assert len(cache.columns()[0]) == max(0, cache.tokens - floats) // 64
+            rounds += 1
+        stats = drafted.stats()
+        assert rounds < 100
+        assert stats.drafted_tokens > stats.accepted_tokens > 20
+
+
 @pytest.mark.parametrize("name", FREE_DRAFTERS)
 def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str) -> None:
     settings = {"sampling": Sampling(temperature=0.7, repeat_penalty=1.1, min_p=0.1)}
@@ -160,6 +203,16 @@ def test_an_answer_ends_inside_a_run_of_right_guesses_as_it_would_without(tiny: 
                 found.append((given, opened.tokens))
         assert found[1:] == found[:1] * 2
         assert found[0][0][-1].finish_reason == "cancelled"
+
+
+class Forked(Half):
+    """A tree: a wrong token, then the right one with the next two behind it, each after a wrong."""
+
+    def propose(self, room: int) -> Draft:
+        right = self.text[self.length : self.length + min(3, room // 2)]
+        ids = [token for one in right for token in ((one + 1) % 99, one)]
+        parents = [2 * (place // 2) - 1 for place in range(len(ids))]
+        return Draft(ids=tuple(ids), parents=tuple(parents))
 
 
 class Oracle(Half):

@@ -279,11 +279,11 @@ def test_a_draft_model_whose_context_is_full_guesses_no_more(engine: Engine, eig
     ("text", "message"),
     [
         ("quantspec:gamma=3", "option 'gamma=3'; possible: most=..., least=..., head=..."),
-        ("quantspec:most=0", "--draft quantspec: most=0 is not possible: 1 or more"),
-        ("early:least=1.5", "--draft early: least=1.5 is not possible"),
+        ("quantspec:most=0", "draft quantspec: most=0 is not possible: 1 or more"),
+        ("early:least=1.5", "draft early: least=1.5 is not possible"),
         ("skip:layers=3-", "layers=3- is not possible: layers and spans of them joined by +"),
         ("skip:layers=1,count=2", "give layers= or count=, not both"),
-        ("model", "--draft model: path= is missing"),
+        ("model", "draft model: path= is missing"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_there(text: str, message: str) -> None:

@@ -6,10 +6,14 @@ the text really goes on with. Times are the shape's, acceptance is the text's, a
 model that writes exactly this; its tokens are those of the embedded model. What such a model
 guesses by itself on fewer bits or layers is made right as often as `right` says. Any other model
 writes greedily what it likes, and acceptance is its own.
+
+With `--peer llama.cpp` the same weights run on llama.cpp as well, plainly and with the n-gram
+speculation that llama-cpp-python brings; each ratio is to plain decoding of the same engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -19,20 +23,29 @@ from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
 from kvq_apps import output
-from kvq_apps.bench.workloads import Workload, workloads
+from kvq_apps.bench.engine_llamacpp import same_weights
+from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
 from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import WHOLE, Backend, ModelFiles, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Drafter
+from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from kvq_runtime.snapshot import Snapshot
 from kvq_specdraft import DRAFTERS, drafter_named
 
 PLAIN = "none"
+LLAMA = "llama.cpp"
+_HEADER = (
+    "workload", "prompt", "drafter", "x plain", "(best)", "right", "tokens/pass", "guessing",
+    "tok/s",
+)  # fmt: skip
+# Rows of a pass that are timed, and how often.
+_MOST_ROWS = 16
+_PASSES = 7
 # Above every logit of a model.
 _CERTAIN = 1e9
 
@@ -41,6 +54,8 @@ _CERTAIN = 1e9
 class DraftJob:
     """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
 
+    Prompts are filled up to each of `contexts` tokens with another text before them; 0: as they
+    are. Of `drafters` each is measured; `peer`: llama.cpp's too.
     `right` is the share of right guesses where a replayed model makes them by itself. `drafters`
     as `--draft` has them; the model that drafts for another is `nano`.
     """
@@ -48,11 +63,15 @@ class DraftJob:
     replay: bool
     repeat: int = 5
     tokens: int = 256
+    contexts: tuple[int, ...] = (0,)
     right: float = 0.85
     drafters: tuple[str, ...] = tuple(DRAFTERS)
+    peer: bool = False
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
+        if self.tokens < 1:
+            raise UsageError(f"--predict {self.tokens} is not possible: give 1 or more")
         if not 0 <= self.right <= 1:
             raise UsageError(f"--right {self.right} is not possible: give 0 to 1")
         for text in self.drafters:
@@ -92,6 +111,7 @@ class _Case:
     """A drafter, its session after the prompt, and the seconds its answers took."""
 
     drafter: str
+    make: Callable[[], Drafter] | None
     session: Session[Any]
     after_prompt: Snapshot
     seconds: list[float] = field(default_factory=list[float])
@@ -100,11 +120,32 @@ class _Case:
     def run(self, tokens: int) -> None:
         """Writes the answer once, with a drafter that knows the prompt only."""
         self.session.restore(self.after_prompt)
-        self.session.drafter = _made(self.drafter)
+        self.session.drafter = None if self.make is None else self.make()
         since = perf_counter()
         steps = list(self.session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
         self.seconds.append(perf_counter() - since)
         self.answer = tuple(step.token for step in steps)
+
+
+class LlamaNgrams:
+    """What llama-cpp-python's prompt look-up proposes, with its own constants."""
+
+    def __init__(self) -> None:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self._theirs = LlamaPromptLookupDecoding()
+        self._text = np.zeros(0, np.intc)
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._text = np.append(self._text[:kept], np.asarray(new, np.intc))
+
+    def propose(self, room: int) -> Draft:
+        """See `Drafter`."""
+        return Draft(ids=tuple(self._theirs(self._text).tolist()[:room]))
+
+    def observe(self, outcome: Round) -> None:
+        """It learns nothing."""
 
 
 def measure(
@@ -114,53 +155,91 @@ def measure(
     threads: int,
     progress: Shown,
 ) -> dict[str, Any]:
-    """A row for each workload and drafter. Raises `KvqError`."""
-    rows: list[dict[str, Any]] = []
-    works = workloads()
+    """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
+    own = {name: partial(_made, name) for name in job.drafters}
     with Engine(files, threads=threads) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
-        replay = Replay(engine.backend, right=job.right)
-        if job.replay:
-            engine.backend = cast(Any, replay)
-        for number, work in enumerate(works):
-            progress(number, len(works), work.name)
-            prompt = tokenizer.encode(work.prompt, start=True)
-            answer = tokenizer.encode(work.answer)
-            replay.text = [*prompt, *answer]
-            tokens = min(job.tokens, len(answer))
-            context = {"context_tokens": len(prompt) + tokens + 1}
-            rows += _rows(engine, work, prompt, tokens, job, session_options | context)
-        name = engine.model.name
+        rows = _measured(engine, tokenizer, job, session_options, own, progress)
+        passes = [_pass_times(engine, context, session_options) for context in job.contexts]
+        name, backend = engine.model.name, engine.backend.name
+    if job.peer:
+        same = same_weights(cast(Bundle, files))
+        with Engine(same, threads=threads, backend=LLAMA) as engine:
+            theirs = {"llama.cpp n-grams": LlamaNgrams}
+            rows += _measured(engine, tokenizer, job, {}, theirs, progress)
     return {
         "model": name,
+        "backend": backend,
         "replayed": job.replay,
         "right": job.right,
         "repeat": job.repeat,
         "rows": rows,
+        "passes": passes,
     }
 
 
-def _rows(
+def _measured(
     engine: Engine,
-    work: Workload,
-    prompt: list[int],
-    tokens: int,
+    tokenizer: Tokenizer,
     job: DraftJob,
-    options: dict[str, Any],
+    session_options: dict[str, Any],
+    drafters: Mapping[str, Callable[[], Drafter]],
+    progress: Shown,
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    works = workloads()
+    replay, backend = Replay(engine.backend, right=job.right), engine.backend
+    if job.replay:
+        engine.backend = cast(Any, replay)
+    before = tokenizer.encode(other_text()) if max(job.contexts) else []
+    for context in job.contexts:
+        for number, work in enumerate(works):
+            progress(number, len(works), work.name)
+            prompt = tokenizer.encode(work.prompt, start=True)
+            missing = max(0, min(context - len(prompt), len(before)))
+            prompt = [*prompt[:1], *before[:missing], *prompt[1:]]
+            answer = tokenizer.encode(work.answer)
+            replay.text = [*prompt, *answer]
+            tokens = min(job.tokens, len(answer)) if job.replay else job.tokens
+            room = {"context_tokens": len(prompt) + tokens + 1}
+            makers = {PLAIN: None, **drafters}
+            cases = _opened(engine, makers, prompt, session_options | room)
+            rows += _rows(engine, work, cases, tokens, job.repeat)
+    engine.backend = backend
+    return rows
+
+
+def _pass_times(engine: Engine, context: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Medians of passes of 1 to 16 rows after `context` tokens, in turn, in milliseconds."""
+    room: dict[str, Any] = {"context_tokens": context + 2 * _MOST_ROWS, "draft_tokens": _MOST_ROWS}
+    seconds: dict[int, list[float]] = {rows: [] for rows in range(1, _MOST_ROWS + 1)}
+    with engine.session(**options | room) as session:
+        session.prefill([1 + place % 200 for place in range(max(1, context))])
+        for _ in range(_PASSES):
+            for rows, found in seconds.items():
+                ids = list(range(1, 1 + rows))
+                since = perf_counter()
+                with session.sequence.forward(ids):
+                    found.append(perf_counter() - since)
+    return {"context": context, "ms": {rows: 1e3 * median(own) for rows, own in seconds.items()}}
+
+
+def _rows(
+    engine: Engine, work: Workload, cases: list[_Case], tokens: int, repeat: int
 ) -> list[dict[str, Any]]:
     """The rows of one workload: plain decoding and all drafters in turn, `repeat` times."""
-    cases = [_opened(engine, name, prompt, options) for name in (PLAIN, *job.drafters)]
     try:
         cases = [case for case in cases if _possible(case)]
         for case in cases:
             case.run(tokens)  # brings the weights back, and is not counted
             case.seconds.clear()
-        for _ in range(job.repeat):
+        for _ in range(repeat):
             for case in cases:
                 case.run(tokens)
         plain = cases[0]
-        assert all(case.answer == plain.answer for case in cases)
-        return [_row(work, case, plain, len(prompt)) for case in cases[1:]]
+        # llama.cpp's products do not round alike for one row and for many.
+        assert engine.backend.name == LLAMA or all(one.answer == plain.answer for one in cases)
+        return [_row(engine, work, case, plain) for case in cases[1:]]
     finally:
         for case in cases:
             case.session.close()
@@ -174,9 +253,7 @@ def _spelled(drafter: str, path: str) -> str:
     return ",".join(filter(None, [f"model:path={path}", written]))
 
 
-def _made(drafter: str) -> Drafter | None:
-    if drafter == PLAIN:
-        return None
+def _made(drafter: str) -> Drafter:
     ready = drafter if drafter.partition(":")[0] != "model" else str(resolve_model("nano"))
     return drafter_named(_spelled(drafter, ready))
 
@@ -184,7 +261,7 @@ def _made(drafter: str) -> Drafter | None:
 def _possible(case: _Case) -> bool:
     """Whether the model can have this drafter; one that cannot is named and left out."""
     try:
-        case.session.drafter = _made(case.drafter)
+        case.session.drafter = None if case.make is None else case.make()
     except BackendError as error:
         output.print_note(f"{case.drafter} is left out: {error}")
         case.session.close()
@@ -192,24 +269,37 @@ def _possible(case: _Case) -> bool:
     return True
 
 
-def _opened(engine: Engine, name: str, prompt: list[int], options: dict[str, Any]) -> _Case:
-    session = engine.session(**options)
-    session.prefill(prompt)
-    return _Case(drafter=name, session=session, after_prompt=session.capture())
+def _opened(
+    engine: Engine,
+    makers: Mapping[str, Callable[[], Drafter] | None],
+    prompt: list[int],
+    options: dict[str, Any],
+) -> list[_Case]:
+    """A case of each drafter; the prompt is read once."""
+    sessions = {name: engine.session(**options) for name in makers}
+    first = sessions[PLAIN]
+    first.prefill(prompt)
+    after = first.capture()
+    return [
+        _Case(drafter=name, make=make, session=sessions[name], after_prompt=after)
+        for name, make in makers.items()
+    ]
 
 
-def _row(work: Workload, case: _Case, plain: _Case, prompt_tokens: int) -> dict[str, Any]:
+def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str, Any]:
     stats = case.session.stats()
+    drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
     return {
         "workload": work.name,
+        "engine": engine.backend.name,
         "drafter": case.drafter,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(case.after_prompt.state.tokens),
         "new_tokens": len(case.answer),
-        "ratio": median(plain.seconds) / median(case.seconds),
-        "accepted_share": (
-            stats.accepted_tokens / stats.drafted_tokens if stats.drafted_tokens else None
-        ),
+        "ratio": median(one / own for one, own in zip(plain.seconds, case.seconds, strict=True)),
+        "best_ratio": min(plain.seconds) / min(case.seconds),
+        "accepted_share": accepted / drafted if drafted else None,
         "tokens_per_round": stats.tokens_per_round,
+        "draft_share": stats.draft_ms / (stats.draft_ms + stats.pass_ms + stats.choose_ms),
         "tok_s": len(case.answer) / median(case.seconds),
         "plain_tok_s": len(case.answer) / median(plain.seconds),
     }
@@ -229,14 +319,19 @@ def print_report(data: dict[str, Any]) -> None:
             str(row["prompt_tokens"]),
             row["drafter"],
             f"{row['ratio']:.2f}",
+            f"{row['best_ratio']:.2f}",
             "-" if row["accepted_share"] is None else f"{row['accepted_share']:.0%}",
             f"{row['tokens_per_round']:.2f}",
+            f"{row['draft_share']:.0%}",
             f"{row['tok_s']:.1f}",
         )
         for row in data["rows"]
     ]
-    header = ("workload", "prompt", "drafter", "x plain", "right", "tokens/pass", "tok/s")
-    output.print_table(rows, header=header)
+    output.print_table(rows, header=_HEADER)
+    for times in data["passes"]:
+        first = times["ms"][1]
+        shares = " ".join(f"{rows}: {ms / first:.2f}" for rows, ms in times["ms"].items())
+        output.print_data(f"\na pass after {times['context']} tokens by its rows, of one: {shares}")
     forced = f"replayed texts, {data['right']:.0%} of its own guesses right"
     texts = forced if data["replayed"] else "its own greedy answers"
     output.print_data(f"\n{data['model']}, {data['threads']} threads, {texts}")

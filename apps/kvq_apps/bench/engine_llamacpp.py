@@ -44,7 +44,7 @@ class LlamaCppEngine:
     def __init__(self, files: ModelFiles, *, threads: int, settings: Sequence[Setting]) -> None:
         if files.has_onnx:
             # Only a bundle has a graph.
-            same = _same_weights(cast(Bundle, files))
+            same = same_weights(cast(Bundle, files))
             self._backend = LlamaCppBackend(same, threads=threads)
             plans = PEER_PLANS.items()
             self._plans = {kv: plan for kv, plan in plans if not refusal(same, plan)}
@@ -141,7 +141,7 @@ def _plan(kv: str) -> KvPlan:
     return KvPlan(k_bits=k_bits, v_bits=v_bits, sink_tokens=0)
 
 
-def _same_weights(bundle: Bundle) -> GgufFile:
+def same_weights(bundle: Bundle) -> GgufFile:
     """The graph's weights as GGUF in the cache folder, written the first time."""
     from kvq_apps.bench.gguf_file import REVISION, refusal, write_gguf
 

@@ -31,6 +31,12 @@ def workloads() -> tuple[Workload, ...]:
     return (_code_edit(), _json_rewriting(), _chat(), _quotes(), _code_completion(), _prose())
 
 
+def other_text() -> str:
+    """A long text that no workload repeats, to come before one: more of the package's sources."""
+    names = ("reference_cache.py", "reference_linear.py", "native.py")
+    return "\n".join(_source("kvq", name) for name in names)
+
+
 def _code_edit() -> Workload:
     """A file is asked for again with a name changed."""
     code = _source("kvq", "sizing.py")[:_PROMPT_CHARACTERS]

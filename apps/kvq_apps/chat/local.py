@@ -27,6 +27,7 @@ class LocalClient:
         self._model = model
         self._engine_options = engine_options
         self._session_options = dict(session_options)
+        self._drafted_before = (0, 0, 0.0)
         self._engine: Engine | None = None
         self._session: Session | None = None
 
@@ -48,6 +49,7 @@ class LocalClient:
             raise ContextFullError(len(prompt), limit)
         if turn.seed is not None:
             session.reseed(turn.seed)
+        self._drafted_before = session.drafted
         cached = session.align(prompt)
         stream.measured(self._stats(prompt, cached, 0))
         if cached < len(prompt) and not session.prefill(
@@ -67,6 +69,7 @@ class LocalClient:
         engine, session = self._opened()
         session.close()
         self._session = engine.session(**self._session_options)
+        self._drafted_before = (0, 0, 0.0)
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
@@ -94,6 +97,7 @@ class LocalClient:
             raise UsageError("the KV settings stay as they were: encoding again was stopped")
         old.close()
         self._session, self._session_options = session, options
+        self._drafted_before = (0, 0, 0.0)
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
@@ -140,7 +144,7 @@ class LocalClient:
 
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
         _, session = self._opened()
-        stats = session.stats()
+        stats, (drafted, accepted, _) = session.stats(), self._drafted_before
         return ReplyStats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
@@ -152,6 +156,8 @@ class LocalClient:
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
             evicted_share=stats.evicted_share,
+            drafted_tokens=stats.drafted_tokens - drafted,
+            accepted_tokens=stats.accepted_tokens - accepted,
         )
 
 

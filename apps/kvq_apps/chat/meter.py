@@ -21,6 +21,7 @@ def meter_line(
             kv_part(facts, stats),
             evicted_part(stats),
             f"{stats.decode_tok_s:.1f} tok/s",
+            drafts_part(stats),
             context_part(facts, stats),
             bits_part(stats),
             f"first {stats.ttft_ms:.0f} ms",
@@ -54,6 +55,12 @@ def evicted_part(stats: ReplyStats) -> str:
 def bits_part(stats: ReplyStats) -> str:
     """Mean widths of what is held, the newest tokens at 16: `bits 6.1:4.5`."""
     return f"bits {stats.mean_k_bits:.1f}:{stats.mean_v_bits:.1f}" if stats.mean_k_bits else ""
+
+
+def drafts_part(stats: ReplyStats) -> str:
+    """Of the tokens that a drafter guessed those that were right: `drafts 12/15`."""
+    guessed = stats.drafted_tokens
+    return f"drafts {stats.accepted_tokens}/{guessed}" if guessed else ""
 
 
 def context_part(facts: Facts, stats: ReplyStats) -> str:

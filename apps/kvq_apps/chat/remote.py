@@ -213,6 +213,8 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         mean_k_bits=kvq.get("mean_k_bits") or 0.0,
         mean_v_bits=kvq.get("mean_v_bits") or 0.0,
         evicted_share=kvq.get("evicted_share") or 0.0,
+        drafted_tokens=timings.get("draft_n") or 0,
+        accepted_tokens=timings.get("draft_n_accepted") or 0,
     )
 
 

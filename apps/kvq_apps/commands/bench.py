@@ -51,8 +51,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     measuring = parser.add_argument_group("measuring")
     flags.add_flags(
         measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
-        "drafts",
+        "drafts", "predict",
         drafts="numbers of drafts to write at once (default: 1,3,5)",
+        predict="suite drafts: tokens of an answer at most",
     )  # fmt: skip
     measuring.add_argument(
         "--linear",
@@ -161,16 +162,30 @@ def _run_serve(arguments: Namespace) -> int:
 
 def _run_drafts(arguments: Namespace) -> int:
     """The suite `drafts`."""
-    for flag in ("peer", "plot", "context", "kv-policy", "kv-read"):
+    for flag in ("plot", "kv-policy", "kv-read"):
         if options.written(arguments, flag):
             raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
-    from kvq_apps.bench import drafting, machine
+    from kvq_apps.bench import drafting, engines, machine
 
+    peers = tuple(dict.fromkeys(arguments.peer or ()))
+    if peers not in ((), (drafting.LLAMA,)):
+        raise UsageError(f"--suite drafts knows --peer {drafting.LLAMA} only; leave others out")
+    engines.check_peers(peers)
     job = drafting.DraftJob(
         replay=arguments.shape is not None,
-        **options.given(arguments, repeat="repeat", right="right", drafters="drafters"),
+        peer=bool(peers),
+        **options.given(
+            arguments,
+            repeat="repeat",
+            contexts="context",
+            tokens="predict",
+            right="right",
+            drafters="drafters",
+        ),
     )
     files = _files(arguments)
+    if peers and not files.has_onnx:
+        raise UsageError(f"--peer {drafting.LLAMA} runs a bundle's weights; {files.path} has none")
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)

@@ -61,10 +61,13 @@ def run(arguments: Namespace) -> int:
         context = min(DEFAULT_CONTEXT, engine.model.context_length)
         session_options = {"context_tokens": context} | options.session_options(arguments)
         writer = writer_for(methods[0], engine.tokenizer)
-        completions = CompletionEngine(engine, writer, session_options=session_options)
-        found = completions.complete(
-            document, place, **{key: own for key, own in wanted.items() if own is not None}
+        completions = CompletionEngine(
+            engine,
+            writer,
+            session_options=session_options,
+            **{key: own for key, own in wanted.items() if own is not None},
         )
+        found = completions.complete(document, place)
         completions.close()
     _print(found, as_json=arguments.json)
     return 0

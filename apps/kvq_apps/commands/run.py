@@ -227,6 +227,9 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "tokens_per_round": stats.tokens_per_round,
+        "draft_ms": stats.draft_ms,
+        "pass_ms": stats.pass_ms,
+        "choose_ms": stats.choose_ms,
         "draft_bytes": stats.draft_bytes,
         "kv_bytes": stats.kv_bytes,
         "kv_bytes_peak": stats.kv_bytes_peak,
@@ -245,7 +248,7 @@ def _print_usage(report: dict[str, Any]) -> None:
     read = f", {share:.0%} of what could be read" if share < 1 else ""
     drafts = (
         f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
-        f"{report['tokens_per_round']:.2f} tokens per pass"
+        f"{report['tokens_per_round']:.2f} tokens per pass, {report['draft_ms']:.1f} ms for it"
         if report["drafted_tokens"]
         else ""
     )

@@ -47,17 +47,24 @@ class Completion:
 
 
 class CompletionEngine:
-    """One engine, one session. `exact`: encode again from the first change on, without edits."""
+    """One engine, one session, up to `drafts` drafts of up to `tokens` tokens a completion.
+
+    `exact`: encode again from the first change on, without edits.
+    """
 
     def __init__(
         self,
         engine: Engine,
         writer: Writer,
         *,
+        drafts: int = DEFAULT_DRAFTS,
+        tokens: int = DEFAULT_TOKENS,
         session_options: dict[str, Any] | None = None,
         exact: bool = False,
     ) -> None:
-        """Raises `ModelError` for a model that fills in no middle."""
+        """Raises `ModelError` for a model that fills in no middle, `UsageError` for no drafts."""
+        if drafts < 1 or tokens < 1:
+            raise UsageError("drafts and tokens of a completion are 1 or more")
         self._tokenizer = engine.tokenizer
         fim = infill_tokens(self._tokenizer)
         self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
@@ -65,25 +72,15 @@ class CompletionEngine:
         self._writer = writer
         self._exact = exact
         self._session = engine.session(**({"draft_tokens": DRAFT_ROWS} | (session_options or {})))
+        self._drafts = drafts
+        self._tokens = max(1, min(tokens, self._session.config.draft_tokens // (drafts + 1)))
 
     def complete(
-        self,
-        document: Document,
-        place: tuple[int, int],
-        *,
-        drafts: int = DEFAULT_DRAFTS,
-        tokens: int = DEFAULT_TOKENS,
-        cancel: Cancel = never,
+        self, document: Document, place: tuple[int, int], *, cancel: Cancel = never
     ) -> Completion:
-        """Drafts that go on at `place` (line, code points) up to the line's end.
-
-        Raises `UsageError` for a number of drafts or tokens that is not possible.
-        """
-        if drafts < 1 or tokens < 1:
-            raise UsageError("drafts and tokens of a completion are 1 or more")
+        """Drafts that go on at `place` (line, code points) up to the line's end."""
         since = perf_counter()
         session, config = self._session, self._session.config
-        tokens = max(1, min(tokens, config.draft_tokens // (drafts + 1)))
         prefix, suffix = document.around(place)
         room = config.context_tokens - config.draft_tokens - 1
         ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode)
@@ -92,8 +89,8 @@ class CompletionEngine:
         if encoded and not session.prefill(cancel=cancel):
             return Completion(drafts=(), why_not="cancelled")
         found = session.drafts(
-            drafts, tokens, method=self._writer, stop_strings=("\n",), stop_ids=self._ends,
-            cancel=cancel,
+            self._drafts, self._tokens, method=self._writer,
+            stop_strings=("\n",), stop_ids=self._ends, cancel=cancel,
         )  # fmt: skip
         kept = _distinct(
             Draft(text=shown(one.text, _around(document, place)), logprob=one.logprob)

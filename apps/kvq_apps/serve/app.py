@@ -426,6 +426,8 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
         "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
         "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
+        "draft_seconds_total": ("Seconds spent on guessing.", counts.draft_s),
+        "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
         "jobs_running": ("Jobs that hold a session.", running),
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }

@@ -6,10 +6,12 @@ refused, what it does not know is ignored.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from secrets import randbits
 from typing import Any, cast
 
 from kvq.errors import DataError, ModelError, UsageError
+from kvq_apps.options import NO_DRAFTER
 from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
@@ -18,9 +20,11 @@ from kvq_apps.serve.tools import Tools, calls_of, tools_of
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
+from kvq_runtime.drafter import Drafter
 from kvq_runtime.healing import heal
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
+from kvq_specdraft import FREE_DRAFTERS, drafter_named
 
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
@@ -244,7 +248,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
-        draft=fields.object("x_kvq").flag("draft", True),
+        draft=_draft(fields.object("x_kvq")),
     )
 
 
@@ -262,7 +266,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
         reuse=fields.flag("cache_prompt", True),
-        draft=fields.object("x_kvq").flag("draft", True),
+        draft=_draft(fields.object("x_kvq")),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
         grammar=_grammar(fields, model),
@@ -301,6 +305,17 @@ def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
             )
         bias[int(name)] = given.number(name, -1e6, 1e6, 0.0)
     return bias
+
+
+def _draft(extension: Fields) -> bool | Callable[[], Drafter]:
+    """Whether to draft, or by whom: a drafter's name, whose options are its own."""
+    name = extension.get("draft")
+    if not isinstance(name, str):
+        return extension.flag("draft", True)
+    if name != NO_DRAFTER and name not in FREE_DRAFTERS:
+        possible = f"true, false, {NO_DRAFTER}, {', '.join(sorted(FREE_DRAFTERS))}"
+        extension.refuse_with("draft", f"x_kvq.draft {name!r} is not possible; choose {possible}")
+    return name != NO_DRAFTER and partial(drafter_named, name)
 
 
 def _rank(fields: Fields, priority: str) -> int:

@@ -5,7 +5,7 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
     {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
-     prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens,
+     prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens, draft_ms,
      context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
@@ -459,6 +459,7 @@ def _measures(answered: Answered, report: Report) -> Json:
             "new_tokens": report.new_tokens,
             "drafted_tokens": report.drafted_tokens,
             "accepted_tokens": report.accepted_tokens,
+            "draft_ms": report.draft_ms,
             "context_tokens": report.context_tokens,
             "context_limit": answered.context_limit,
             "queued_ms": report.queued_ms,

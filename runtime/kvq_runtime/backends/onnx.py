@@ -168,7 +168,8 @@ def _for_all(logits: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
 
 def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:
     """[T, K] with columns of zeros up to `width`: embeddings that weigh nothing."""
-    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+    missing = width - table.shape[1]
+    return np.pad(table, ((0, 0), (0, missing))) if missing else table
 
 
 def session_options(threads: int) -> Any:

@@ -54,7 +54,7 @@ class Job:
         self._cached = 0
         self._new = 0
         self._stats_of: Session[Any] | None = None
-        self._drafts_before = (0, 0)
+        self._drafts_before = (0, 0, 0.0)
         self._edited_before = 0
 
     @property
@@ -73,7 +73,18 @@ class Job:
         return self.cancelled or not (self.waits or self.outbox.full)
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
-        """Everything the request asked for."""
+        """Everything the request asked for, with the drafter that it asked for."""
+        session, asked = slot.session, self.request.draft
+        own = session.drafter
+        try:
+            if callable(asked):
+                session.drafter = asked()
+            yield from self._work(slot, decoding)
+        finally:
+            if callable(asked):
+                session.drafter = own
+
+    def _work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         request, session = self.request, slot.session
         self._stats_of = session
         self._drafts_before = session.drafted
@@ -118,7 +129,7 @@ class Job:
         if session is None:
             return report
         stats = session.stats()
-        drafted, accepted = self._drafts_before
+        drafted, accepted, draft_ms = self._drafts_before
         return replace(
             report,
             kv_bytes=stats.kv_bytes,
@@ -126,6 +137,7 @@ class Job:
             kv_budget=stats.kv_budget,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            draft_ms=stats.draft_ms - draft_ms,
             edited_tokens=stats.edited_tokens - self._edited_before,
             context_tokens=len(session.tokens),
             mean_k_bits=stats.mean_k_bits,

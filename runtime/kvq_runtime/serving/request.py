@@ -1,10 +1,12 @@
 """What a pool is asked for, and why it may refuse. Knows no protocol."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvq.errors import KvqError
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Grammar
+from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import GenerationOptions
 
 
@@ -38,8 +40,9 @@ class GenerationRequest:
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
     `endings`: none, or of each prompt the bytes of its last token where that is generated again
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. For `grammar`, `shown` and `draft` see `GenerationOptions`. `edits`: what follows a change
-    of an earlier prompt is kept as it was computed (PIE), not only what stands before.
+    may. For `grammar` and `shown` see `GenerationOptions`. `draft`: whether the session's drafter
+    is asked, or what makes another for this request. `edits`: what follows a change of an earlier
+    prompt is kept as it was computed (PIE), not only what stands before.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -61,7 +64,7 @@ class GenerationRequest:
     owner: str = ""
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
-    draft: bool = True
+    draft: bool | Callable[[], Drafter] = True
     edits: bool = False
 
     @property
@@ -90,5 +93,5 @@ class GenerationRequest:
             begin_with=begin_with,
             grammar=self.grammar,
             shown=self.shown,
-            draft=self.draft,
+            draft=self.draft is not False,
         )

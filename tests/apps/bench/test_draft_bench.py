@@ -79,21 +79,44 @@ def test_every_drafter_has_a_row_of_every_workload(
     cases = [(row["workload"], row["drafter"]) for row in data["rows"]]
     assert cases == [(work, drafter) for work in ("again", "other") for drafter in DRAFTERS]
     for row in data["rows"]:
+        # With one repetition the median and the best are the same.
         assert row["ratio"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
+        assert row["best_ratio"] == pytest.approx(row["ratio"])
+        assert 0 <= row["draft_share"] < 1
         assert row["tokens_per_round"] >= 1
     rows = {(row["workload"], row["drafter"]): row for row in data["rows"]}
     if source == "shape":
         assert rows["again", "lookup"]["accepted_share"] > 0.9
         assert rows["again", "lookup"]["tokens_per_round"] > 4
         assert rows["other", "lookup"]["tokens_per_round"] < 1.5
-    drafting.print_report(data)
+    (passes,) = data["passes"]
+    assert [int(count) for count in passes["ms"]] == list(range(1, 17))
+    drafting.print_report({**data, "passes": [{**passes, "ms": {1: 2.0, 2: 3.0}}]})
     assert "again" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few")
+def test_prompts_are_filled_up_and_chosen_drafters_measured(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(shelf.bundle(max_position_embeddings=2048))
+    words = ["--suite", "drafts", "--repeat", "1", "--threads", "1", "--json", "--predict", "5"]
+    chosen = ["--context", "200,600", "--drafters", "suffix"]
+    assert main(["bench", model, *words, *chosen]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(row["prompt_tokens"], row["drafter"]) for row in data["rows"]] == [
+        (context, "suffix") for context in (200, 200, 600, 600)
+    ]
+    assert {row["new_tokens"] for row in data["rows"]} == {5}
+    assert [one["context"] for one in data["passes"]] == [200, 600]
 
 
 def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--repeat 0 is not possible"):
         DraftJob(replay=True, repeat=0)
-    for words in (["--context", "64"], ["--peer", "llama.cpp"], ["--plot", "a.png"]):
+    for words in (["--kv-policy", "h2o"], ["--peer", "onnxruntime"], ["--plot", "a.png"]):
         assert main(["bench", "--suite", "drafts", *words]) == 2
-        assert "--suite drafts knows no --" in capsys.readouterr().err
+        assert "--suite drafts knows " in capsys.readouterr().err
+    assert main(["bench", "--suite", "drafts", "--drafters", "lookup,guess"]) == 2
+    assert "--draft 'guess' is unknown" in capsys.readouterr().err
     assert Path("a.png").exists() is False

@@ -952,8 +952,16 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
                 metrics = ask(drafts, "/metrics").body.decode()
                 assert f"kvq_drafted_tokens_total {sum(guessed)}\n" in metrics
                 assert f"kvq_accepted_tokens_total {sum(right)}\n" in metrics
-        refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "lookup"}})
-        assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
+        named = ask(plain, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "recycle"}}).json
+        assert named["choices"] == wanted[0]["choices"]
+        assert named["x_kvq"]["drafted_tokens"] > 0
+        assert named["x_kvq"]["draft_ms"] > 0
+        assert ask(plain, COMPLETIONS, bodies[0]).json["timings"]["draft_n"] == 0
+        off = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "none"}}).json
+        assert (off["choices"], off["timings"]["draft_n"]) == (wanted[0]["choices"], 0)
+        for name in ("model", "suffix:store=9"):
+            refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": name}})
+            assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
 
 
 # Text: stop strings, seeds, what stands between (SRV-11, SRV-12, SRV-18)

@@ -1,0 +1,371 @@
+"""`kvq lsp`: inline completions for editors, one request alive per document.
+
+The reading thread applies document notifications in their order and answers what needs no model;
+one worker writes completions. A newer request of a document supersedes its older one, and a cancel
+reaches the engine before its next pass. Whatever goes wrong becomes a line in the log and a null
+answer with a reason, never a pop-up. Protocol: LSP 3.18, textDocument/inlineCompletion.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, BinaryIO, Protocol, cast
+
+from kvq import __version__
+from kvq_apps.completion.document import Document, Encoding, Position
+from kvq_apps.completion.engine import Completion
+from kvq_apps.lsp.frames import (
+    CANCELLED,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    METHOD_NOT_FOUND,
+    NOT_INITIALIZED,
+    FrameWriter,
+    RpcError,
+    read_frames,
+)
+
+ENCODINGS = ("utf-8", "utf-16", "utf-32")
+# What an editor would wait too long for, or is no source text.
+MOST_CHARACTERS = 2_000_000
+MOST_LINE = 20_000
+
+
+class Completer(Protocol):
+    """Who completes: `completion.engine.CompletionEngine`, or a stand-in."""
+
+    def complete(
+        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+    ) -> Completion: ...
+
+    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A document, its version, and the list shown at one place of it until the next edit."""
+
+    document: Document
+    version: int
+    shown: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    request: "_Request | None" = None
+    last: Completion | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """A completion somebody waits for."""
+
+    id: int | str
+    uri: str
+    version: int
+    place: tuple[int, int]
+    selected: str
+    cancelled: bool = False
+    superseded: bool = False
+
+    def ends(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.cancelled or self.superseded
+
+
+class LanguageServer:
+    """One client. `load` makes the completer, in the background; `log` takes lines."""
+
+    def __init__(
+        self,
+        source: BinaryIO,
+        sink: BinaryIO,
+        load: Callable[[], Completer],
+        log: Callable[[str], None],
+    ) -> None:
+        self._source = source
+        self._writer = FrameWriter(sink)
+        self._load = load
+        self._log = log
+        self._documents: dict[str, _Open] = {}
+        self._encoding: Encoding = "utf-16"
+        self._initialized = self._shut_down = False
+        self._enabled = True
+        self._completer: Completer | None = None
+        self._work: SimpleQueue[_Request | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
+
+    def run(self) -> int:
+        """Serves until `exit` or the end of input; the exit code."""
+        self._worker.start()
+        code = 1
+        for message in read_frames(self._source, self._log):
+            if isinstance(message, RpcError):
+                self._answer(None, error=message)
+            elif message.get("method") == "exit":
+                code = 0 if self._shut_down else 1
+                break
+            else:
+                self._take(message)
+        with self._lock:
+            for one in self._documents.values():
+                if one.request is not None:
+                    one.request.cancelled = True
+        self._work.put(None)
+        self._worker.join(10.0)
+        return code
+
+    # What comes in
+
+    def _take(self, message: dict[str, Any]) -> None:
+        method, params, number = message.get("method"), message.get("params"), message.get("id")
+        if not isinstance(method, str):
+            if "result" not in message and "error" not in message:
+                self._answer(None, error=RpcError(INVALID_REQUEST, "the message has no method"))
+            return
+        try:
+            result = self._handle(method, params if isinstance(params, dict) else {}, number)
+        except RpcError as error:
+            if number is not None:
+                self._answer(number, error=error)
+            else:
+                self._log(f"{method}: {error}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._log(f"{method}: {type(error).__name__}: {error}")
+            if number is not None:
+                self._answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {error!r}"))
+        else:
+            if number is not None and result is not _LATER:
+                self._answer(number, result=result)
+
+    def _handle(self, method: str, params: dict[str, Any], number: Any) -> Any:
+        if method == "initialize":
+            if self._initialized:
+                raise RpcError(INVALID_REQUEST, "initialize came twice")
+            return self._initialize(params)
+        if not self._initialized:
+            raise RpcError(NOT_INITIALIZED, "initialize comes first")
+        if self._shut_down:
+            raise RpcError(INVALID_REQUEST, "the server is shut down; only exit may follow")
+        handler = self._handlers().get(method)
+        if handler is None:
+            if number is not None:
+                raise RpcError(METHOD_NOT_FOUND, f"{method} is not known here")
+            return None
+        return handler(params, number)
+
+    def _handlers(self) -> dict[str, Callable[[dict[str, Any], Any], Any]]:
+        return {
+            "shutdown": self._on_shutdown,
+            "textDocument/didOpen": self._on_open,
+            "textDocument/didChange": self._on_change,
+            "textDocument/didClose": self._on_close,
+            "textDocument/inlineCompletion": self._on_inline_completion,
+            "$/cancelRequest": self._on_cancel,
+            "workspace/executeCommand": self._on_command,
+        }
+
+    def _initialize(self, params: dict[str, Any]) -> dict[str, Any]:
+        general = params.get("capabilities", {}).get("general", {})
+        offered = general.get("positionEncodings") or ["utf-16"]
+        found = next((one for one in offered if one in ENCODINGS), "utf-16")
+        self._encoding = cast(Encoding, found)
+        self._initialized = True
+        return {
+            "capabilities": {
+                "positionEncoding": self._encoding,
+                "textDocumentSync": {"openClose": True, "change": 2},
+                "inlineCompletionProvider": {},
+                "executeCommandProvider": {"commands": ["kvq.toggle", "kvq.explain"]},
+            },
+            "serverInfo": {"name": "kvq", "version": __version__},
+        }
+
+    def _on_shutdown(self, _: dict[str, Any], __: Any) -> None:
+        self._shut_down = True
+
+    def _on_open(self, params: dict[str, Any], _: Any) -> None:
+        item = params["textDocument"]
+        with self._lock:
+            self._supersede(item["uri"])
+            self._documents[item["uri"]] = _Open(Document(str(item["text"])), int(item["version"]))
+
+    def _on_change(self, params: dict[str, Any], _: Any) -> None:
+        item = params["textDocument"]
+        with self._lock:
+            known = self._documents.get(item["uri"])
+            if known is None:
+                self._log(f"a change of {item['uri']}, which is not open, is left out")
+                return
+            self._supersede(item["uri"])
+            known.shown.clear()
+            for change in params["contentChanges"]:
+                if "range" in change:
+                    start, end = (_position(change["range"][side]) for side in ("start", "end"))
+                    known.document.replace(start, end, str(change["text"]), self._encoding)
+                else:
+                    known.document = Document(str(change["text"]))
+            known.version = int(item["version"])
+
+    def _on_close(self, params: dict[str, Any], _: Any) -> None:
+        with self._lock:
+            self._supersede(params["textDocument"]["uri"])
+            self._documents.pop(params["textDocument"]["uri"], None)
+
+    def _on_inline_completion(self, params: dict[str, Any], number: Any) -> Any:
+        uri, position = params["textDocument"]["uri"], _position(params["position"])
+        context = params.get("context") or {}
+        selected = context.get("selectedCompletionInfo") or {}
+        with self._lock:
+            known = self._documents.get(uri)
+            why_not = self._why_not(known)
+            if known is None or why_not is not None:
+                return self._nothing(known, why_not or "this document is not open")
+            place = known.document.place(position, self._encoding)
+            shown = known.shown.get(place)
+            if shown is not None and not selected:
+                return self._items(known.document, place, shown, "")
+            self._supersede(uri)
+            request = _Request(number, uri, known.version, place, str(selected.get("text", "")))
+            known.request = request
+        self._work.put(request)
+        return _LATER
+
+    def _on_cancel(self, params: dict[str, Any], _: Any) -> None:
+        with self._lock:
+            for known in self._documents.values():
+                if known.request is not None and known.request.id == params.get("id"):
+                    known.request.cancelled = True
+
+    def _on_command(self, params: dict[str, Any], _: Any) -> Any:
+        command = params.get("command")
+        if command == "kvq.toggle":
+            self._enabled = not self._enabled
+            return self._enabled
+        if command == "kvq.explain":
+            uri = (params.get("arguments") or [""])[0]
+            known = self._documents.get(uri)
+            last = None if known is None else known.last
+            return None if last is None else _explained(last)
+        raise RpcError(INVALID_PARAMS, f"{command} is no command of kvq")
+
+    # What goes out
+
+    def _why_not(self, known: _Open | None) -> str | None:
+        """Why there is no completion, before anybody is asked for one."""
+        if known is None:
+            return "this document is not open"
+        if not self._enabled:
+            return "completion is switched off"
+        if self._completer is None:
+            return "the model is loading"
+        lines = range(known.document.num_lines)
+        if len(known.document.text) > MOST_CHARACTERS or any(
+            len(known.document.line(line)) > MOST_LINE for line in lines
+        ):
+            return "the document is too large"
+        return None
+
+    def _nothing(self, known: _Open | None, why_not: str) -> None:
+        if known is not None:
+            known.last = Completion(drafts=(), why_not=why_not)
+
+    def _supersede(self, uri: str) -> None:
+        known = self._documents.get(uri)
+        if known is not None and known.request is not None:
+            known.request.superseded = True
+
+    def _run_worker(self) -> None:
+        try:
+            completer = self._load()
+        except Exception as error:  # noqa: BLE001  the editor goes on without completions
+            self._log(f"no completions: {error}")
+            completer = None
+        self._completer = completer
+        while (request := self._work.get()) is not None:
+            self._complete(cast(Completer, completer), request)
+        if completer is not None:
+            completer.close()
+
+    def _complete(self, completer: Completer, request: _Request) -> None:
+        with self._lock:
+            known = self._documents.get(request.uri)
+            if known is None or request.ends():
+                self._end(request)
+                return
+            # What the reader changes meanwhile is another document to this request.
+            document = Document(known.document.text)
+        try:
+            found = completer.complete(document, request.place, cancel=request.ends)
+        except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
+            self._log(f"completion failed: {error}")
+            found = Completion(drafts=(), why_not=str(error))
+        with self._lock:
+            known = self._documents.get(request.uri)
+            if known is None or request.ends() or known.version != request.version:
+                self._end(request)
+                return
+            known.request, known.last = None, found
+            if found.drafts:
+                known.shown[request.place] = found
+            self._answer(
+                request.id, result=self._items(document, request.place, found, request.selected)
+            )
+
+    def _end(self, request: _Request) -> None:
+        """Answers a request whose answer nobody wants: each gets exactly one."""
+        if request.cancelled:
+            self._answer(request.id, error=RpcError(CANCELLED, "cancelled"))
+        else:
+            self._answer(request.id, result=None)
+
+    def _items(
+        self, document: Document, place: tuple[int, int], found: Completion, selected: str
+    ) -> dict[str, Any] | None:
+        line, column = place
+        start = _word_start(document.line(line), column)
+        typed = document.line(line)[start:column]
+        rows = [
+            {"line": line, "character": document.units(line, at, self._encoding)}
+            for at in (start, column)
+        ]
+        items = [
+            {"insertText": typed + draft.text, "range": {"start": rows[0], "end": rows[1]}}
+            for draft in found.drafts
+            if (typed + draft.text).startswith(selected)
+        ]
+        return {"items": items} if items else None
+
+    def _answer(self, number: Any, *, result: Any = None, error: RpcError | None = None) -> None:
+        if error is None:
+            self._writer.send({"id": number, "result": result})
+        else:
+            self._writer.send({"id": number, "error": {"code": error.code, "message": str(error)}})
+
+
+_LATER = object()
+
+
+def _position(value: dict[str, Any]) -> Position:
+    return Position(int(value["line"]), int(value["character"]))
+
+
+def _word_start(line: str, column: int) -> int:
+    """Where the word that ends at `column` begins; the line's own beginning on a blank one."""
+    if not line[:column].strip():
+        return 0
+    start = column
+    while start > 0 and (line[start - 1].isalnum() or line[start - 1] == "_"):
+        start -= 1
+    return start
+
+
+def _explained(last: Completion) -> dict[str, Any]:
+    """What the last completion cost, or why there was none."""
+    return {
+        "reusedTokens": last.reused_tokens,
+        "encodedTokens": last.encoded_tokens,
+        "ms": last.ms,
+        "drafts": [{"text": one.text, "logprob": one.logprob} for one in last.drafts],
+        "whyNot": last.why_not,
+    }
