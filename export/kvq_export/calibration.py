@@ -7,6 +7,8 @@ once, on the finished bundle: a text is read into 8-bit pages, then one layer's 
 fewer bits, its values, or half of its pages are evicted, and the divergence of the following
 tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
 of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
+
+Before that it is found how every head's pages are best encoded, `kvq.config.PageForm`.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
-from kvq.config import PAGE_TOKENS, Budget, KvPlan
+from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
 from kvq.policies import Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
@@ -35,7 +37,10 @@ WIDTHS = (8, 4, 2)
 # An eviction error below this share of the output's square is as good as none.
 FAINT = 1e-4
 
+EVERY_FORM = PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES
+
 Floats = NDArray[np.float64]
+Forms = tuple[PageForm, ...]
 
 
 def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int64] | None:
@@ -49,7 +54,7 @@ def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int
 class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
-    def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int) -> None:
+    def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
         self._backend = backends.open_backend("auto", bundle, threads=threads)
         asked = CacheSpec(
             shape=bundle.config.cache_shape,
@@ -60,6 +65,7 @@ class _Reading:
             policy="oldest",
             windows=tuple(layer.window_tokens for layer in bundle.config.layers),
             observed=True,
+            forms=forms,
         )
         # Enough for the probes too, so that nothing is ever short.
         enough = Budget(num_bytes=2 * asked.whole_bytes + (1 << 20))
@@ -70,9 +76,9 @@ class _Reading:
             self._forward(read[start : start + CHUNK_TOKENS])
         self._state = self.cache.state()
         self.widths = self.cache.columns()[1]
-        attention = self.cache.evidence().attention
-        assert attention is not None
-        self.attention = attention
+        self.evidence = self.cache.evidence()
+        assert self.evidence.attention is not None
+        self.attention = self.evidence.attention
         self._expected = quality.log_softmax(self._forward(self._scored))
 
     def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -93,14 +99,52 @@ class _Reading:
         self._backend.close()
 
 
+def choose_forms(bundle: Bundle, ids: NDArray[np.int64], threads: int) -> Forms:
+    """How each KV head's pages are best encoded, layer by layer: as makes their noise the least.
+
+    That of logits is sum_d E[q_d^2] range_d^2 up to a factor, in the basis that keys are stored in;
+    that of values the mean square of the ranges, of tokens or of channels.
+    """
+    keys, values = zip(
+        *(_noise(bundle, ids, threads, form) for form in (PageForm.PLAIN, EVERY_FORM)), strict=True
+    )
+    turned, channels = keys[1] < keys[0], values[1] < values[0]
+    chosen = turned * PageForm.ROTATED_KEYS + channels * PageForm.CHANNEL_VALUES
+    return tuple(map(PageForm, chosen.ravel().tolist()))
+
+
+def _noise(
+    bundle: Bundle, ids: NDArray[np.int64], threads: int, form: PageForm
+) -> tuple[Floats, Floats]:
+    """Of keys and of values [L, Hk], were every head's pages of one form."""
+    shape = bundle.config.cache_shape
+    forms = (form,) * (shape.num_layers * shape.num_kv_heads)
+    reading = _Reading(bundle, ids, threads, forms)
+    try:
+        keys, values = np.zeros((2, shape.num_layers, shape.num_kv_heads))
+        for layer, query_square in enumerate(reading.attention.query_square):
+            spans = reading.evidence.constants(layer)
+            key_square = np.square(spans.key_range).mean(axis=1, dtype=np.float64)
+            keys[layer] = (query_square * key_square).sum(axis=-1)
+            values[layer] = np.square(spans.value_range).mean(axis=(1, 2), dtype=np.float64)
+        return keys, values
+    finally:
+        reading.close()
+
+
 def calibrate(
     bundle: Bundle,
     ids: NDArray[np.int64],
     threads: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    forms: Forms = (),
 ) -> Sensitivity:
-    """Measures every layer of a bundle with a graph; `progress` gets (layers done, layers)."""
-    reading = _Reading(bundle, ids, threads)
+    """Measures every layer of a bundle with a graph; `progress` gets (layers done, layers).
+
+    `forms`: how its pages are encoded, as `choose_forms` has it.
+    """
+    reading = _Reading(bundle, ids, threads, forms)
     try:
         layers, _, count, _ = reading.widths.shape
         nats = np.zeros((layers, 2, len(WIDTHS)))

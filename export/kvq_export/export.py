@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq.config import PageForm
 from kvq.errors import CheckpointError, UsageError
 from kvq.policies import Sensitivity
 from kvq_export import calibration, quality
@@ -147,8 +148,9 @@ def _measured(
     if model.tokenizer is None:
         return manifest
     if options.calibrate and options.onnx:
-        sensitivity = _calibrate(partial, model.tokenizer, options, step)
-        manifest = replace(manifest, sensitivity=sensitivity)
+        forms, sensitivity = _calibrate(partial, model.tokenizer, options, step)
+        manifest = replace(manifest, forms=forms, sensitivity=sensitivity)
+        write_manifest(partial, manifest)
     if options.quality:
         quality = _measure(model, model.tokenizer, partial, options, step)
         manifest = replace(manifest, quality=quality)
@@ -244,16 +246,18 @@ def _measure(
 
 def _calibrate(
     folder: Path, tokenizer: Tokenizer, options: ExportOptions, step: Callable[[str], None]
-) -> Sensitivity | None:
+) -> tuple[tuple[PageForm, ...], Sensitivity | None]:
     bundle = Bundle.open(folder, verify="size")
     ids = calibration.calibration_ids(tokenizer, bundle.config.context_length)
     if ids is None:
-        return None
+        return (), None
 
     def layer_done(done: int, layers: int) -> None:
         step(f"what errors cost, layer {done} of {layers}")
 
-    return calibration.calibrate(bundle, ids, options.threads, layer_done)
+    step("how pages are best encoded")
+    forms = calibration.choose_forms(bundle, ids, options.threads)
+    return forms, calibration.calibrate(bundle, ids, options.threads, layer_done, forms=forms)
 
 
 def _describe(located: Located) -> dict[str, Any]:

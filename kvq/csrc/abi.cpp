@@ -62,10 +62,12 @@ int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* la
     return status;
 }
 
-int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int64_t* handle) {
+int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
+                   int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
-    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes);
+    if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
+    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes, forms);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;
@@ -142,8 +144,8 @@ int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float* f
     return with_cache(
         handle, [&](Cache& cache) { return cache.evidence(tokens, columns, facts, queries); });
 }
-int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, uint16_t* keys,
-                        uint16_t* values) {
+int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, float* keys,
+                        float* values) {
     return with_cache(
         handle, [&](Cache& cache) { return cache.constants(layer, columns, keys, values); });
 }
@@ -171,16 +173,14 @@ int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count, kvq_stat
     return with_stats(handle, stats, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
-int kvq_pack(int32_t values, const float* x, int32_t tokens, int32_t head_dim, int32_t bits,
-             uint8_t* planes, uint16_t* constants) {
-    if (tokens < 1 || tokens > kvq::kPageTokens || head_dim < 16 || head_dim > kvq::kMaxHeadDim ||
-        head_dim % 16 || !kvq::valid_width(bits))
+int kvq_pack(int32_t values, int32_t channels, const float* x, int32_t head_dim, int32_t bits, uint8_t* planes,
+             uint8_t* grid) {
+    if (head_dim < 16 || head_dim > kvq::kMaxHeadDim || head_dim % 16 || !kvq::valid_width(bits))
         return KVQ_BAD_ARGUMENT;
-    for (int i = 0; i < tokens * head_dim; i++)
+    for (int i = 0; i < kvq::kPageTokens * head_dim; i++)
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
-    const bool packed = values ? kernel.pack_v(x, tokens, head_dim, planes, constants)
-                               : kernel.pack_k(x, tokens, head_dim, planes, constants);
+    const bool packed = kernel.pack(x, head_dim, values, channels, planes, grid);
     if (packed && bits == 2) kernel.narrow(planes, head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
 }

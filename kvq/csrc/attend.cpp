@@ -132,7 +132,7 @@ void AttendJob::choose(size_t unit) {
         load_rows(block, sight, kv_head, token * group() + done, group() - done);
         for (int r = 0; r < block.rows; r++)
             keep_loudest(block.q + r * a_.head_dim, a_.head_dim, selection_.rule().channels);
-        Rotated rotated(in_.inv_freq, a_.rotary_pairs);
+        Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
         float best[kBlockRows];
         std::fill(best, best + kBlockRows, kNothingSeen);
         const uint64_t* masks;
@@ -145,7 +145,7 @@ void AttendJob::choose(size_t unit) {
             const View& view = pages_.view_at(i);
             float* own = bounds.data() + int64_t{i} * kBlockRows;
             kernels().bounds(block, rotated.queries(block, view.delta),
-                             pages_.view(pages_.entry(stream, view.column), false),
+                             pages_.view(stream, pages_.entry(stream, view.column), false),
                              selection_.rule().spread, own);
             for (int r = 0; r < block.rows; r++) best[r] = std::max(best[r], own[r]);
         }
@@ -180,7 +180,7 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
                              int end) const {
     const int stream = a_.layer * a_.kv_heads + kv_head;
     const bool hi_view = tail_.branch().hi_view, step = in_.tokens <= arena_.config().draft_tokens;
-    Rotated rotated(in_.inv_freq, a_.rotary_pairs);
+    Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
     int64_t seen = 0, read = 0;
     const int last = pages_.first_view(end);
     for (int i = pages_.first_view(begin); i < last; i++) {
@@ -193,7 +193,7 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
         if (!reads(block, kv_head, first, i)) continue;
         hide(block, kv_head, first, i, masks, own);
         const float* q = rotated.queries(block, view.delta);
-        const PageView page = pages_.view(e, hi_view);
+        const PageView page = pages_.view(stream, e, hi_view);
         if (step && reading_.rule.exact && negligible(block, q, page)) continue;
         int next = i + 1;
         while (next < last && !reads(block, kv_head, first, next)) next++;

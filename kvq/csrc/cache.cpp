@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -16,7 +17,8 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 
 }  // namespace
 
-std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget) {
+std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
+                                   const uint8_t* forms) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
     void* memory = nullptr;
@@ -32,6 +34,8 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     cache->state() = {};
     cache->state().config = config;
     cache->state().budget = budget;
+    for (int s = 0; s < cache->arena_.streams(); s++)
+        cache->arena_.forms[s] = forms ? forms[s] : uint8_t{0};
     cache->pages_.place();
     cache->pages_.clear();
     cache->probes_.clear();
@@ -378,21 +382,30 @@ void Cache::entering(uint8_t* widths) const {
     std::memcpy(widths, arena_.entering, size_t{2} * static_cast<size_t>(arena_.streams()));
 }
 
-int Cache::constants(int layer, int columns, uint16_t* keys, uint16_t* values) const {
+int Cache::constants(int layer, int columns, float* keys, float* values) const {
     if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
         return KVQ_BAD_ARGUMENT;
-    const size_t key_bytes = k_constant_bytes(config().head_dim);
-    uint8_t* key = reinterpret_cast<uint8_t*>(keys);
-    uint8_t* value = reinterpret_cast<uint8_t*>(values);
+    const int dim = config().head_dim;
     for (int s = layer * config().kv_heads; s < (layer + 1) * config().kv_heads; s++) {
-        for (int c = 0; c < columns; c++, key += key_bytes, value += v_constant_bytes()) {
+        for (int c = 0; c < columns; c++, keys += 2 * dim, values += 2 * kPageTokens) {
+            std::memset(keys, 0, sizeof(float) * 2 * static_cast<size_t>(dim));
+            std::memset(values, 0, sizeof(float) * 2 * kPageTokens);
             const Entry& e = pages_.entry(s, c);
-            if (e.k_bits) {
-                std::memcpy(key, pages_.constants(e), key_bytes);
-                std::memcpy(value, pages_.constants(e) + key_bytes, v_constant_bytes());
-            } else {
-                std::memset(key, 0, key_bytes);
-                std::memset(value, 0, v_constant_bytes());
+            if (!e.k_bits) continue;
+            const PageView page = pages_.view(s, e, false);
+            kernels().read_grid(page.k_grid, dim, keys);
+            if (!page.channel_values) {
+                kernels().read_grid(page.v_grid, kPageTokens, values);
+                continue;
+            }
+            float wide[2 * kMaxHeadDim];
+            kernels().read_grid(page.v_grid, dim, wide);
+            for (int part = 0; part < 2; part++) {
+                double squares = 0;
+                for (int i = 0; i < dim; i++)
+                    squares += double{wide[part * dim + i]} * wide[part * dim + i];
+                std::fill_n(values + part * kPageTokens, kPageTokens,
+                            static_cast<float>(std::sqrt(squares / dim)));
             }
         }
     }
@@ -414,7 +427,7 @@ int Cache::key_squares(int layer, int columns, float* squares) const {
         for (int page = 0; page < heads * columns; page++) {
             const Entry& e = pages_.entry(layer * heads + page / columns, page % columns);
             if (!e.k_bits) continue;
-            kernels().logits(pages_.view(e, false), block, block.q, products);
+            kernels().logits(pages_.view(layer * heads + page / columns, e, false), block, block.q, products);
             for (int i = 0; i < kBlockRows * kPageTokens; i++)
                 squares[int64_t{page} * kPageTokens + i % kPageTokens] += products[i] * products[i];
         }

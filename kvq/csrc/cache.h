@@ -18,7 +18,7 @@ public:
 
     // Null: no memory.
     static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
-                                       int64_t budget);
+                                       int64_t budget, const uint8_t* forms);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
@@ -43,7 +43,7 @@ public:
 
     // `columns` and `rows` are what the caller has room for: refused unless it is what there is.
     int evidence(int tokens, int columns, float* facts, float* queries);
-    int constants(int layer, int columns, uint16_t* keys, uint16_t* values) const;
+    int constants(int layer, int columns, float* keys, float* values) const;
     int key_squares(int layer, int columns, float* squares) const;
     int columns(int columns, int64_t* facts, uint8_t* widths) const;
     int views(int views, int64_t* facts) const;

@@ -3,8 +3,9 @@
 //
 // A page holds 64 tokens of one (layer, KV head). A code is an unsigned 8-bit number kept as two
 // nibble planes, hi4 and lo4; a read at b bits means
-//     x = mid + step * (code_b - (2^b - 1) / 2),   mid = min + 127.5 * scale,  step = scale * 2^(8-b)
-// where code_8 = 16*hi + lo, code_4 = hi, code_2 = hi >> 2. Scale and min are float16.
+//     x = mid + step * (code_b - (2^b - 1) / 2),   step = scale * 2^(8-b)
+// where code_8 = 16*hi + lo, code_4 = hi, code_2 = hi >> 2. What is encoded lies within 120 scales
+// of its mid, not 127.5: that is as far as the outermost levels of a 4-bit read reach.
 //
 //   K nibble plane  [8 token groups][D/8][32 bytes]   byte 4*t + c of vector j in group g:
 //                   token 8g + t; low nibble channel 8j + c, high nibble channel 8j + 4 + c
@@ -12,8 +13,15 @@
 //   V nibble plane  [D/8 channel groups][8][32 bytes] byte 4*c + t of vector j in group g:
 //                   channel 8g + c; low nibble token 8j + t, high nibble token 8j + 4 + t
 //   V 2-bit plane   [D/8 channel groups][4][32 bytes] bits 2i of byte 4*c + t: token 16j + 4i + t
-//   K constants     float16 scale[D], min[D]          (per channel over the page's tokens)
-//   V constants     float16 scale[64], min[64]        (per token over the head's channels)
+//   K constants     a grid of n = D groups            (per channel over the page's tokens)
+//   V constants     a grid of n = 64 groups           (per token over the head's channels), or
+//                   of n = D where the stream's form has kChannelValues (per channel over tokens)
+//   grid            float16 low, unit of the scales, low, unit of the mids;
+//                   uint8 scale[n], mid[n], each meaning low + unit * code
+//
+// Where the form has kRotatedKeys, each block of channels of keys (the largest power of two that
+// divides D) was multiplied by the orthonormal Hadamard matrix before all this, as the query is
+// that meets them.
 //
 // The unit of storage is a granule of 16*D bytes: half a nibble plane, or a whole 2-bit plane. All
 // granules are alike, so demotion never leaves a hole that another plane cannot use.
@@ -23,23 +31,28 @@
 
 namespace kvq {
 
+constexpr int kPageVersion = 3;  // of all that is said here
 constexpr int kPageTokens = 64;
 constexpr int kMaxHeadDim = 256;
+constexpr float kReach = 120.0f;  // scales from a group's mid to its ends
 constexpr int64_t kMaxPosition = INT32_MAX - 2 * kPageTokens;  // a page's last one stays an int32
 constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3
 
 constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }
 constexpr int granules(int bits) { return bits / 2; }
-constexpr size_t k_constant_bytes(int head_dim) { return size_t{4} * head_dim; }
-constexpr size_t v_constant_bytes() { return size_t{4} * kPageTokens; }
-constexpr size_t constant_bytes(int head_dim) {
-    return (k_constant_bytes(head_dim) + v_constant_bytes() + 63) / 64 * 64;
+constexpr size_t grid_bytes(int groups) { return 8 + size_t{2} * groups; }
+constexpr size_t constant_bytes(int head_dim, int value_groups) {
+    return grid_bytes(head_dim) + grid_bytes(value_groups);
 }
 
 static_assert(granules(8) * granule_bytes(128) == kPageTokens * 128, "8 bits are one byte a code");
 static_assert(granules(4) * granule_bytes(64) == kPageTokens * 64 / 2, "4 bits are half a byte");
 static_assert(granules(2) * granule_bytes(80) == kPageTokens * 80 / 4, "2 bits are a quarter");
 static_assert(granule_bytes(80) % 64 == 0, "a granule keeps vector alignment");
+static_assert(constant_bytes(80, kPageTokens) % 16 == 0, "constants keep each other aligned");
+
+// How the pages of one (layer, KV head) are encoded, as bits.
+enum Form : uint8_t { kRotatedKeys = 1, kChannelValues = 2, kForms = 4 };
 
 // Tokens of one page, of all layers and heads, that have moved together. Slot i holds token
 // first_token + i, whose key was rotated to position pos0 + i and stands delta further now.

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 7
+#define KVQ_ABI 9
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -36,9 +36,14 @@ typedef struct {
     int32_t splits;             /* parts a KV head's pages are divided into for threads */
     int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for */
     int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
+    int32_t value_groups;       /* of a page's values: 64, or head_dim if more and any form has KVQ_CHANNEL_VALUES */
+    int32_t page_version;       /* of the pages' bytes: what the library writes, or it refuses */
 } kvq_config;
 
-enum { KVQ_REGIONS = 16, KVQ_PLACES = 6, KVQ_MOST_DRAFT_TOKENS = 128 };
+/* How the pages of one (layer, KV head) are encoded, as bits. */
+enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };
+
+enum { KVQ_REGIONS = 17, KVQ_PLACES = 7, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -47,7 +52,7 @@ typedef struct {
     int64_t minimum_bytes;      /* smallest budget that opens */
     int32_t max_columns;
     int32_t reserved;
-    /* Bytes of what lies before the pages, in order: state, entering, views, entries,
+    /* Bytes of what lies before the pages, in order: state, forms, entering, views, entries,
        constant_owners, granule_owners, places (KVQ_PLACES), tail, branch, probes, probe_rows, layers,
        staging_positions, staging, rope, partials. */
     int64_t regions[KVQ_REGIONS];
@@ -76,7 +81,9 @@ typedef struct {
 typedef struct { int32_t layer, head, column, k_bits, v_bits; } kvq_action;
 
 KVQ_EXPORT int kvq_layout_of(const kvq_config *config, int64_t budget_bytes, kvq_layout *layout);
-KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, int64_t *handle);
+/* `forms`: uint8 [layers, kv_heads], or NULL for all 0. */
+KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, const uint8_t *forms,
+                              int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
@@ -145,10 +152,11 @@ enum kvq_evidence_fact {
 };
 KVQ_EXPORT int kvq_cache_evidence(int64_t handle, int32_t tokens, int32_t columns, float *facts,
                                   float *queries);
-/* Constants of a layer's pages as stored, float16: keys [kv_heads, columns, 2, head_dim] and values
-   [kv_heads, columns, 2, 64], scale before min; 0 where a page is evicted. */
-KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, uint16_t *keys,
-                                   uint16_t *values);
+/* Constants of a layer's pages, float32: keys [kv_heads, columns, 2, head_dim] and values
+   [kv_heads, columns, 2, 64], scale before mid; 0 where a page is evicted. Of values on a grid of channels
+   every token has the channels' root mean squares. */
+KVQ_EXPORT int kvq_cache_constants(int64_t handle, int32_t layer, int32_t columns, float *keys,
+                                   float *values);
 /* Squared lengths of the keys of a layer's pages as they are read, float32 [kv_heads, columns, 64]; 0
    where a page is evicted. */
 KVQ_EXPORT int kvq_cache_key_squares(int64_t handle, int32_t layer, int32_t columns, float *squares);
@@ -163,10 +171,10 @@ KVQ_EXPORT int64_t kvq_cache_state_bytes(int64_t handle);
 KVQ_EXPORT int kvq_cache_save(int64_t handle, uint8_t *bytes, int64_t count);
 KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t count, kvq_stats *stats);
 
-/* Encodes float32 [tokens, head_dim] (tokens <= 64) as a page's keys (or `values`): constants, and the
-   planes a side of `bits` bits holds, into room for those of 8 bits. */
-KVQ_EXPORT int kvq_pack(int32_t values, const float *x, int32_t tokens, int32_t head_dim, int32_t bits,
-                        uint8_t *planes, uint16_t *constants);
+/* Encodes float32 [64, head_dim] as a page's keys (or `values`) on a grid of `channels` or of tokens: the
+   grid, and the planes a side of `bits` bits holds, into room for those of 8 bits. */
+KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_t head_dim, int32_t bits,
+                        uint8_t *planes, uint8_t *grid);
 
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */

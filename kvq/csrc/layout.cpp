@@ -31,7 +31,8 @@ bool valid(const kvq_config& c) {
            within(c.draft_tokens, 1, KVQ_MOST_DRAFT_TOKENS) &&
            within(c.context_tokens, 1, 1 << 30) &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
-           within(c.probes, 0, 1) &&
+           within(c.probes, 0, 1) && c.page_version == kPageVersion &&
+           (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&
            within(c.tail_rows,
                   quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
                                : c.context_tokens,
@@ -46,6 +47,7 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
     const int64_t split_rows = int64_t{c.heads} * c.splits * c.draft_tokens;
     const int64_t sizes[KVQ_REGIONS] = {
         size_of<State>(1),
+        streams,
         streams * 2,
         size_of<View>(2 * columns + kSpareViews),
         size_of<Entry>(columns * streams),
@@ -73,12 +75,19 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
 
 }  // namespace
 
+bool forms_fit(const kvq_config& c, const uint8_t* forms) {
+    for (int s = 0; forms && s < c.layers * c.kv_heads; s++)
+        if (forms[s] >= kForms || ((forms[s] & kChannelValues) && c.head_dim > c.value_groups))
+            return false;
+    return true;
+}
+
 int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     out = {};
     if (!valid(c)) return KVQ_BAD_ARGUMENT;
     const int64_t streams = int64_t{c.layers} * c.kv_heads;
     const int64_t granule = static_cast<int64_t>(granule_bytes(c.head_dim));
-    const int64_t constant = static_cast<int64_t>(constant_bytes(c.head_dim));
+    const int64_t constant = static_cast<int64_t>(constant_bytes(c.head_dim, c.value_groups));
     out.sizes.granule_bytes = granule;
     out.sizes.constant_bytes = constant;
     // The table has room for every page the context needs, or the pool could hold at two bits.
@@ -112,7 +121,7 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
     const auto next = [&](auto*& region) {
         region = reinterpret_cast<std::remove_reference_t<decltype(region)>>(bytes + *start++);
     };
-    next(state), next(entering), next(views), next(entries);
+    next(state), next(forms), next(entering), next(views), next(entries);
     next(constant_owners), next(granule_owners);
     next(tail_positions), next(tail), next(branch);
     next(probes), next(probe_rows), next(layers);

@@ -50,7 +50,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 136, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(State) == 144, "kvq/sizing.py counts these bytes too");
 
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {
@@ -74,11 +74,13 @@ struct Layout {
     int64_t pool;
     kvq_layout sizes;
 };
+bool forms_fit(const kvq_config& config, const uint8_t* forms);  // null: all 0
 int lay_out(const kvq_config& config, int64_t budget, Layout& layout);
 
 // The arena of one cache, region by region.
 struct Arena {
     State* state;
+    uint8_t* forms;     // of every stream
     uint8_t* entering;  // K and V bits the next pages of every stream close at
     View* views;  // of all columns, in their order
     Entry* entries;

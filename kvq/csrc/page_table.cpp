@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "rotary.h"
+
 namespace kvq {
 
 void PageTable::place() {
@@ -34,17 +36,19 @@ int PageTable::close(int stream, int column, const uint16_t* const* k, const uin
     const Kernels& kernel = kernels();
     alignas(64) float x[kPageTokens * kMaxHeadDim];
     alignas(64) uint8_t planes[kPageTokens * kMaxHeadDim];
-    uint16_t constants[2 * kMaxHeadDim];
     Entry& e = entry_at(stream, column);
     take(e, entering(stream)[0], entering(stream)[1]);
     uint8_t* stored = pool_.constant(e.constants);
+    // Not every form fills the room for its grids.
+    std::memset(stored, 0, static_cast<size_t>(arena_.sizes.constant_bytes));
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(k[i], x + i * dim(), dim());
-    if (!kernel.pack_k(x, kPageTokens, dim(), planes, constants)) return KVQ_NOT_FINITE;
-    std::memcpy(stored, constants, k_constant_bytes(dim()));
+    if (form(stream) & kRotatedKeys) hadamard(x, kPageTokens, dim());
+    if (!kernel.pack(x, dim(), false, true, planes, stored)) return KVQ_NOT_FINITE;
     write_side(e, 0, e.k_bits, planes);
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(v[i], x + i * dim(), dim());
-    if (!kernel.pack_v(x, kPageTokens, dim(), planes, constants)) return KVQ_NOT_FINITE;
-    std::memcpy(stored + k_constant_bytes(dim()), constants, v_constant_bytes());
+    if (!kernel.pack(x, dim(), true, form(stream) & kChannelValues, planes,
+                     stored + grid_bytes(dim())))
+        return KVQ_NOT_FINITE;
     write_side(e, 1, e.v_bits, planes);
     return KVQ_OK;
 }
@@ -286,14 +290,14 @@ void PageTable::remember(int stream, int column, uint8_t peak_weight, uint8_t me
     e.mean_mass = mean_mass;
 }
 
-PageView PageTable::view(const Entry& e, bool hi_view) const {
+PageView PageTable::view(int stream, const Entry& e, bool hi_view) const {
     PageView page;
     for (int g = 0; g < granules(e.k_bits); g++) page.k[g] = pool_.granule(e.granule[g]);
     for (int g = 0; g < granules(e.v_bits); g++)
         page.v[g] = pool_.granule(e.granule[kGranulesPerSide + g]);
-    const uint8_t* stored = constants(e);
-    page.k_constants = reinterpret_cast<const uint16_t*>(stored);
-    page.v_constants = reinterpret_cast<const uint16_t*>(stored + k_constant_bytes(dim()));
+    page.k_grid = constants(e);
+    page.v_grid = page.k_grid + grid_bytes(dim());
+    page.channel_values = form(stream) & kChannelValues;
     const int widest = hi_view ? 4 : 8;
     page.k_bits = std::min(widest, int{e.k_bits});
     page.v_bits = std::min(widest, int{e.v_bits});

@@ -19,6 +19,7 @@ public:
     const View& view_at(int i) const { return arena_.views[i]; }
     int first_view(int column) const;
     const Entry& entry(int stream, int c) const { return entry_at(stream, c); }
+    int form(int stream) const { return arena_.forms[stream]; }
     const uint8_t* entering(int stream) const { return arena_.entering + 2 * stream; }
     int64_t used_bytes() const { return arena_.sizes.fixed_bytes + pool_.used_bytes(); }
 
@@ -48,7 +49,7 @@ public:
     void remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass);
 
     // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
-    PageView view(const Entry& e, bool hi_view) const;
+    PageView view(int stream, const Entry& e, bool hi_view) const;
     void prefetch(const Entry& e, bool hi_view) const;
     const uint8_t* constants(const Entry& e) const { return pool_.constant(e.constants); }
 
@@ -56,12 +57,9 @@ public:
     void restore(int stream, int column, const uint8_t* widths_and_history);
     template <class Part>
     void visit(const Entry& e, Part&& part) const {
-        part(pool_.constant(e.constants), page_constant_bytes());
+        part(pool_.constant(e.constants), arena_.sizes.constant_bytes);
         for (uint32_t g : e.granule)
             if (g != kNone) part(pool_.granule(g), arena_.sizes.granule_bytes);
-    }
-    int64_t page_constant_bytes() const {
-        return static_cast<int64_t>(k_constant_bytes(dim()) + v_constant_bytes());
     }
 
 private:

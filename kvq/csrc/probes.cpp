@@ -195,7 +195,7 @@ struct Observation {
     int stream;
     Block block;
     Visibility sight{layer.attention.window_tokens};
-    Rotated rotated{layer.inv_freq, layer.attention.rotary_pairs};
+    Rotated rotated{layer.inv_freq, layer.attention.rotary_pairs, pages.form(stream)};
 
     Observation(const LayerFacts& of, const PageTable& table, int at)
         : layer(of), pages(table), stream(at) {}
@@ -213,7 +213,7 @@ struct Observation {
             const View& view = pages.view_at(i);
             const uint64_t* masks;
             if (sight.page(view, masks))
-                look(rotated.queries(block, view.delta), pages.view(e, false), masks);
+                look(rotated.queries(block, view.delta), pages.view(stream, e, false), masks);
         }
     }
 
@@ -221,11 +221,12 @@ struct Observation {
     void attend(const Tail& tail, const int32_t* positions, const int32_t* deltas) {
         const Kernels& kernel = kernels();
         const int dim = block.head_dim;
+        Rotated unturned(layer.inv_freq, layer.attention.rotary_pairs);
         for (int i = 0; block.rows && i < tail.used(); i += kPageTokens) {
             const int count = std::min(kPageTokens, tail.used() - i);
             const uint64_t* masks;
             if (sight.committed(positions + i, count, masks))
-                attend_tile(block, sight, rotated, tail.rows(stream, 0) + int64_t{i} * dim,
+                attend_tile(block, sight, unturned, tail.rows(stream, 0) + int64_t{i} * dim,
                             tail.rows(stream, 1) + int64_t{i} * dim, deltas + i, count, masks);
         }
         for (int c = 0; c < pages.columns(); c++)
@@ -252,11 +253,12 @@ struct Observation {
         return seen;
     }
 
-    // Adds what the rows say of the stream's queries and outputs, each row a `share` of the means.
-    void average(float share, float* mean, float* square, float* output) const {
+    // Adds what the rows say of the stream's queries, as pages' keys are met, and of outputs, each row a `share` of the means.
+    void average(float share, float* mean, float* square, float* output) {
+        const float* rows = rotated.queries(block, 0);
         for (int i = 0; i < block.rows * block.head_dim; i++) {
             const int channel = i % block.head_dim;
-            const float q = block.q[i] * unit(), x = block.acc[i];
+            const float q = rows[i] * unit(), x = block.acc[i];
             mean[channel] += q * share;
             square[channel] += q * q * share;
             output[channel] += x * x * share;

@@ -7,7 +7,7 @@
 
 namespace kvq {
 
-// A snapshot: this header, the widths pages enter at, the columns, widths and history of every
+// A snapshot: this header, the streams' forms, the widths pages enter at, the columns, widths and history of every
 // entry, the tail's rows in use, the probes, then every page's bytes. It names no place in the
 // arena, so what is held alone decides its bytes.
 namespace {
@@ -16,7 +16,7 @@ struct Header {
     int32_t columns, tail_used, tokens, views;
     int64_t budget, peak;
 };
-static_assert(sizeof(Header) == 88, "no padding may reach a file");
+static_assert(sizeof(Header) == 96, "no padding may reach a file");
 // Widths and history of an entry lie side by side.
 constexpr int64_t kEntryBytes = 4;
 static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
@@ -42,7 +42,7 @@ void Cache::visit(Part&& part) const {
 }
 
 int64_t Cache::state_bytes() const {
-    int64_t bytes = sizeof(Header) + 2 * arena_.streams() +
+    int64_t bytes = sizeof(Header) + 3 * arena_.streams() +
                     pages_.views() * static_cast<int64_t>(sizeof(View)) +
                     kEntryBytes * arena_.streams() * pages_.columns();
     visit([&](const void*, int64_t count) { bytes += count; });
@@ -59,6 +59,7 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
     const Header header{config(), pages_.columns(), tail_.used(), state().tokens,
                         pages_.views(), state().budget,   state().peak};
     write(&header, sizeof header);
+    write(arena_.forms, arena_.streams());
     write(arena_.entering, 2 * arena_.streams());
     write(arena_.views, pages_.views() * static_cast<int64_t>(sizeof(View)));
     for (int s = 0; s < arena_.streams(); s++)
@@ -89,11 +90,12 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
         h.peak < 0 || h.peak > h.budget || h.views < h.columns || h.views > arena_.most_views())
         return false;
     const int64_t entries = int64_t{h.columns} * arena_.streams();
-    parts.entering = bytes + sizeof h;
+    parts.entering = bytes + sizeof h + arena_.streams();
     parts.views = parts.entering + 2 * arena_.streams();
     parts.entries = parts.views + h.views * static_cast<int64_t>(sizeof(View));
     parts.rest = parts.entries + kEntryBytes * entries;
-    return parts.rest - bytes + int64_t{12} * h.tail_used <= count;
+    return parts.rest - bytes + int64_t{12} * h.tail_used <= count &&
+           !std::memcmp(bytes + sizeof h, arena_.forms, static_cast<size_t>(arena_.streams()));
 }
 
 bool Cache::check_table(Parts& parts) const {
@@ -152,7 +154,7 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
                                      probes_.row_bytes() +
                                      static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
                                : 0;
-    return rows + probes + parts.pages * pages_.page_constant_bytes() +
+    return rows + probes + parts.pages * arena_.sizes.constant_bytes +
            parts.planes * arena_.sizes.granule_bytes;
 }
 

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import bytes_per_token, format_bytes
+from kvq.formats import REACH, bytes_per_token, format_bytes
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.selectors import rule_named
@@ -98,7 +98,7 @@ class Cache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes one more token costs at the plan's widths, all layers."""
-        return bytes_per_token(self.shape, self.plan)
+        return bytes_per_token(self.shape, self.plan, self.arena.value_groups)
 
     @property
     def branch_rows(self) -> int:
@@ -199,6 +199,7 @@ class Cache:
             windows=self.windows,
             tokens=self._boundary,
             head_dim=self.shape.head_dim,
+            value_groups=self.arena.value_groups,
             attention=self._attention() if self.arena.probes else None,
             constants=self._constants,
             key_squares=self._engine.key_squares,
@@ -219,12 +220,12 @@ class Cache:
         return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
 
     def _constants(self, layer: int) -> Constants:
-        keys, values = (part.astype(np.float32) for part in self._engine.constants(layer))
+        keys, values = self._engine.constants(layer)
         return Constants(
-            key_min=keys[..., 1, :],
-            key_range=255 * keys[..., 0, :],
-            value_min=values[..., 1, :],
-            value_range=255 * values[..., 0, :],
+            key_min=keys[..., 1, :] - REACH * keys[..., 0, :],
+            key_range=2 * REACH * keys[..., 0, :],
+            value_min=values[..., 1, :] - REACH * values[..., 0, :],
+            value_range=2 * REACH * values[..., 0, :],
         )
 
     def attend(

@@ -103,8 +103,8 @@ class CacheEngine(Protocol):
         """What probes among the first `tokens` tokens see: [8, L, Hk, C] and [3, L, Hk, D]."""
         ...
 
-    def constants(self, layer: int) -> tuple[Half, Half]:
-        """Scales and minima of a layer: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
+    def constants(self, layer: int) -> tuple[Float, Float]:
+        """Scales and mids of a layer: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
         ...
 
     def key_squares(self, layer: int) -> Float:

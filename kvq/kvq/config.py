@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from enum import IntFlag
 
 from kvq.errors import UsageError
 
@@ -19,6 +20,19 @@ MOST_DRAFT_TOKENS = 128
 DEFAULT_POLICY = "budget"
 # A row of `kvq.selectors.SELECTORS`, likewise.
 DEFAULT_READ = "all"
+
+
+class PageForm(IntFlag):
+    """How the pages of one (layer, KV head) are encoded; which suits it is measured at export.
+
+    `ROTATED_KEYS`: keys are stored as their Hadamard transform, which spreads what single channels
+    have too much of over all (QuaRot, arXiv 2404.00456); queries are transformed to meet them.
+    `CHANNEL_VALUES`: values have a scale per channel, not per token.
+    """
+
+    PLAIN = 0
+    ROTATED_KEYS = 1
+    CHANNEL_VALUES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,11 @@
 """Bytes of every stored form, in Python: what `csrc/format.h` means. Holds no data."""
 
-from kvq.config import PAGE_TOKENS, CacheShape, KvPlan
+from collections.abc import Iterable
 
+from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
+
+# Counts changes of what a page's bytes mean.
+PAGE_VERSION = 3
 ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and samples of the whole text.
 PROBE_STRIDE = 8
@@ -9,6 +13,9 @@ NEWEST_PROBES = 4
 SAMPLED_PROBES = 8
 # Rows of a KV head that are looked at of each kind, probes times query heads, at most.
 PROBE_ROWS = 16
+# Scales that what was encoded spans, and those from its middle to its ends.
+CODE_SPAN = 240
+REACH = CODE_SPAN // 2
 # Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
 GRANULES = {8: 4, 4: 2, 2: 1}
 
@@ -28,23 +35,36 @@ def granule_bytes(head_dim: int) -> int:
     return 16 * head_dim
 
 
-def constant_bytes(head_dim: int) -> int:
-    """Bytes of one page's float16 scales and minima: K per channel, V per token."""
-    return aligned(4 * head_dim + 4 * PAGE_TOKENS)
+def grid_bytes(groups: int) -> int:
+    """Bytes of the scales and mids of so many groups, and of the float16 they stand against."""
+    return 8 + 2 * groups
 
 
-def page_bytes(head_dim: int, k_bits: int, v_bits: int) -> int:
+def constant_bytes(head_dim: int, value_groups: int = PAGE_TOKENS) -> int:
+    """Bytes of one page's grids: scales and mids of its keys' channels and its values' groups."""
+    return grid_bytes(head_dim) + grid_bytes(value_groups)
+
+
+def value_groups(head_dim: int, forms: Iterable[int]) -> int:
+    """Groups of values a page has room for: its tokens, or its channels where those are more."""
+    channels = any(form & PageForm.CHANNEL_VALUES for form in forms)
+    return max(PAGE_TOKENS, head_dim) if channels else PAGE_TOKENS
+
+
+def page_bytes(head_dim: int, k_bits: int, v_bits: int, value_groups: int = PAGE_TOKENS) -> int:
     """Bytes of one page of one (layer, KV head) at these widths, constants included."""
     granules = GRANULES[k_bits] + GRANULES[v_bits]
-    return constant_bytes(head_dim) + granules * granule_bytes(head_dim)
+    return constant_bytes(head_dim, value_groups) + granules * granule_bytes(head_dim)
 
 
-def bytes_per_token(shape: CacheShape, plan: KvPlan) -> float:
+def bytes_per_token(shape: CacheShape, plan: KvPlan, value_groups: int = PAGE_TOKENS) -> float:
     """Bytes one more token of context costs, all layers, at the plan's widths."""
     if not plan.quantized:
         return float(shape.float_bytes_per_token)
     streams = shape.num_layers * shape.num_kv_heads
-    return streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits) / PAGE_TOKENS
+    return (
+        streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits, value_groups) / PAGE_TOKENS
+    )
 
 
 def format_bytes(count: float) -> str:

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
+from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
 from kvq.selectors import ReadRule
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 7
+ABI = 9
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
@@ -47,6 +48,8 @@ class _Config(ctypes.Structure):
             "splits",
             "probes",
             "draft_tokens",
+            "value_groups",
+            "page_version",
         )
     )
 
@@ -114,7 +117,7 @@ _POINTERS = {
 }  # fmt: skip
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_layout_of": (c_int32, (POINTER(_Config), c_int64, POINTER(_Layout))),
-    "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, POINTER(c_int64))),
+    "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, _BYTES, POINTER(c_int64))),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_read": (c_int32, (c_int64, POINTER(_Read))),
@@ -137,14 +140,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_views": (c_int32, (c_int64, c_int32, _INTS)),
     "kvq_cache_places": (c_int32, (c_int64, c_int32, _INTS)),
     "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _HALVES, _HALVES)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
     "kvq_cache_key_squares": (c_int32, (c_int64, c_int32, c_int32, _FLOATS)),
     "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
     "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
     "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
-    "kvq_pack": (c_int32, (c_int32, _FLOATS, c_int32, c_int32, c_int32, _BYTES, _HALVES)),
+    "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
     "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
@@ -230,16 +233,20 @@ def select_isa(name: str) -> None:
 
 
 def pack(
-    x: NDArray[np.float32], side: int, bits: int = 8
-) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(planes, [scale, min] constants) of one page's keys (0) or values (1) at `bits`."""
+    x: NDArray[np.float32], side: int, bits: int = 8, *, axis: int | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """(planes, grid) of one page's keys (0) or values (1), float32 [64, D], at `bits`.
+
+    `axis`: the one a group of the grid lies along; by default the tokens for keys.
+    """
     x = np.ascontiguousarray(x, np.float32)
-    tokens, dim = x.shape
+    dim = x.shape[1]
     planes = np.zeros(64 * dim, np.uint8)
-    constants = np.zeros((2, 64 if side else dim), np.float16)
-    pointers = pointer(planes), pointer(constants)
-    _check(library().kvq_pack(side, pointer(x), tokens, dim, bits, *pointers))
-    return planes[: 64 * dim * bits // 8], constants
+    channels = (side if axis is None else axis) == 0
+    grid = np.zeros(grid_bytes(dim if channels else 64), np.uint8)
+    pointers = pointer(planes), pointer(grid)
+    _check(library().kvq_pack(side, channels, pointer(x), dim, bits, *pointers))
+    return planes[: 64 * dim * bits // 8], grid
 
 
 def _config(arena: Geometry) -> _Config:
@@ -259,6 +266,8 @@ def _config(arena: Geometry) -> _Config:
         arena.splits,
         arena.probes,
         arena.draft_tokens,
+        arena.value_groups,
+        PAGE_VERSION,
     )
 
 
@@ -296,10 +305,13 @@ class NativeCache:
         self.arena = arena
         self._library = library()
         self._stats = _Stats()
-        handle = c_int64()
+        handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
         _check(
             self._library.kvq_cache_open(
-                ctypes.byref(_config(arena)), arena.num_bytes, ctypes.byref(handle)
+                ctypes.byref(_config(arena)),
+                arena.num_bytes,
+                pointer(forms) if len(forms) else None,
+                ctypes.byref(handle),
             )
         )
         self.handle = handle.value
@@ -471,10 +483,10 @@ class NativeCache:
         _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
         return facts, queries
 
-    def constants(self, layer: int) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+    def constants(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         shape, count = self.arena.shape, self._held.columns
-        keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float16)
-        values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float16)
+        keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float32)
+        values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float32)
         pointers = pointer(keys), pointer(values)
         _check(self._library.kvq_cache_constants(self.handle, layer, count, *pointers))
         return keys, values
@@ -487,7 +499,7 @@ class NativeCache:
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim
-        out = np.zeros(4 * dim + 256 + 128 * dim, np.uint8)
+        out = np.zeros(constant_bytes(dim, self.arena.value_groups) + 128 * dim, np.uint8)
         count = self._library.kvq_cache_page(self.handle, layer, head, column, pointer(out))
         if count < 0:
             raise CacheError(f"layer {layer}, head {head} has no page {column}")

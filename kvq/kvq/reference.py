@@ -5,14 +5,14 @@ state: `kvq.reference_cache` builds the cache out of it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError
-from kvq.formats import SAMPLED_PROBES
+from kvq.formats import REACH, SAMPLED_PROBES
 
 Float = NDArray[Any]  # float32
 Half = NDArray[Any]  # float16
@@ -20,6 +20,7 @@ Bytes = NDArray[Any]  # uint8
 KeyPart = tuple[Float, Callable[[Float], Float]]  # keys, and what turns a query to meet them
 
 KEYS, VALUES = 0, 1
+TINY = np.float32(1e-30)
 
 
 # ---- codes -----------------------------------------------------------------------------------
@@ -39,33 +40,84 @@ def half_up(x: Float) -> Half:
         return np.where(half < x, np.nextafter(half, np.float16(np.inf)), half)
 
 
-def encode(x: Float, side: int) -> tuple[Bytes, Half, Half]:
-    """8-bit codes [tokens, D] of one page's keys or values, with their scales and minima.
+class Line(NamedTuple):
+    """Numbers [n] of a page as low + unit * code: float16 (low, unit), uint8 codes."""
 
-    Keys share (scale, min) per channel over the tokens, values per token over the channels.
-    The minimum rounds down and the scale up, so no value leaves 0..255; a constant group that
-    float16 holds exactly gets scale 0 and code 0. Raises `CacheError` beyond float16's range.
+    ends: Half
+    codes: Bytes
+
+    @classmethod
+    def of(cls, x: Float, whole: Callable[[Float], Float]) -> "Line":
+        """`whole` rounds to codes: `np.rint` or `np.ceil`. Raises `CacheError` beyond float16."""
+        # No -0, or equal pages would have different bytes.
+        least, most = x.min() + np.float32(0), x.max() + np.float32(0)
+        low = half_down(least)
+        unit = half_up((most - low.astype(np.float32)) / np.float32(255))
+        if not np.isfinite([low, unit]).all():
+            raise CacheError("a key or value is not finite in float16, so it cannot be cached")
+        codes = (x - low.astype(np.float32)) / np.maximum(unit.astype(np.float32), TINY)
+        return cls(
+            np.array([low, unit], np.float16), np.minimum(whole(codes), 255).astype(np.uint8)
+        )
+
+    @property
+    def values(self) -> Float:
+        low, unit = self.ends.astype(np.float32)
+        return low + unit * self.codes.astype(np.float32)
+
+
+class Grid(NamedTuple):
+    """Where the codes of one side of a page stand: scales and mids of its n groups."""
+
+    scales: Line
+    mids: Line
+
+    @property
+    def scale(self) -> Float:
+        return self.scales.values
+
+    @property
+    def mid(self) -> Float:
+        return self.mids.values
+
+    def stored(self) -> bytes:
+        """The bytes of `format.h`."""
+        parts = (self.scales.ends, self.mids.ends, self.scales.codes, self.mids.codes)
+        return b"".join(part.tobytes() for part in parts)
+
+    @classmethod
+    def load(cls, stored: bytes) -> "Grid":
+        """The grid that `stored` gave."""
+        ends = np.frombuffer(stored, np.float16, 4)
+        scales, mids = np.frombuffer(stored, np.uint8)[8:].reshape(2, -1)
+        return cls(Line(ends[:2], scales), Line(ends[2:], mids))
+
+
+def encode(x: Float, axis: int) -> tuple[Bytes, Grid]:
+    """8-bit codes [64, D] of one page's keys or values, and the grid they stand on.
+
+    What lies along `axis` shares scale and mid: 0 for a group per channel, as keys have, 1 for one
+    per token, as values have unless their form says otherwise. A mid is the middle of its group,
+    rounded, and a scale, rounded up, reaches the group's ends in `REACH` steps: so far stand the
+    outermost levels of a 4-bit read. Were the ends at codes 0 and 255 that read would shrink what
+    is largest, and attention adds such errors up. Raises `CacheError` beyond float16's range.
     """
-    axis = 0 if side == KEYS else 1
-    low, high = x.min(axis=axis) + np.float32(0), x.max(axis=axis) + np.float32(0)  # no -0
-    minimum = half_down(low)
-    scale = half_up((high - minimum.astype(np.float32)) / np.float32(255))
-    if not (np.isfinite(minimum).all() and np.isfinite(scale).all() and np.isfinite(x).all()):
+    low, high = x.min(axis=axis), x.max(axis=axis)
+    if not np.isfinite(x).all():
         raise CacheError("a key or value is not finite in float16, so it cannot be cached")
-    wide_scale = np.expand_dims(np.maximum(scale.astype(np.float32), np.float32(1e-30)), axis)
-    wide_minimum = np.expand_dims(minimum.astype(np.float32), axis)
-    codes = np.rint(np.clip((x - wide_minimum) / wide_scale, 0, 255))
-    return codes.astype(np.uint8), scale, minimum
+    mids = Line.of((low + high) * np.float32(0.5), np.rint)
+    reach = np.maximum(high - mids.values, mids.values - low)
+    grid = Grid(Line.of(reach / np.float32(REACH), np.ceil), mids)
+    wide_scale = np.expand_dims(np.maximum(grid.scale, TINY), axis)
+    codes = (x - np.expand_dims(grid.mid, axis)) / wide_scale + np.float32(127.5)
+    return np.rint(np.clip(codes, 0, 255)).astype(np.uint8), grid
 
 
-def decode(codes: Bytes, scale: Half, minimum: Half, bits: int, side: int) -> Float:
+def decode(codes: Bytes, grid: Grid, bits: int, axis: int) -> Float:
     """Values a read at `bits` sees, from 8-bit codes: the dropped bits read as their middle."""
-    axis = 0 if side == KEYS else 1
-    wide_scale = np.expand_dims(scale.astype(np.float32), axis)
-    wide_minimum = np.expand_dims(minimum.astype(np.float32), axis)
     step = 1 << (8 - bits)
-    seen = (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2)
-    return wide_minimum + wide_scale * seen
+    seen = (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2 - 127.5)
+    return np.expand_dims(grid.mid, axis) + np.expand_dims(grid.scale, axis) * seen
 
 
 # ---- planes ----------------------------------------------------------------------------------
@@ -142,6 +194,21 @@ def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: floa
     return np.concatenate(turned, axis=-1)
 
 
+def hadamard(x: Float) -> Float:
+    """The orthonormal Hadamard transform of x [..., D], its own inverse.
+
+    Of blocks of channels as long as the largest power of two that divides D: all of 64, 128 or 256,
+    16 of 80, 32 of 96.
+    """
+    length = x.shape[-1] & -x.shape[-1]
+    out, half = x.astype(np.float32), 1
+    while half < length:
+        pairs = out.reshape(-1, 2, half)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        half *= 2
+    return out.reshape(x.shape) * (np.float32(1) / np.sqrt(np.float32(length)))
+
+
 def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Float]:
     """Packed rows [T, (H + 2 Hk) * D] as q [T, H, D], k [T, Hk, D], v [T, Hk, D]."""
     heads = qkv.reshape(len(qkv), -1, params.head_dim)
@@ -178,13 +245,13 @@ def attention_weights(params: AttentionParams, logits: Float, seen: NDArray[np.b
 NEGLIGIBLE_OCTAVES = 32
 
 
-def page_bounds(q: Float, scale: Float, minimum: Float, spread: float) -> Float:
+def page_bounds(q: Float, scale: Float, mid: Float, spread: float) -> Float:
     """Scores [R, C] of pages for query rows [R, D], from their keys' constants [C, D].
 
     With `spread` 1 no key of a page has a larger product with the row.
     """
-    middle, half = minimum + np.float32(127.5) * scale, np.float32(127.5) * scale
-    return q @ middle.T + np.float32(spread) * (np.abs(q) @ half.T)
+    half = np.float32(REACH + 0.5) * scale
+    return q @ mid.T + np.float32(spread) * (np.abs(q) @ half.T)
 
 
 def keep_loudest(q: Float, channels: int) -> Float:
@@ -249,18 +316,19 @@ def page_errors(
 
     Were the page's keys rounded to their 8-bit steps, were its values, and were the page gone.
     `weights` [R, 64] of the page's tokens, `q` [R, D] scaled to natural logits, `outputs` [R, D] of
-    the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64]. Rounding to
-    steps s adds noise of variance s^2 / 12; to first order a logit's error e at token t moves the
-    output by S_t e (V_t - X), a value's by S_t e; without the page, X is renormalised exactly.
+    the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64, 1] or
+    [1, D]. Rounding to steps s adds noise of variance s^2 / 12; to first order a logit's error e at
+    token t moves the output by S_t e (V_t - X), a value's by S_t e; without the page, X is
+    renormalised exactly.
     """
     away = values[None].astype(np.float64) - outputs[:, None]
     logit_noise = np.square(q.astype(np.float64) * key_steps).sum(axis=1) / 12
     spread = (np.square(weights) * np.square(away).sum(axis=2)).sum(axis=1)
-    steps = np.square(weights * value_steps).sum(axis=1)
+    steps = np.square(weights) @ np.broadcast_to(np.square(value_steps), values.shape).sum(axis=1)
     moved = np.square(np.einsum("rt,rtd->rd", weights, away)).sum(axis=1)
     # What is left may be next to nothing, and its share of rounding noise would look like loss.
     left = np.maximum(1 - weights.sum(axis=1), 1 / 16)
-    return np.stack([logit_noise * spread, steps * values.shape[1] / 12, moved / left**2], axis=1)
+    return np.stack([logit_noise * spread, steps / 12, moved / left**2], axis=1)
 
 
 def mass_code(mass: float) -> int:

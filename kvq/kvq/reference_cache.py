@@ -14,11 +14,12 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_TOKENS, AttentionParams
+from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
     NEWEST_PROBES,
+    PAGE_VERSION,
     PROBE_ROWS,
     PROBE_STRIDE,
     constant_bytes,
@@ -34,6 +35,7 @@ from kvq.reference import (
     VALUES,
     Bytes,
     Float,
+    Grid,
     Half,
     KeyPart,
     ancestry,
@@ -41,6 +43,7 @@ from kvq.reference import (
     chosen_pages,
     decode,
     encode,
+    hadamard,
     keep_loudest,
     mass_code,
     mass_of,
@@ -63,31 +66,32 @@ MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
 _ALL = (1 << PAGE_TOKENS) - 1
 
 
+def grid_axis(side: int, form: PageForm) -> int:
+    """The axis of a page [64, D] that a group of its side lies along: 0 tokens, 1 channels."""
+    return 1 if side == VALUES and not form & PageForm.CHANNEL_VALUES else 0
+
+
 @dataclass(slots=True)
 class Page:
     """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
 
     codes: tuple[Bytes, Bytes]
-    scale: tuple[Half, Half]
-    minimum: tuple[Half, Half]
+    grids: tuple[Grid, Grid]
     bits: tuple[int, int]
+    form: PageForm = PageForm.PLAIN
     peak_weight: int = 0
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
         """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
-        return decode(self.codes[side], self.scale[side], self.minimum[side], bits, side)
+        return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
 
-    def stored(self, head_dim: int) -> bytes:
-        """The page's bytes as the native cache keeps them: constants, then planes."""
-        constants = [
-            part.astype(np.float16).tobytes()
-            for side in (KEYS, VALUES)
-            for part in (self.scale[side], self.minimum[side])
-        ]
+    def stored(self, constant_bytes: int) -> bytes:
+        """The page's bytes as the native cache keeps them: constants in their room, then planes."""
         sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
-        return b"".join(constants + sides)
+        grids = b"".join(grid.stored() for grid in self.grids)
+        return b"".join([grids.ljust(constant_bytes, b"\0"), *sides])
 
 
 @dataclass(slots=True)
@@ -249,6 +253,7 @@ class ReferenceCache:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.table: list[Column] = []
+        self._forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
@@ -274,7 +279,8 @@ class ReferenceCache:
         pages = [page for column in self.table for page in column.pages if page]
         fixed = self.arena.regions.num_bytes
         granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
-        return fixed + len(pages) * constant_bytes(dim) + granules * granule_bytes(dim)
+        constants = constant_bytes(dim, self.arena.value_groups)
+        return fixed + len(pages) * constants + granules * granule_bytes(dim)
 
     @property
     def tail_rows(self) -> int:
@@ -284,8 +290,9 @@ class ReferenceCache:
         """(bytes, columns) still missing before `tokens` more can be taken."""
         pages = self._closing(self.branch_rows + tokens)
         dim = self.arena.shape.head_dim
+        groups = self.arena.value_groups
         widths = self._entering.tolist() if pages else []
-        needed = pages * sum(page_bytes(dim, *bits) for bits in widths)
+        needed = pages * sum(page_bytes(dim, k, v, groups) for k, v in widths)
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
@@ -438,11 +445,8 @@ class ReferenceCache:
         spread, channels = self._rule.spread, self._rule.channels
         columns: list[Float] = []
         for page, (_, turn) in zip(held, keys.parts, strict=False):
-            scale, low = (
-                part[KEYS].astype(np.float32)[None] for part in (page.scale, page.minimum)
-            )
-            loud = keep_loudest(rows, channels)
-            columns.append(page_bounds(turn(loud), scale, low, spread)[:, 0])
+            grid, loud = page.grids[KEYS], keep_loudest(rows, channels)
+            columns.append(page_bounds(turn(loud), grid.scale[None], grid.mid[None], spread)[:, 0])
         return np.stack(columns, axis=1).reshape(len(q), -1, len(held))
 
     def _store(self, layer: int, k: Float, v: Float, positions: NDArray[np.int64]) -> None:
@@ -478,7 +482,8 @@ class ReferenceCache:
             if page is None:
                 continue
             for view_of_page in column.views:
-                parts.append((page.read(KEYS, view), _turned_back(view_of_page.delta, inv_freq)))
+                turn = self._turned(stream, view_of_page.delta, inv_freq)
+                parts.append((page.read(KEYS, view), turn))
                 values.append(page.read(VALUES, view))
                 first = view_of_page.pos0 + view_of_page.delta
                 where.append(first + np.arange(PAGE_TOKENS, dtype=np.int64))
@@ -497,6 +502,15 @@ class ReferenceCache:
             where.append(at)
             valid.append(np.ones(len(at), np.bool_))
         return _Keys(np.concatenate(values), np.concatenate(where), np.concatenate(valid), parts)
+
+    def _turned(self, stream: int, delta: int, inv_freq: Float) -> Callable[[Float], Float]:
+        """What queries [n, D] become to meet the keys of a stream's page.
+
+        These stay as they were encoded: the query turns back by the page's shift.
+        """
+        turn = _turned_back(delta, inv_freq)
+        rotated = self._forms[stream] & PageForm.ROTATED_KEYS
+        return (lambda rows: hadamard(turn(rows))) if rotated else turn
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
@@ -536,14 +550,16 @@ class ReferenceCache:
         chosen = slice(sinks, sinks + PAGE_TOKENS)
         keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._places)]
         column = Column(self._places.take(chosen).views())
-        for rows, bits in zip(self._tail, self._entering.tolist(), strict=True):
-            sides = [
-                encode(half[chosen].astype(np.float32), side)
-                for side, half in ((KEYS, rows.k), (VALUES, rows.v))
-            ]
-            codes, scale, minimum = zip(*sides, strict=True)
+        for stream, (rows, bits) in enumerate(
+            zip(self._tail, self._entering.tolist(), strict=True)
+        ):
+            form = self._forms[stream]
+            k, v = (half[chosen].astype(np.float32) for half in (rows.k, rows.v))
+            k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
+            sides = [encode(x, grid_axis(side, form)) for side, x in ((KEYS, k), (VALUES, v))]
+            codes, grids = zip(*sides, strict=True)
             k_bits, v_bits = bits
-            page = Page(codes=codes, scale=scale, minimum=minimum, bits=(k_bits, v_bits))
+            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
             column.pages.append(page)
             rows.k, rows.v = rows.k[keep], rows.v[keep]
         self._places = self._places.take(keep)
@@ -652,6 +668,7 @@ class ReferenceCache:
                     for probes in kinds
                 ]
                 rows = np.concatenate([look.rows for look in looks])
+                rows = self._turned(layer * heads + head, 0, self._layers[layer][1])(rows)
                 outputs = np.concatenate([look.outputs for look in looks])
                 queries[:, layer, head] = (
                     rows.mean(axis=0),
@@ -682,8 +699,9 @@ class ReferenceCache:
         weights = attention_weights(params, keys.logits(rows), seen)
         look = _Look(rows, weights @ keys.values)
         start = 0
+        stream = layer * params.num_kv_heads + head
         for column in self.table:
-            page = column.pages[layer * params.num_kv_heads + head]
+            page = column.pages[stream]
             if page is None:
                 look.seen.append(np.zeros(6))
                 continue
@@ -697,11 +715,11 @@ class ReferenceCache:
                 heavy = sees & (masses >= OBSERVED_MASS)
                 errors += page_errors(
                     weights[heavy, part],
-                    _turned_back(view.delta, inv_freq)(rows)[heavy],
+                    self._turned(stream, view.delta, inv_freq)(rows)[heavy],
                     look.outputs[heavy],
                     keys.values[part],
-                    page.scale[KEYS].astype(np.float32),
-                    page.scale[VALUES].astype(np.float32),
+                    page.grids[KEYS].scale,
+                    np.expand_dims(page.grids[VALUES].scale, grid_axis(VALUES, page.form)),
                 ).sum(axis=0)
                 rows_seeing, mass = max(rows_seeing, int(sees.sum())), mass + float(masses.sum())
                 peak = max(peak, float(weights[:, part].max(initial=0)))
@@ -727,14 +745,20 @@ class ReferenceCache:
                 page.mean_mass = mass_code(before + MEAN_SHARE * (recent - before))
             facts[3:5, c] = mass_of(page.peak_weight), mass_of(page.mean_mass)
 
-    def constants(self, layer: int) -> tuple[Half, Half]:
-        """Scales and minima of a layer float16: keys [Hk, C, 2, D], values [Hk, C, 2, 64]."""
+    def constants(self, layer: int) -> tuple[Float, Float]:
+        """Scales and mids of a layer float32: keys [Hk, C, 2, D], values [Hk, C, 2, 64].
+
+        Of values on a grid of channels every token has the channels' root mean squares.
+        """
         heads, dim = self.arena.shape.num_kv_heads, self.arena.shape.head_dim
         pages = (heads, len(self.table), 2)
-        out = np.zeros((*pages, dim), np.float16), np.zeros((*pages, PAGE_TOKENS), np.float16)
+        out = np.zeros((*pages, dim), np.float32), np.zeros((*pages, PAGE_TOKENS), np.float32)
         for head, c, page in self._layer_pages(layer):
             for side in (KEYS, VALUES):
-                out[side][head, c] = page.scale[side], page.minimum[side]
+                lines = np.array([page.grids[side].scale, page.grids[side].mid])
+                if side > grid_axis(side, page.form):
+                    lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
+                out[side][head, c] = lines
         return out
 
     def key_squares(self, layer: int) -> Float:
@@ -927,7 +951,8 @@ class ReferenceCache:
     def page(self, layer: int, head: int, column: int) -> bytes:
         """A page's stored bytes; empty once evicted."""
         page = self._page(layer, head, column)
-        return page.stored(self.arena.shape.head_dim) if page else b""
+        room = constant_bytes(self.arena.shape.head_dim, self.arena.value_groups)
+        return page.stored(room) if page else b""
 
     def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
         """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
@@ -954,7 +979,7 @@ class ReferenceCache:
                         continue
                     name = f"page{c}.{stream}.{side}"
                     arrays[name] = page.codes[side]
-                    arrays[name + "c"] = np.stack([page.scale[side], page.minimum[side]])
+                    arrays[name + "g"] = np.frombuffer(page.grids[side].stored(), np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
@@ -994,7 +1019,15 @@ class ReferenceCache:
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
         arena = self.arena
-        held = (arena.shape, arena.plan, arena.tail_rows, arena.probes, arena.num_bytes)
+        held = (
+            PAGE_VERSION,
+            *map(int, self._forms),
+            arena.shape,
+            arena.plan,
+            arena.tail_rows,
+            arena.probes,
+            arena.num_bytes,
+        )
         return np.array(" ".join(map(str, held)))
 
     def load_state(self, state: bytes) -> None:
@@ -1026,12 +1059,12 @@ class ReferenceCache:
                 page = None
                 if k_bits:
                     names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
-                    constants = [arrays[name + "c"] for name in names]
+                    keys, values = (Grid.load(arrays[name + "g"].tobytes()) for name in names)
                     page = Page(
                         codes=(arrays[names[0]], arrays[names[1]]),
-                        scale=(constants[0][0], constants[1][0]),
-                        minimum=(constants[0][1], constants[1][1]),
+                        grids=(keys, values),
                         bits=(k_bits, v_bits),
+                        form=self._forms[stream],
                     )
                 column.pages.append(page)
             self.table.append(column)

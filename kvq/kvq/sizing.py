@@ -18,9 +18,18 @@ from kvq.config import (
     Budget,
     CacheShape,
     KvPlan,
+    PageForm,
 )
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import ALIGNMENT, aligned, format_bytes, granule_bytes, page_bytes, probe_slots
+from kvq.formats import (
+    ALIGNMENT,
+    aligned,
+    format_bytes,
+    granule_bytes,
+    page_bytes,
+    probe_slots,
+    value_groups,
+)
 from kvq.policies import policy_named
 from kvq.selectors import rule_named
 
@@ -28,7 +37,7 @@ from kvq.selectors import rule_named
 DEFAULT_TOKENS = 8192
 SHORTEST_CONTEXT_TOKENS = 2
 # `sizeof` of the library's structs.
-STATE_BYTES = 136
+STATE_BYTES = 144
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
@@ -47,6 +56,7 @@ class Regions(NamedTuple):
     """Bytes of the regions that lie before an arena's pages, in their order."""
 
     state: int
+    forms: int
     entering: int
     views: int
     entries: int
@@ -76,6 +86,7 @@ class Geometry:
     `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
     the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
     threads. `probes`: query rows are kept, for policies that ask what attention looks at.
+    `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`.
     """
 
     shape: CacheShape
@@ -85,6 +96,7 @@ class Geometry:
     draft_tokens: int
     splits: int
     probes: bool
+    value_groups: int = PAGE_TOKENS
 
     @property
     def pass_tokens(self) -> int:
@@ -116,7 +128,7 @@ class Geometry:
 
     def column_bytes(self, k_bits: int, v_bits: int) -> int:
         """Bytes of one page of every stream."""
-        return self.streams * page_bytes(self.shape.head_dim, k_bits, v_bits)
+        return self.streams * page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
 
     def closing_pages(self, tail_rows: int, tokens: int) -> int:
         """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
@@ -130,6 +142,7 @@ class Geometry:
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
             state=STATE_BYTES,
+            forms=self.streams,
             entering=self.streams * 2,
             views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
             entries=columns * self.streams * ENTRY_BYTES,
@@ -225,8 +238,9 @@ class CacheSpec:
     `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
     `chunk_tokens`: tokens of a prompt at once, fewer where the budget is tight. `windows`: the
     sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
-    if the policy asks for attention and the budget cannot hold the whole context. `read`: what
-    steps read of the pages, as `--kv-read` writes it.
+    if the policy asks for attention and the budget cannot hold the whole context. `forms`: how the
+    pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
+    what steps read of the pages, as `--kv-read` writes it.
     """
 
     shape: CacheShape
@@ -239,9 +253,13 @@ class CacheSpec:
     policy: str = DEFAULT_POLICY
     windows: tuple[int, ...] = ()
     observed: bool | None = None
+    forms: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
 
     def __post_init__(self) -> None:
+        streams = self.shape.num_layers * self.shape.num_kv_heads
+        if self.forms and len(self.forms) != streams:
+            raise UsageError(f"{len(self.forms)} forms of pages were given for {streams} heads")
         if not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise UsageError(
                 f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
@@ -279,6 +297,7 @@ class CacheSpec:
             draft_tokens=self.draft_tokens,
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
+            value_groups=value_groups(self.shape.head_dim, self.forms),
         )
 
     @cached_property

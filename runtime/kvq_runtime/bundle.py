@@ -9,7 +9,7 @@ A manifest of this version may carry keys unknown here; they are kept in the fil
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from kvq.config import DEFAULT_POLICY, KvPlan
+from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
 from kvq.errors import BundleError, KvqError
 from kvq.files import replace_file
 from kvq.policies import Sensitivity
@@ -32,8 +32,10 @@ from kvq_runtime.graph_check import check_graph
 FORMAT = "kvq-bundle"
 # What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
 # versions have other weights and inputs.
-VERSION = 4
+VERSION = 5
 GGUF_VERSION = 2
+# Those whose calibration was for older formats of pages.
+OLD_PAGES_VERSIONS = (3, 4)
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -149,6 +151,7 @@ class Manifest:
     gguf: GgufInfo | None = None
     policy: str = DEFAULT_POLICY
     sensitivity: Sensitivity | None = None
+    forms: tuple[PageForm, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object written to `kvq.json`, its own checksum included."""
@@ -170,6 +173,7 @@ class Manifest:
                 "sink_tokens": self.kv.sink_tokens,
                 "policy": self.policy,
             },
+            "page_forms": [int(form) for form in self.forms],
             "sensitivity": None if self.sensitivity is None else self.sensitivity.to_json(),
             "tokens": dict(self.tokens),
             "source": dict(self.source),
@@ -200,6 +204,7 @@ class Manifest:
             sensitivity=None
             if sensitivity is None
             else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
+            forms=_page_forms(data["page_forms"], config),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
                 for name, row in data["files"].items()
@@ -484,6 +489,15 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
+    """Raises ValueError unless there is one of every KV head, or none at all."""
+    forms = tuple(PageForm(int(form)) for form in data)
+    known = all(0 <= form <= PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES for form in forms)
+    if not known or len(forms) not in (0, config.num_layers * config.num_kv_heads):
+        raise ValueError(f"page_forms {list(data)} are none of this model")
+    return forms
+
+
 def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -495,6 +509,11 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
         raise BundleError(
             f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
             "export the model again"
+        )
+    if version in OLD_PAGES_VERSIONS:
+        raise BundleError(
+            f"{folder} is a bundle of version {version}, calibrated for pages that this kvq no "
+            "longer writes; export the model again"
         )
     if version not in (GGUF_VERSION, VERSION):
         raise BundleError(

@@ -21,7 +21,7 @@ from kvq.files import replace_file
 from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
-VERSION = 4
+VERSION = 5
 MAGIC = b"kvq-sess"
 _PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32

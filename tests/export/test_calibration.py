@@ -101,7 +101,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
         cache = open_cache(
             config.cache_shape, KvPlan(k_bits=8, v_bits=8), 8 << 20, 512, chunk_tokens=128,
-            observed=True, native=backend.cache_kind == "native",
+            observed=True, native=backend.cache_kind == "native", forms=bundle.manifest.forms,
         )  # fmt: skip
         attention = None
         for start in range(0, 512, 128):
@@ -162,10 +162,13 @@ def test_the_same_bundle_gives_the_same_numbers(
     bundle: Bundle, ids: np.ndarray, sensitivity: Sensitivity
 ) -> None:
     heard: list[tuple[int, int]] = []
-    again = calibration.calibrate(bundle, ids, 1, lambda done, total: heard.append((done, total)))
+    forms = bundle.manifest.forms
+    again = calibration.calibrate(
+        bundle, ids, 1, lambda done, total: heard.append((done, total)), forms=forms
+    )
     assert heard == [(1, LAYERS), (2, LAYERS)]
     assert again.to_json() == sensitivity.to_json()
-    third = calibration.calibrate(bundle, ids, 1)
+    third = calibration.calibrate(bundle, ids, 1, forms=forms)
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(third, name), getattr(again, name))
 

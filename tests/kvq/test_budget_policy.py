@@ -16,7 +16,7 @@ from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, eviction_prices, hul
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
-SIZES = page_bytes_at(RUNGS, DIM)
+SIZES = page_bytes_at(RUNGS, evidence(all_at(8, 8)))
 
 
 def relieve(facts, bytes_short, columns_short=0, policy="budget"):
@@ -132,14 +132,14 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     facts = evidence(
         all_at(8, 8, layers=1, heads=1, columns=4),
         sensitivity=flat(1, 1),
-        key_range=2.55,
-        value_range=5.1,
+        key_range=2.4,
+        value_range=4.8,
         query_square=3.0,
     )
     costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
     chance = 0.4 / 4 * FOCUS**2
     noise = DIM * 3.0 * 0.01**2 / 12
-    size = DIM * (2.55**2 + 5.1**2 / 20)
+    size = DIM * (2.4**2 + 4.8**2 / 20)
     keys, values = chance * (1 - FOCUS) ** 2 * noise * size, chance * 0.02**2 * DIM / 12
     assert np.isclose(costs[0], keys + values, rtol=1e-5)
     assert np.isclose(costs[8], 4.0**6 * (keys + values), rtol=1e-5)

@@ -14,8 +14,9 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
+from kvq.formats import constant_bytes, grid_bytes
 from kvq.policies import POLICIES
-from kvq.reference import KEYS, VALUES, codes_of, decode, rotate
+from kvq.reference import KEYS, VALUES, Grid, codes_of, decode, rotate
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 from tolerances import TRACE_ERROR
 
@@ -101,13 +102,13 @@ def sides_of(cache: Cache, column: int) -> list[np.ndarray]:
     stored = np.frombuffer(cache.page(0, 0, column), np.uint8)
     bits = cache.columns()[1][0, 0, column].tolist()
     dim, sides = SHAPE.head_dim, []
-    constants = stored[: 4 * dim + 256].view(np.float16)
-    halves = (constants[: 2 * dim].reshape(2, dim), constants[2 * dim :].reshape(2, 64))
-    planes = stored[4 * dim + 256 :]
+    ends = grid_bytes(dim), constant_bytes(dim)
+    grids = [Grid.load(part.tobytes()) for part in np.split(stored[: ends[1]], ends[:1])]
+    planes = stored[ends[1] :]
     for side in (KEYS, VALUES):
         count = 64 * dim * bits[side] // 8
         codes = codes_of(planes[:count], bits[side], side, dim)
-        sides.append(decode(codes, *halves[side], bits[side], side))
+        sides.append(decode(codes, grids[side], bits[side], side))
         planes = planes[count:]
     return sides
 

@@ -14,20 +14,20 @@ from kvq.formats import (
 
 
 def test_page_bytes_of_known_models() -> None:
-    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then float16 scale and minimum of channels and tokens."""
-    assert page_bytes(64, 4, 2) == 64 * 64 * 6 // 8 + 4 * 64 + 4 * 64
-    assert page_bytes(128, 4, 2) == 64 * 128 * 6 // 8 + 4 * 128 + 4 * 64 == 6912
-    assert page_bytes(128, 8, 8) == 2 * 64 * 128 + 768
+    """Qwen2.5-0.5B and Qwen3-0.6B: codes, then bytes of scales and mids."""
+    assert page_bytes(64, 4, 2) == 64 * 64 * 6 // 8 + 2 * 64 + 2 * 64 + 16
+    assert page_bytes(128, 4, 2) == 64 * 128 * 6 // 8 + 2 * 128 + 2 * 64 + 16 == 6544
+    assert page_bytes(128, 8, 8) == 2 * 64 * 128 + 400
     qwen = CacheShape(num_layers=24, num_heads=14, num_kv_heads=2, head_dim=64)
     per_token = {
         (kv.k_bits, kv.v_bits): bytes_per_token(qwen, kv)
         for kv in (KvPlan(k_bits=k, v_bits=v) for k in (8, 4, 2) for v in (8, 4, 2))
     }
-    assert per_token[8, 8] == 6528
-    assert per_token[8, 4] == 4992
-    assert per_token[4, 4] == 3456
-    assert per_token[4, 2] == 2688
-    assert per_token[2, 2] == 1920
+    assert per_token[8, 8] == 6348
+    assert per_token[8, 4] == 4812
+    assert per_token[4, 4] == 3276
+    assert per_token[4, 2] == 2508
+    assert per_token[2, 2] == 1740
     assert bytes_per_token(qwen, KvPlan(k_bits=16, v_bits=16)) == 12288
 
 
@@ -35,9 +35,9 @@ def test_formats_table_is_what_a_page_holds() -> None:
     assert list(GRANULES) == [8, 4, 2]
     for bits, granules in GRANULES.items():
         assert granules * granule_bytes(80) == 64 * 80 * bits // 8
-    assert constant_bytes(80) == 576  # 4 * 80 + 256, already a multiple of 64
-    assert constant_bytes(16) == 320
-    assert page_bytes(80, 8, 2) == 576 + 5 * 16 * 80
+    assert constant_bytes(80) == 304  # 8 + 2 * 80 and 8 + 2 * 64
+    assert constant_bytes(16) == 176
+    assert page_bytes(80, 8, 2) == 304 + 5 * 16 * 80
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from kvq.errors import CacheError
 from kvq.reference import (
     KEYS,
     VALUES,
+    Grid,
     codes_of,
     decode,
     encode,
+    hadamard,
     half_down,
     half_up,
     normalize,
@@ -44,8 +46,8 @@ def pages(seed: int, dim: int = 64) -> dict[str, np.ndarray]:
     }
 
 
-def wide(constants: np.ndarray, side: int) -> np.ndarray:
-    return np.expand_dims(constants.astype(np.float64), 0 if side == KEYS else 1)
+def wide(line: np.ndarray, side: int) -> np.ndarray:
+    return np.expand_dims(line.astype(np.float64), 0 if side == KEYS else 1)
 
 
 @SIDES
@@ -54,62 +56,90 @@ def wide(constants: np.ndarray, side: int) -> np.ndarray:
 def test_a_read_is_within_its_bound_of_the_scale(name: str, bits: int, side: int) -> None:
     for seed in range(3):
         x = pages(seed)[name]
-        codes, scale, minimum = encode(x, side)
-        error = np.abs(decode(codes, scale, minimum, bits, side).astype(np.float64) - x)
-        # Float32 rounds the value itself, and min + scale * code, a few times.
-        rounding = 4e-7 * (np.abs(x) + np.abs(wide(minimum, side)))
-        assert (error <= BOUNDS[bits] * wide(scale, side) + rounding).all()
+        codes, grid = encode(x, side)
+        error = np.abs(decode(codes, grid, bits, side).astype(np.float64) - x)
+        # Float32 rounds the value itself, and mid + scale * code, a few times.
+        rounding = 4e-7 * (np.abs(x) + np.abs(wide(grid.mid, side)))
+        assert (error <= BOUNDS[bits] * wide(grid.scale, side) + rounding).all()
 
 
 @SIDES
 def test_the_bound_of_each_width_is_tight(side: int) -> None:
     """The error really comes near its bound, so a bound twice as wide would hide a fault."""
     x = np.random.default_rng(1).uniform(-1, 1, (64, 128)).astype(np.float32)
-    codes, scale, minimum = encode(x, side)
+    codes, grid = encode(x, side)
     for bits, bound in BOUNDS.items():
-        error = np.abs(decode(codes, scale, minimum, bits, side) - x)
-        assert (error / wide(scale, side)).max() > 0.96 * bound
+        error = np.abs(decode(codes, grid, bits, side) - x)
+        assert (error / wide(grid.scale, side)).max() > 0.96 * bound
+
+
+@SIDES
+def test_a_four_bit_read_spans_what_was_encoded(side: int) -> None:
+    """The outermost levels stand at the ends, not half a level inside: nothing large shrinks."""
+    x = np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32)
+    codes, grid = encode(x, side)
+    read, axis = decode(codes, grid, 4, side), 0 if side == KEYS else 1
+    span = np.ptp(x, axis=axis)
+    # Mids and scales have 8 bits themselves.
+    assert np.abs(np.ptp(read, axis=axis) / span - 1).max() < 0.03
+    for end in (np.min, np.max):
+        assert np.abs(end(read, axis=axis) - end(x, axis=axis)).max() < 0.02 * span.max()
 
 
 @SIDES
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -2.5, 65504.0, -65504.0, 6e-8])
-def test_a_constant_group_reads_as_itself_at_every_width(value: float, side: int) -> None:
+def test_a_constant_page_reads_as_itself_at_every_width(value: float, side: int) -> None:
     x = np.full((64, 64), np.float32(np.float16(value)))
-    codes, scale, minimum = encode(x, side)
-    assert not codes.any()
-    assert not scale.any()
+    codes, grid = encode(x, side)
+    assert not grid.scale.any()
     for bits in (8, 4, 2):
-        assert (decode(codes, scale, minimum, bits, side) == x).all()
+        assert (decode(codes, grid, bits, side) == x).all()
+
+
+@SIDES
+def test_a_constant_group_costs_no_more_than_its_mids_rounding(side: int) -> None:
+    x = np.random.default_rng(3).uniform(-1, 1, 64).astype(np.float32)
+    x = np.broadcast_to(np.expand_dims(x, side), (64, 64))
+    codes, grid = encode(x, side)
+    rounding = np.ptp(x) / 510 * 1.01
+    assert np.abs(decode(codes, grid, 8, side) - x).max() < rounding / 120
+    assert np.abs(decode(codes, grid, 4, side) - x).max() < rounding / 15
+    assert np.abs(decode(codes, grid, 2, side) - x).max() < rounding / 3
 
 
 @SIDES
 def test_zero_has_one_form(side: int) -> None:
-    """A minimum of -0 is stored as +0, or equal pages would have different bytes."""
+    """A zero of either sign is stored as +0, or equal pages would have different bytes."""
     for x in (np.zeros((64, 64), np.float32), -np.zeros((64, 64), np.float32), pages(0)["zeros"]):
-        codes, scale, minimum = encode(x, side)
-        assert not codes.any()
-        assert not scale.view(np.uint16).any()
-        assert not minimum.view(np.uint16).any()
-
-
-def test_a_group_of_one_element_is_constant() -> None:
-    codes, scale, minimum = encode(np.array([[1.5, -3.0]], np.float32), KEYS)
-    assert codes.tolist() == [[0, 0]]
-    assert scale.tolist() == [0, 0]
-    assert minimum.tolist() == [1.5, -3.0]
+        codes, grid = encode(x, side)
+        assert (codes == 128).all()
+        assert not any(grid.stored())
 
 
 @SIDES
 def test_a_channel_around_minus_hundred_does_not_clip(side: int) -> None:
-    """Round-to-nearest constants clip here: float16's step at 100 is 1/16."""
+    """Float16's step at 100 is 1/16, that of the mids far less than a scale."""
     x = (np.random.default_rng(2).standard_normal((64, 64)) - 100).astype(np.float32)
-    _, scale, minimum = encode(x, side)
-    assert (wide(minimum, side) <= x).all()
-    assert (wide(minimum, side) + 255 * wide(scale, side) >= x - 1e-5).all()
+    codes, grid = encode(x, side)
+    assert (np.abs(x - wide(grid.mid, side)) <= 120.001 * wide(grid.scale, side)).all()
+    assert codes.min() >= 7
+    assert codes.max() <= 248
 
 
 @SIDES
-@pytest.mark.parametrize("value", [-65520.0, 2e7, 1e30, np.inf, -np.inf, np.nan])
+def test_a_grid_is_read_back_from_its_bytes(side: int) -> None:
+    _, grid = encode(pages(4, 80)["loud"], side)
+    stored = grid.stored()
+    assert len(stored) == 8 + 2 * (64 if side else 80)
+    loaded = Grid.load(stored)
+    assert (loaded.scale == grid.scale).all()
+    assert (loaded.mid == grid.mid).all()
+    assert np.frombuffer(stored, np.float16)[1] == grid.scales.ends[1]
+    assert stored[8] == grid.scales.codes[0]
+
+
+@SIDES
+@pytest.mark.parametrize("value", [1e8, -1e8, 1e30, np.inf, -np.inf, np.nan])
 def test_beyond_float16_is_an_error(value: float, side: int) -> None:
     x = pages(0)["noise"]
     x[17, 21] = value
@@ -121,9 +151,9 @@ def test_beyond_float16_is_an_error(value: float, side: int) -> None:
 def test_the_largest_float16_range_is_held(side: int) -> None:
     x = pages(0)["noise"]
     x[3, 4], x[3, 5], x[5, 4] = 65519, -65504, -65504
-    codes, scale, minimum = encode(x, side)
-    error = np.abs(decode(codes, scale, minimum, 8, side) - x)
-    assert (error <= 0.5001 * wide(scale, side) + 0.05).all()
+    codes, grid = encode(x, side)
+    error = np.abs(decode(codes, grid, 8, side) - x)
+    assert (error <= 0.5001 * wide(grid.scale, side) + 0.05).all()
 
 
 @MANY
@@ -246,33 +276,56 @@ def test_planes_give_back_all_codes(dim: int, side: int) -> None:
 @SIDES
 def test_demoting_in_steps_equals_reading_two_bits_directly(side: int) -> None:
     x = pages(5)["loud"]
-    codes, scale, minimum = encode(x, side)
+    codes, grid = encode(x, side)
     four = codes_of(planes(codes, 8, side), 8, side, 64)
     four = codes_of(planes(four, 4, side), 4, side, 64)
     stepped = planes(four, 2, side)
     assert (stepped == planes(codes, 2, side)).all()
     two = codes_of(stepped, 2, side, 64)
-    read = decode(two, scale, minimum, 2, side)
-    assert (read == decode(codes, scale, minimum, 2, side)).all()
-    assert (decode(four, scale, minimum, 4, side) == decode(codes, scale, minimum, 4, side)).all()
+    assert (decode(two, grid, 2, side) == decode(codes, grid, 2, side)).all()
+    assert (decode(four, grid, 4, side) == decode(codes, grid, 4, side)).all()
 
 
 @SIDES
 def test_an_eight_bit_read_is_plain_int8(side: int) -> None:
     x = pages(6)["noise"]
-    codes, scale, minimum = encode(x, side)
-    plain = (wide(scale, side) * codes + wide(minimum, side)).astype(np.float32)
-    assert np.abs(decode(codes, scale, minimum, 8, side) - plain).max() <= 3e-7
+    codes, grid = encode(x, side)
+    plain = wide(grid.mid, side) + wide(grid.scale, side) * (codes - 127.5)
+    assert np.abs(decode(codes, grid, 8, side) - plain).max() <= 4e-7
 
 
 @SIDES
 def test_centred_reads_have_no_bias(side: int) -> None:
     """Without the offsets 7.5 and 31.5 the mean error would be that many scales."""
     x = np.random.default_rng(9).uniform(-1, 1, (64, 256)).astype(np.float32)
-    codes, scale, minimum = encode(x, side)
+    codes, grid = encode(x, side)
     for bits in (4, 2):
-        error = (decode(codes, scale, minimum, bits, side) - x) / wide(scale, side)
+        error = (decode(codes, grid, bits, side) - x) / wide(grid.scale, side)
         assert abs(error.mean()) < 0.02 * 2 ** (8 - bits)
+
+
+# ---- forms of pages ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "length"), [(16, 16), (64, 64), (80, 16), (96, 32), (256, 256)])
+def test_the_hadamard_transform_is_the_matrix(dim: int, length: int) -> None:
+    x = np.random.default_rng(dim).standard_normal((5, dim)).astype(np.float32)
+    matrix = np.ones((1, 1))
+    while len(matrix) < length:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    wanted = (x.reshape(5, -1, length) @ matrix / np.sqrt(length)).reshape(5, dim)
+    assert np.abs(hadamard(x) - wanted).max() < 1e-5
+    assert np.abs(hadamard(hadamard(x)) - x).max() < 1e-5
+
+
+def test_a_transform_spreads_a_loud_channel() -> None:
+    """What 4 bits cost in all channels falls where one of them had the whole range."""
+    x = pages(1)["loud"]
+    codes, grid = encode(x, 1)
+    turned, wide_grid = encode(hadamard(x), 1)
+    plain = np.square(decode(codes, grid, 4, 1) - x).mean()
+    spread = np.square(hadamard(decode(turned, wide_grid, 4, 1)) - x).mean()
+    assert spread < plain / 4
 
 
 # ---- rotation ----------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def lie(at: int, value: int) -> Callable[[bytes], bytes]:
     return lambda state: state[:at] + struct.pack("<i", value) + state[at + 4 :]
 
 
-WIDTHS_BYTES = 2 * 2  # K and V of two streams, behind the header
+WIDTHS_BYTES = 2 * 3  # forms, then K and V, of two streams, behind the header
 TAIL_AT = HEADER + WIDTHS_BYTES + 2 * 24 + 2 * 2 * 4  # two columns, four entries
 LIES = {
     "a first token beyond the tokens": lie(HEADER + WIDTHS_BYTES + 8, 2**31 - 1),

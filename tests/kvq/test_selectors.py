@@ -57,18 +57,17 @@ def test_a_bound_is_above_every_product_and_quests_own_sum() -> None:
     """Quest: the sum over channels of max(q min, q max), here of the codes' reach."""
     rng = np.random.default_rng(0)
     keys, q = rng.standard_normal((64, 64)).astype(np.float32), rng.standard_normal((5, 64))
-    codes, scale, minimum = encode(keys, 0)
-    scale, minimum = scale.astype(np.float32)[None], minimum.astype(np.float32)[None]
-    bound = page_bounds(q, scale, minimum, 1.0)
-    largest = minimum + 255 * scale
+    codes, grid = encode(keys, 0)
+    scale, mid = grid.scale[None], grid.mid[None]
+    bound = page_bounds(q, scale, mid, 1.0)
+    minimum, largest = mid - 120.5 * scale, mid + 120.5 * scale
     papers = np.maximum(q * minimum, q * largest).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(bound, papers, rtol=1e-5)
     for bits in (8, 4, 2):
-        read = decode(codes, scale[0], minimum[0], bits, 0)
+        read = decode(codes, grid, bits, 0)
         assert (q @ read.T <= bound + 1e-4).all()
     # Landmarks score by the middle alone.
-    middle = (minimum + largest) / 2
-    np.testing.assert_allclose(page_bounds(q, scale, minimum, 0.0), q @ middle.T, rtol=1e-5)
+    np.testing.assert_allclose(page_bounds(q, scale, mid, 0.0), q @ mid.T, rtol=1e-5)
 
 
 def test_the_loudest_channels_alone_count() -> None:

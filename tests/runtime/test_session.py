@@ -390,10 +390,10 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
 def test_newer_sessions_are_refused(saved: Path) -> None:
     content = saved.read_bytes()
     length = struct.unpack_from("<I", content, 8)[0]
-    header = content[12 : 12 + length].replace(b'"version": 4', b'"version": 5')
+    header = content[12 : 12 + length].replace(b'"version": 5', b'"version": 6')
     body = content[:12] + header + content[12 + length : -32]
     saved.write_bytes(body + sha256(body).digest())
-    assert "version 5; this kvq reads kvq-session version 4" in refused(saved)
+    assert "version 6; this kvq reads kvq-session version 5" in refused(saved)
 
 
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvq import native
+from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
 
 MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
@@ -80,9 +81,11 @@ class Fuzz:
         context = self.chance.choice((50, 300, 2000))
         rows = sinks + tail + 64 + draft if k_bits < 16 else max(context, draft)
         chunk = max(draft, self.chance.choice((8, 64, MOST_TOKENS)))
-        values = [2, heads * self.chance.choice((1, 3)), heads, self.chance.choice(DIMS), k_bits,
+        dim = self.chance.choice(DIMS)
+        values = [2, heads * self.chance.choice((1, 3)), heads, dim, k_bits,
                   v_bits, sinks, tail, rows, chunk, context, self.chance.choice((1, 4)),
-                  int(self.chance.random() < 0.5 and k_bits < 16), draft]  # fmt: skip
+                  int(self.chance.random() < 0.5 and k_bits < 16), draft,
+                  self.chance.choice((64, max(64, dim))), PAGE_VERSION]  # fmt: skip
         if self.chance.random() < 0.1:
             values[self.chance.randrange(len(values))] = self.chance.choice(NUMBERS)
         config, layout, handle = native._Config(*values), native._Layout(), ctypes.c_int64()
@@ -90,7 +93,10 @@ class Fuzz:
         budget = layout.minimum_bytes + self.chance.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
         if budget > 64 << 20:
             return
-        if not self.call.kvq_cache_open(ctypes.byref(config), budget, ctypes.byref(handle)):
+        most = 255 if self.chance.random() < 0.1 else 3
+        forms = np.array([self.chance.randint(0, most) for _ in range(2 * heads)], np.uint8)
+        given = native.pointer(forms) if self.chance.random() < 0.9 else None
+        if not self.call.kvq_cache_open(ctypes.byref(config), budget, given, ctypes.byref(handle)):
             self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:
@@ -232,13 +238,13 @@ class Fuzz:
         pointers = native.pointer(seen), native.pointer(queries)
         tokens = self.number(self.stats.tokens)
         self.call.kvq_cache_evidence(cache.handle, tokens, columns, *pointers)
-        halves = [np.zeros((pages, 2, n), np.float16) for n in (c.head_dim, 64)]
-        pointers = [native.pointer(part) for part in halves]
+        grids = [np.zeros((pages, 2, n), np.float32) for n in (c.head_dim, 64)]
+        pointers = [native.pointer(part) for part in grids]
         layer = self.number(c.layers - 1)
         self.call.kvq_cache_constants(cache.handle, layer, columns, *pointers)
         squares = native.pointer(np.zeros((pages, 64), np.float32))
         self.call.kvq_cache_key_squares(cache.handle, layer, columns, squares)
-        page = np.zeros(4 * c.head_dim + 256 + 128 * c.head_dim, np.uint8)
+        page = np.zeros(constant_bytes(c.head_dim, 256) + 128 * c.head_dim, np.uint8)
         where = self.number(1), self.number(1), self.number(columns)
         self.call.kvq_cache_page(cache.handle, *where, native.pointer(page))
         tail = [np.zeros((max(1, rows), c.head_dim), np.float16) for _ in range(2)]
@@ -273,12 +279,13 @@ class Fuzz:
         self.call.kvq_cache_load(cache.handle, bytes(state), len(state), self.stats)
 
     def pack(self) -> None:
-        tokens, dim = self.number(64), self.chance.choice((*DIMS, 256, 7))
-        x = self.numbers.standard_normal((max(1, min(tokens, 64)), dim)).astype(np.float32)
-        planes, constants = np.zeros(64 * dim, np.uint8), np.zeros((2, max(64, dim)), np.float16)
+        dim = self.chance.choice((*DIMS, 256, 7))
+        x = self.numbers.standard_normal((64, dim)).astype(np.float32)
+        planes, grid = np.zeros(64 * dim, np.uint8), np.zeros(grid_bytes(max(64, dim)), np.uint8)
         self.call.kvq_pack(
-            self.chance.randint(0, 1), native.pointer(x), tokens, dim, self.number(8),
-            native.pointer(planes), native.pointer(constants),
+            self.chance.randint(0, 1), self.chance.randint(0, 1), native.pointer(x), dim,
+            self.number(8),
+            native.pointer(planes), native.pointer(grid),
         )  # fmt: skip
 
 

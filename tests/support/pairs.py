@@ -85,7 +85,9 @@ def structured_heads(
 def sharp_heads(
     rng: np.random.Generator, shape: CacheShape, tokens: int
 ) -> tuple[Float, Float, Float]:
-    """One loud channel per 32 in q: its codes are exact. Constant values rows: scale 0, also exact.
+    """One loud channel per 32 in q: its codes are exact. Constant rows of values, exact too.
+
+    They lie 255 steps of 1/64 apart at most, of which every page has both ends: its mids are exact.
 
     Only channels below 32 of the first 64 are loud, so that with 32 rotated pairs a rotated query
     still has one per 32. Every logit counts, and every value is told from every other.
@@ -95,7 +97,8 @@ def sharp_heads(
     loud[int(rng.integers(32))] = True
     loud[64::32] = True
     q[:, :, ~loud] = 0
-    v[:] = v[:, :, :1].astype(np.float16)
+    v[:] = rng.integers(0, 256, (*v.shape[:2], 1)) / 64 - 2
+    v[::32], v[1::32] = -2, 255 / 64 - 2
     return 4 * q, k, v
 
 

@@ -134,23 +134,24 @@ private:
         }
     }
 
-    // (side, tokens, head_dim, bits), x -> planes, constants
+    // (side, channels, head_dim, bits), x -> planes, grid
     int pack() {
         const Record& r = *record_;
         std::vector<uint8_t> planes(64 * static_cast<size_t>(r.number(0, 2)));
-        std::vector<uint16_t> constants(r.count<uint16_t>(3));
-        const int status = kvq_pack(r.number(0), r.array<float>(1), r.number(0, 1), r.number(0, 2),
-                                    r.number(0, 3), planes.data(), constants.data());
+        std::vector<uint8_t> grid(r.count<uint8_t>(3));
+        const int status = kvq_pack(r.number(0), r.number(0, 1), r.array<float>(1), r.number(0, 2),
+                                    r.number(0, 3), planes.data(), grid.data());
         same(planes.data(), 2);
-        same(constants.data(), 3);
+        same(grid.data(), 3);
         return status;
     }
 
-    // config, budget
+    // config, budget, forms
     int open() {
         kvq_cache_close(cache_);
         const kvq_config config = record_->value<kvq_config>(0);
-        return kvq_cache_open(&config, record_->value<int64_t>(1), &cache_);
+        return kvq_cache_open(&config, record_->value<int64_t>(1), record_->optional<uint8_t>(2),
+                              &cache_);
     }
 
     // attention, qkv, positions, inv_freq, limits -> out

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caches import budget_for_tokens, spec
 from kvq import native, native_linear, reference_linear
-from kvq.config import AttentionParams, Budget, CacheShape, KvPlan
+from kvq.config import AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
 from kvq.reference_linear import ACTIVATIONS, Bytes, PanelFormat, View
@@ -92,7 +92,8 @@ class RecordedCache(ReferenceCache):
         super().__init__(arena)
         self._cases, self._limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
-        cases.add("open", native._config(arena), np.int64(arena.num_bytes).tobytes())
+        forms = np.array(arena.spec.forms, np.uint8)
+        cases.add("open", native._config(arena), np.int64(arena.num_bytes).tobytes(), forms)
 
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
@@ -151,18 +152,14 @@ class RecordedCache(ReferenceCache):
 
 
 def packing(cases: Cases) -> None:
-    for dim, tokens, side in itertools.product((16, 48, 64, 80, 256), (64, 7), (0, 1)):
-        for kind, x in adversarial(tokens, dim).items():
-            cases.name = f"{kind}, side {side}, {tokens} x {dim}"
-            codes, *parts = encode(x, side)
-            page = np.zeros((64, dim), np.uint8)
-            page[:tokens] = codes
-            constants = np.zeros((2, 64 if side else dim), np.float16)
-            for row, part in zip(constants, parts, strict=True):
-                row[: len(part)] = part
+    sides = ((0, 0), (1, 1), (1, 0))
+    for dim, (side, axis) in itertools.product((16, 48, 64, 80, 256), sides):
+        for kind, x in adversarial(64, dim).items():
+            cases.name = f"{kind}, side {side}, groups along {axis}, {dim} channels"
+            codes, grid = encode(x, axis)
             for bits in (8, 4, 2):
-                wanted = planes(page, bits, side)
-                cases.add("pack", (side, tokens, dim, bits), x, wanted, constants)
+                wanted = planes(codes, bits, side)
+                cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored())
 
 
 def opened(
@@ -172,7 +169,9 @@ def opened(
     plan = KvPlan(k_bits=widths[0], v_bits=widths[1], sink_tokens=SINKS)
     context = tokens + 4 * ROWS
     budget = Budget(num_bytes=budget_for_tokens(shape, plan, context) + (1 << 19))
-    asked = spec(shape, plan, context, budget=budget, observed=True)
+    streams = shape.num_layers * shape.num_kv_heads
+    forms = tuple(PageForm(3 * (s % 2)) for s in range(streams)) if limits is not EXACT else ()
+    asked = spec(shape, plan, context, budget=budget, observed=True, forms=forms)
     seen = max(EVIDENCE.get(bits, 0) for bits in widths)
     return RecordedCache(asked.resolved(), cases, limits, seen)
 

@@ -1,4 +1,6 @@
 // Kernels for AVX2 + FMA + F16C.
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels.h"
@@ -9,8 +11,9 @@
 
 namespace kvq {
 const Kernels* avx2_kernels() {
-    static const Kernels table{"avx2",      pack_k,        pack_v,  narrow,   attend_page,
-                               attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half};
+    static const Kernels table{"avx2",      pack,        read_grid,   narrow,
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     // F16C came before AVX2, and clang 14 cannot ask for it.
     const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     return runs ? &table : nullptr;

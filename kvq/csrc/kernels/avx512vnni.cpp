@@ -1,5 +1,7 @@
 // Kernels for processors with AVX-512 VNNI on 256-bit vectors: the same code as AVX2, byte products
 // summed by vpdpbusd and twice as many rows held in registers.
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels.h"
@@ -11,8 +13,9 @@
 
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
-    static const Kernels table{"avx512vnni", pack_k,        pack_v,  narrow,   attend_page,
-                               attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half};
+    static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow,
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     return runs ? &table : nullptr;

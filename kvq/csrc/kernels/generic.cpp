@@ -1,4 +1,6 @@
 // Kernels in plain C++: run anywhere, and check the others.
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels.h"
@@ -8,8 +10,9 @@
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic",   pack_k,        pack_v,  narrow,   attend_page,
-                               attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half};
+    static const Kernels table{"generic",      pack,        read_grid,   narrow,
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     return &table;
 }
 }  // namespace kvq

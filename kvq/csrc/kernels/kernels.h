@@ -18,9 +18,10 @@ constexpr float kNothingSeen = -1e30f;  // running maximum before the first visi
 struct PageView {
     const uint8_t* k[kGranulesPerSide];
     const uint8_t* v[kGranulesPerSide];
-    const uint16_t* k_constants;
-    const uint16_t* v_constants;
+    const uint8_t* k_grid;
+    const uint8_t* v_grid;
     int k_bits, v_bits;
+    bool channel_values;
 };
 
 // Up to kBlockRows query rows of one KV head and their running softmax (base 2).
@@ -62,10 +63,12 @@ constexpr float kObservedMass = 1.0f / 4096.0f;
 // `visible` is one mask per row of the block, bit i for key i; null: every row sees every key.
 struct Kernels {
     const char* name;
-    // x float32 [tokens, D] -> planes (hi4 then lo4, 32*D bytes each) and constants. False: not
-    // finite in float16.
-    bool (*pack_k)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
-    bool (*pack_v)(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants);
+    // Keys or values float32 [64, D], on a grid of channels or of tokens -> planes (hi4 then lo4,
+    // 32*D bytes each) and grid. False: not finite in float16.
+    bool (*pack)(const float* x, int head_dim, bool values, bool channels, uint8_t* planes,
+                 uint8_t* grid);
+    // The grid's scales, then its mids, float32 [2, groups].
+    void (*read_grid)(const uint8_t* grid, int groups, float* out);
     // A hi4 plane becomes the 2-bit plane of its codes' top bits, at its start.
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to one page. q is block.q counter-rotated by the page's shift.

@@ -10,6 +10,7 @@ using kvq::kMaxGroups;
 using kvq::kMaxHeadDim;
 using kvq::kNothingSeen;
 using kvq::kPageTokens;
+using kvq::kReach;
 using kvq::PageView;
 
 // 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2,
@@ -46,18 +47,21 @@ inline F tanh_lanes(F x) {
     return select_bits(bits, t, negative);
 }
 
-// Steps of a page's constants, widened once per page and shared by all rows.
-struct Constants {
+// A page's grid, widened once per page and shared by all rows.
+struct Grid {
     alignas(64) float step[kMaxHeadDim];  // scale * 2^(8 - bits)
-    alignas(64) float mid[kMaxHeadDim];   // min + 127.5 * scale
+    alignas(64) float mid[kMaxHeadDim];
 };
 
-inline void widen_constants(const uint16_t* constants, int n, int bits, Constants& out) {
+inline void widen(const uint8_t* stored, int groups, int bits, Grid& out) {
+    uint16_t ends[4];
+    std::memcpy(ends, stored, sizeof ends);
     const F factor = set1(static_cast<float>(1 << (8 - bits)));
-    for (int i = 0; i < n; i += 8) {
-        const F scale = load_half(constants + i);
-        store(out.step + i, scale * factor);
-        store(out.mid + i, fma(scale, set1(127.5f), load_half(constants + n + i)));
+    const F low = set1(half_to_float(ends[0])), unit = set1(half_to_float(ends[1]));
+    const F first = set1(half_to_float(ends[2])), stride = set1(half_to_float(ends[3]));
+    for (int i = 0; i < groups; i += 8) {
+        store(out.step + i, fma(load_codes(stored + 8 + i), unit, low) * factor);
+        store(out.mid + i, fma(load_codes(stored + 8 + groups + i), stride, first));
     }
 }
 
@@ -97,11 +101,11 @@ struct FoldedQuery {
     alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
     alignas(64) int8_t fine[kMaxHeadDim + 16];
     float scale[kMaxGroups];
-    float constant;  // what the codes' midpoint and the page minima add to every logit
+    float constant;  // what the codes' midpoint and the page's mids add to every logit
 };
 
 template <int Lanes, bool Fine>
-inline F fold_group(const float* q, const Constants& k, int g, float half_range, FoldedQuery& out) {
+inline F fold_group(const float* q, const Grid& k, int g, float half_range, FoldedQuery& out) {
     const int base = 32 * g;
     F scaled[Lanes];
     F constant = set1(0.0f), largest = set1(0.0f);
@@ -116,7 +120,7 @@ inline F fold_group(const float* q, const Constants& k, int g, float half_range,
 }
 
 template <int Bits>
-inline void fold_query(const float* q, const Constants& k, int head_dim, FoldedQuery& out) {
+inline void fold_query(const float* q, const Grid& k, int head_dim, FoldedQuery& out) {
     constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F constant = set1(0.0f);
     const int whole = head_dim / 32;
@@ -209,20 +213,24 @@ struct FoldedWeights {
     alignas(64) int8_t code[kPageTokens];
     alignas(64) int8_t fine[kPageTokens];
     float scale;
-    float constant;  // same for every channel
+    float constant;  // same for every channel, in steps of a grid of channels
+    float mass;      // sum of the weights
 };
 
+// A grid of channels stays out of the weights: `v` is null and they are rounded as they are.
 template <int Bits>
-inline void fold_weights(const F* p, const Constants& v, FoldedWeights& out) {
+inline void fold_weights(const F* p, const Grid* v, FoldedWeights& out) {
     constexpr int kLanes = kPageTokens / 8;
     constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F scaled[kLanes];
     F mid_sum = set1(0.0f), largest = set1(0.0f);
     for (int i = 0; i < kLanes; i++) {
-        scaled[i] = p[i] * load(v.step + 8 * i);
-        mid_sum = fma(p[i], load(v.mid + 8 * i), mid_sum);
+        scaled[i] = v ? p[i] * load(v->step + 8 * i) : p[i];
+        mid_sum = v ? fma(p[i], load(v->mid + 8 * i), mid_sum) : mid_sum;
         largest = max(largest, scaled[i]);
     }
+    const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
+    out.mass = reduce_add(total);
     const float top = reduce_max(largest);
     for (int half = 0; half < 2; half++)
         mid_sum = mid_sum - round_codes<4, Bits == 8>(scaled + 4 * half, top, kHalfRange,
@@ -231,9 +239,10 @@ inline void fold_weights(const F* p, const Constants& v, FoldedWeights& out) {
     out.constant = reduce_add(mid_sum);
 }
 
-// acc [N][head_dim] += weights . V.
+// acc [N][head_dim] += weights . V; `v` is the grid if it is one of channels.
 template <int Bits, int N>
-void page_values(const PageView& page, int head_dim, const FoldedWeights* p, float* acc) {
+void page_values(const PageView& page, int head_dim, const Grid* v, const FoldedWeights* p,
+                 float* acc) {
     constexpr int kTokens = Bits == 2 ? 16 : 8;  // per 32-byte vector
     constexpr int kVectors = kPageTokens / kTokens;
     const int half = head_dim / 16;  // channel groups per granule of a nibble plane
@@ -286,7 +295,10 @@ void page_values(const PageView& page, int head_dim, const FoldedWeights* p, flo
         }
         for (int r = 0; r < N; r++) {
             float* out = acc + r * head_dim + 8 * group;
-            const F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
+            F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
+            if (v)
+                value = fma(value, load(v->step + 8 * group),
+                            load(v->mid + 8 * group) * set1(p[r].mass));
             store(out, load(out) + value);
         }
     }
@@ -352,11 +364,11 @@ inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bi
 
 template <int Bits>
 void all_logits(const PageView& page, const Block& block, const float* q, float* scores) {
-    Constants constants;
+    Grid grid;
     FoldedQuery folded[kBlockRows];
-    widen_constants(page.k_constants, block.head_dim, Bits, constants);
+    widen(page.k_grid, block.head_dim, Bits, grid);
     for (int r = 0; r < block.rows; r++)
-        fold_query<Bits>(q + r * block.head_dim, constants, block.head_dim, folded[r]);
+        fold_query<Bits>(q + r * block.head_dim, grid, block.head_dim, folded[r]);
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
         page_logits<Bits, n()>(page, block.head_dim, folded + r, scores + r * kPageTokens);
     });
@@ -364,14 +376,15 @@ void all_logits(const PageView& page, const Block& block, const float* q, float*
 
 template <int Bits>
 void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* visible) {
-    Constants constants;
+    Grid grid;
     FoldedWeights folded[kBlockRows];
-    widen_constants(page.v_constants, kPageTokens, Bits, constants);
+    const bool channels = page.channel_values;
+    widen(page.v_grid, channels ? block.head_dim : kPageTokens, Bits, grid);
     bool any = false;
     for (int r = 0; r < block.rows; r++) {
         F p[kPageTokens / 8];
         if (softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r), p)) {
-            fold_weights<Bits>(p, constants, folded[r]);
+            fold_weights<Bits>(p, channels ? nullptr : &grid, folded[r]);
             any = true;
         } else {
             std::memset(&folded[r], 0, sizeof folded[r]);
@@ -379,7 +392,8 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
     }
     if (!any) return;
     rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_values<Bits, n()>(page, block.head_dim, folded + r, block.acc + r * block.head_dim);
+        page_values<Bits, n()>(page, block.head_dim, channels ? &grid : nullptr, folded + r,
+                               block.acc + r * block.head_dim);
     });
 }
 
@@ -389,11 +403,11 @@ void page_scores(const PageView& page, const Block& block, const float* q, float
     else all_logits<2>(page, block, q, scores);
 }
 
-// A code is at most 127.5 steps of 8 bits from the middle of its channel.
+// A key is read at most half a step of 8 bits beyond where its channel's values reach.
 void page_bounds(const Block& block, const float* q, const PageView& page, float spread,
                  float* bounds) {
-    Constants k;
-    widen_constants(page.k_constants, block.head_dim, 8, k);
+    Grid k;
+    widen(page.k_grid, block.head_dim, 8, k);
     for (int r = 0; r < block.rows; r++) {
         F middle = set1(0.0f), half = set1(0.0f);
         for (int c = 0; c < block.head_dim; c += 8) {
@@ -401,7 +415,7 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
             middle = fma(x, load(k.mid + c), middle);
             half = fma(abs(x), load(k.step + c), half);
         }
-        bounds[r] = reduce_add(fma(half, set1(127.5f * spread), middle));
+        bounds[r] = reduce_add(fma(half, set1((kReach + 0.5f) * spread), middle));
     }
 }
 
@@ -416,23 +430,24 @@ void attend_page(Block& block, const float* q, const PageView& page, const uint6
 // ---- evidence ------------------------------------------------------------------------------
 
 // The page's values as a read at its width sees them, float32 [64][head_dim].
-void read_values(const PageView& page, int head_dim, const Constants& v, float* out) {
+void read_values(const PageView& page, int head_dim, const Grid& v, float* out) {
     const int bits = page.v_bits, half = head_dim / 16;
     const float middle = ((1 << bits) - 1) * 0.5f;
-    for (int group = 0; group < head_dim / 8; group++) {
-        const int which = bits == 2 ? 0 : group >= half;
-        const int offset = bits == 2 ? group * 128 : (group - which * half) * 256;
+    for (int octet = 0; octet < head_dim / 8; octet++) {
+        const int which = bits == 2 ? 0 : octet >= half;
+        const int offset = bits == 2 ? octet * 128 : (octet - which * half) * 256;
         for (int j = 0; j < (bits == 2 ? 4 : 8); j++) {
             const uint8_t* hi = page.v[which] + offset + 32 * j;
             const uint8_t* lo = bits == 8 ? page.v[2 + which] + offset + 32 * j : hi;
             for (int i = 0; i < 32; i++) {
-                const int channel = 8 * group + i / 4;
+                const int channel = 8 * octet + i / 4;
                 for (int part = 0; part < (bits == 2 ? 4 : 2); part++) {
                     const int token = (bits == 2 ? 16 : 8) * j + 4 * part + i % 4;
                     int code = bits == 2 ? hi[i] >> 2 * part & 3 : hi[i] >> 4 * part & 15;
                     if (bits == 8) code = 16 * code + (lo[i] >> 4 * part & 15);
+                    const int group = page.channel_values ? channel : token;
                     out[token * head_dim + channel] =
-                        v.mid[token] + v.step[token] * (static_cast<float>(code) - middle);
+                        v.mid[group] + v.step[group] * (static_cast<float>(code) - middle);
                 }
             }
         }
@@ -463,7 +478,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
     const int dim = block.head_dim;
     alignas(64) float scores[kBlockRows * kPageTokens];
     page_scores(page, block, q, scores);
-    Constants keys, values;
+    Grid keys, values;
     alignas(64) float v[kPageTokens * kMaxHeadDim], length[kPageTokens];  // values, |value|^2
     bool read = false;
     for (int r = 0; r < block.rows; r++) {
@@ -475,8 +490,8 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         seen.mass += mass;
         if (!seen.errors || mass < kvq::kObservedMass) continue;
         if (!read) {
-            widen_constants(page.k_constants, dim, 8, keys);
-            widen_constants(page.v_constants, kPageTokens, page.v_bits, values);
+            widen(page.k_grid, dim, 8, keys);
+            widen(page.v_grid, page.channel_values ? dim : kPageTokens, page.v_bits, values);
             read_values(page, dim, values, v);
             for (int t = 0; t < kPageTokens; t++) {
                 F sum = set1(0.0f);
@@ -504,6 +519,13 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
             lengths = fma(both, load(length + t), lengths);
             steps = fma(both, step * step, steps);
         }
+        float noises = reduce_add(steps) * static_cast<float>(dim);
+        if (page.channel_values) {
+            steps = set1(0.0f);
+            for (int c = 0; c < dim; c += 8)
+                steps = fma(load(values.step + c), load(values.step + c), steps);
+            noises = reduce_add(steps) * reduce_add(squares);
+        }
         F gone = set1(0.0f), inner = set1(0.0f), size = set1(0.0f);
         for (int c = 0; c < dim; c += 16) {  // two sums of each kind at a time hide their latency
             F first[2] = {set1(0.0f), set1(0.0f)}, second[2] = {set1(0.0f), set1(0.0f)};
@@ -527,8 +549,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const float narrow = 1.0f / static_cast<float>(1 << (8 - page.v_bits));
         const float left = mass < 0.9375f ? 1.0f - mass : 0.0625f;
         seen.key_error += reduce_add(noise) * (1.0f / 12.0f) * (spread > 0.0f ? spread : 0.0f);
-        seen.value_error +=
-            reduce_add(steps) * narrow * narrow * static_cast<float>(dim) * (1.0f / 12.0f);
+        seen.value_error += noises * narrow * narrow * (1.0f / 12.0f);
         seen.evict_error += reduce_add(gone) / (left * left);
     }
 }
@@ -621,91 +642,124 @@ inline bool finite_half(uint16_t h) {
     return (h & 0x7c00) != 0x7c00;
 }
 
-// Stores scale and min so that no value of [low, high] leaves codes 0..255.
-inline bool encode_constants(float low, float high, uint16_t* scale, uint16_t* minimum) {
-    low += 0.0f;  // -0 becomes 0, or equal pages would have different bytes
-    high += 0.0f;
-    *minimum = half_down(low);
-    *scale = half_up((high - half_to_float(*minimum)) / 255.0f);
-    return low == low && high == high && finite_half(*minimum) && finite_half(*scale);
+// What `n` numbers are stored as: low + unit * code, the code rounded to nearest or up. Replaces
+// them by what is read back. False: not finite in float16.
+template <bool Up>
+inline bool encode_line(float* x, int n, uint8_t* ends, uint8_t* codes) {
+    float least = x[0], most = x[0];
+    bool ordered = true;
+    for (int i = 0; i < n; i++) {
+        ordered &= x[i] == x[i];
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
+    }
+    least += 0.0f;  // -0 becomes 0, or equal pages would have different bytes
+    most += 0.0f;
+    uint16_t half[2] = {half_down(least)};
+    const float low = half_to_float(half[0]);
+    half[1] = half_up((most - low) / 255.0f);
+    const float unit = half_to_float(half[1]);
+    std::memcpy(ends, half, sizeof half);
+    if (!ordered || !finite_half(half[0]) || !finite_half(half[1])) return false;
+    for (int i = 0; i < n; i++) {
+        const float code = (x[i] - low) / (unit > 1e-30f ? unit : 1e-30f);
+        const float whole = Up ? std::ceil(code) : std::nearbyint(code);
+        codes[i] = static_cast<uint8_t>(whole < 255.0f ? whole : 255.0f);
+        x[i] = low + unit * static_cast<float>(codes[i]);
+    }
+    return true;
 }
 
-inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, int high, uint8_t code) {
+// The grid of groups that span low to high, and the scales and mids that it stores.
+inline bool encode_grid(const float* low, const float* high, int groups, uint8_t* grid,
+                        float* scale, float* mid) {
+    for (int i = 0; i < groups; i++) mid[i] = (low[i] + high[i]) * 0.5f;
+    if (!encode_line<false>(mid, groups, grid + 4, grid + 8 + groups)) return false;
+    for (int i = 0; i < groups; i++) {
+        const float above = high[i] - mid[i], below = mid[i] - low[i];
+        scale[i] = (above > below ? above : below) / kReach;
+    }
+    return encode_line<true>(scale, groups, grid, grid + 8);
+}
+
+inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, bool high, uint8_t code) {
     const int shift = high ? 4 : 0;
     planes[at] |= static_cast<uint8_t>((code >> 4) << shift);
     planes[plane_bytes + at] |= static_cast<uint8_t>((code & 15) << shift);
 }
 
-// codes [n] = round((x - min) / scale) clipped to 0..255, elementwise constants.
-inline void encode_codes(const float* x, const float* scale, const float* minimum, int n,
+// codes [n] = round((x - mid) / scale + 127.5) clipped to 0..255, scale and mid elementwise.
+inline void encode_codes(const float* x, const float* scale, const float* mid, int n,
                          uint8_t* codes) {
     for (int i = 0; i < n; i += 8) {
         const F s = load(scale + i);
-        F code = (load(x + i) - load(minimum + i)) / max(s, set1(1e-30f));
+        F code = (load(x + i) - load(mid + i)) / max(s, set1(1e-30f)) + set1(127.5f);
         code = min(max(code, set1(0.0f)), set1(255.0f));
         store_bytes(codes + i, to_int(code));
     }
 }
 
-bool pack_k(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants) {
+// The least and the largest number of every channel, or of every token.
+void extremes(const float* x, int head_dim, bool channels, float* low, float* high) {
+    for (int t = 0; t < kPageTokens; t++) {
+        const float* row = x + t * head_dim;
+        if (channels) {
+            for (int c = 0; c < head_dim; c += 8) {
+                store(low + c, t ? min(load(low + c), load(row + c)) : load(row + c));
+                store(high + c, t ? max(load(high + c), load(row + c)) : load(row + c));
+            }
+        } else {
+            F a = load(row), b = a;
+            for (int c = 8; c < head_dim; c += 8) {
+                a = min(a, load(row + c));
+                b = max(b, load(row + c));
+            }
+            low[t] = -reduce_max(set1(0.0f) - a);
+            high[t] = reduce_max(b);
+        }
+    }
+}
+
+// Where the code of token t, channel c lies in a nibble plane: its byte, and whether above.
+inline size_t key_place(int head_dim, int t, int c, bool& high) {
+    high = c % 8 >= 4;
+    return static_cast<size_t>(t / 8 * 4 * head_dim + 4 * (t % 8) + c / 8 * 32 + c % 4);
+}
+inline size_t value_place(int t, int c, bool& high) {
+    high = t % 8 >= 4;
+    return static_cast<size_t>(t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8));
+}
+
+bool pack(const float* x, int head_dim, bool values, bool channels, uint8_t* planes,
+          uint8_t* grid) {
     const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
     std::memset(planes, 0, 2 * plane_bytes);
-    alignas(64) float scale[kMaxHeadDim], minimum[kMaxHeadDim];
-    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim];
-    for (int c = 0; c < head_dim; c += 8) {
-        F a = load(x + c), b = a;
-        for (int t = 1; t < tokens; t++) {
-            a = min(a, load(x + t * head_dim + c));
-            b = max(b, load(x + t * head_dim + c));
-        }
-        store(low + c, a);
-        store(high + c, b);
-    }
-    for (int c = 0; c < head_dim; c++) {
-        if (!encode_constants(low[c], high[c], constants + c, constants + head_dim + c))
-            return false;
-        scale[c] = half_to_float(constants[c]);
-        minimum[c] = half_to_float(constants[head_dim + c]);
-    }
+    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim] = {};
+    alignas(64) float mid[kMaxHeadDim] = {};
+    extremes(x, head_dim, channels, low, high);
+    if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
     alignas(64) uint8_t codes[kMaxHeadDim];
-    for (int t = 0; t < tokens; t++) {
-        encode_codes(x + t * head_dim, scale, minimum, head_dim, codes);
-        const size_t base = static_cast<size_t>(t / 8) * 4 * head_dim + 4 * (t % 8);
-        for (int c = 0; c < head_dim; c++)
-            put_nibble(planes, plane_bytes, base + c / 8 * 32 + c % 4, c % 8 >= 4, codes[c]);
+    for (int t = 0; t < kPageTokens; t++) {
+        if (!channels) {  // one group is the whole row
+            std::fill(low, low + head_dim, scale[t]);
+            std::fill(high, high + head_dim, mid[t]);
+        }
+        encode_codes(x + t * head_dim, channels ? scale : low, channels ? mid : high, head_dim,
+                     codes);
+        for (int c = 0; c < head_dim; c++) {
+            bool above;
+            const size_t at = values ? value_place(t, c, above) : key_place(head_dim, t, c, above);
+            put_nibble(planes, plane_bytes, at, above, codes[c]);
+        }
     }
     return true;
 }
 
-bool pack_v(const float* x, int tokens, int head_dim, uint8_t* planes, uint16_t* constants) {
-    const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
-    std::memset(planes, 0, 2 * plane_bytes);
-    std::memset(constants, 0, kvq::v_constant_bytes());
-    alignas(64) float scale[kMaxHeadDim], minimum[kMaxHeadDim];
-    alignas(64) uint8_t codes[kMaxHeadDim];
-    for (int t = 0; t < tokens; t++) {
-        const float* row = x + t * head_dim;
-        F a = load(row), b = a;
-        for (int c = 8; c < head_dim; c += 8) {
-            a = min(a, load(row + c));
-            b = max(b, load(row + c));
-        }
-        const float lowest = -reduce_max(set1(0.0f) - a);
-        if (!encode_constants(lowest, reduce_max(b), constants + t, constants + kPageTokens + t))
-            return false;
-        const F s = set1(half_to_float(constants[t]));
-        const F m = set1(half_to_float(constants[kPageTokens + t]));
-        for (int c = 0; c < head_dim; c += 8) {
-            store(scale + c, s);
-            store(minimum + c, m);
-        }
-        encode_codes(row, scale, minimum, head_dim, codes);
-        const size_t base = static_cast<size_t>(t / 8) * 32 + t % 4;
-        for (int c = 0; c < head_dim; c++)
-            put_nibble(planes, plane_bytes, base + static_cast<size_t>(c / 8) * 256 + 4 * (c % 8),
-                       t % 8 >= 4, codes[c]);
-    }
-    return true;
+void read_grid(const uint8_t* grid, int groups, float* out) {
+    Grid wide;
+    widen(grid, groups, 8, wide);
+    std::copy(wide.step, wide.step + groups, out);
+    std::copy(wide.mid, wide.mid + groups, out + groups);
 }
 
 // Vector m of the result joins the top bits of vectors 2m and 2m + 1: for keys two channel octets

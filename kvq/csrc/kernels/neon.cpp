@@ -1,4 +1,6 @@
 // Kernels for ARM processors with the dot products of ARMv8.2 (dotprod).
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels.h"
@@ -12,8 +14,9 @@
 
 namespace kvq {
 const Kernels* neon_kernels() {
-    static const Kernels table{"neon",      pack_k,        pack_v,  narrow,   attend_page,
-                               attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half};
+    static const Kernels table{"neon",      pack,        read_grid,   narrow,
+                               attend_page, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half};
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
 }
 }  // namespace kvq

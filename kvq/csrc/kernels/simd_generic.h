@@ -108,6 +108,9 @@ inline uint16_t float_to_half(float x) {
     return sign | static_cast<uint16_t>((bits - 0x38000000u) >> 13);
 }
 inline F load_half(const uint16_t* p) { return lanes([&](int i) { return half_to_float(p[i]); }); }
+inline F load_codes(const uint8_t* p) {
+    return lanes([&](int i) { return static_cast<float>(p[i]); });
+}
 inline void store_half(uint16_t* p, F a) {
     for (int i = 0; i < 8; i++) p[i] = float_to_half(a.v[i]);
 }

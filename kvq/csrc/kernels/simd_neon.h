@@ -62,6 +62,10 @@ inline F load_half(const uint16_t* p) {
     const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(p));
     return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
 }
+inline F load_codes(const uint8_t* p) {
+    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_high_u16(wide))};
+}
 inline void store_half(uint16_t* p, F x) {
     const float16x8_t halves = vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b);
     vst1q_u16(p, vreinterpretq_u16_f16(halves));

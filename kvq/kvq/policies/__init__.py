@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import PAGE_TOKENS
 from kvq.named import named
 
 POLICIES = {
@@ -69,7 +70,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """The stored constants of a layer's pages, 0 where one is evicted; the codes span 0..255.
+    """What a layer's pages span, by their stored constants; 0 where one is evicted.
 
     `key_min`, `key_range`: float32 [Hk, C, D], smallest key and span of each channel over the
     page's tokens (rotated keys). `value_min`, `value_range`: float32 [Hk, C, 64], smallest
@@ -129,7 +130,7 @@ class Evidence:
 
     `facts` int64 [C, 4]: pos0, delta, first token, mask of each page column, oldest first.
     `widths` uint8 [L, Hk, C, 2]: K and V bits, 0 if evicted. `windows` [L]: sliding windows, 0 for
-    none. `tokens`: tokens seen so far. `head_dim`: channels, which fix the bytes a page frees.
+    none. `tokens`: tokens seen so far. `head_dim`, `value_groups`: they fix the bytes a page frees.
     `entering`: pages of every layer and head that are about to close, at `entry_widths` uint8
     [L, Hk, 2]; 0 where nobody says so.
     `constants` and `key_squares` are read layer by layer, so that no copy of all lies beside the
@@ -145,6 +146,7 @@ class Evidence:
     head_dim: int
     constants: Callable[[int], Constants]
     key_squares: Callable[[int], Floats]
+    value_groups: int = PAGE_TOKENS
     entering: int = 0
     entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
+from kvq.formats import CODE_SPAN
 from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
@@ -68,7 +69,7 @@ class Budget:
         steps = hull_steps(
             np.concatenate([pages, entering]),
             np.concatenate([costs, expected]),
-            page_bytes_at(RUNGS, evidence.head_dim),
+            page_bytes_at(RUNGS, evidence),
         )
         # What enters cannot be evicted before it is there.
         steps = steps[(steps[:, 2] < every.shape[2]) | (steps[:, 3] > 0)]
@@ -87,7 +88,7 @@ class Budget:
         assert attention is not None
         dim, columns = evidence.head_dim, evidence.widths.shape[2]
         held = evidence.widths[layer, ..., 0] > 0
-        key_step, value_step = constants.key_range / 255, constants.value_range / 255
+        key_step, value_step = constants.key_range / CODE_SPAN, constants.value_range / CODE_SPAN
         # Of a query that looks for one token: what rounding and absence do to its output.
         square = attention.query_square[layer]
         logit_noise = np.einsum("hd,hcd->hc", square, np.square(key_step)) / 12

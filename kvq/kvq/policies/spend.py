@@ -40,12 +40,12 @@ def all_widths(evidence: Evidence) -> NDArray[np.int32]:
     return np.concatenate([held, entry], axis=2)
 
 
-def page_bytes_at(bits: NDArray[np.integer], head_dim: int) -> NDArray[np.int64]:
+def page_bytes_at(bits: NDArray[np.integer], evidence: Evidence) -> NDArray[np.int64]:
     """Bytes of pages with these widths [..., 2]; 0 and 0 takes none."""
     granules = _GRANULES[bits].sum(axis=-1)
-    return (granules * granule_bytes(head_dim) + (granules > 0) * constant_bytes(head_dim)).astype(
-        np.int64
-    )
+    constants = constant_bytes(evidence.head_dim, evidence.value_groups)
+    planes = granules * granule_bytes(evidence.head_dim)
+    return (planes + (granules > 0) * constants).astype(np.int64)
 
 
 def spend(
@@ -119,8 +119,8 @@ def _prefix(
     heads, columns = widths.shape[1], widths.shape[2]
     page = (steps[:, 0] * heads + steps[:, 1]) * columns + steps[:, 2]
     order = np.argsort(page, kind="stable")
-    after = page_bytes_at(steps[order, 3:], evidence.head_dim)
-    before = page_bytes_at(widths.reshape(-1, 2)[page[order]], evidence.head_dim)
+    after = page_bytes_at(steps[order, 3:], evidence)
+    before = page_bytes_at(widths.reshape(-1, 2)[page[order]], evidence)
     later = np.flatnonzero(np.diff(page[order]) == 0) + 1
     before[later] = after[later - 1]
     gained = np.empty(len(steps), np.int64)
@@ -134,7 +134,7 @@ def _prefix(
 
 def _freed(evidence: Evidence, widths: NDArray[np.int32]) -> int:
     held, left = all_widths(evidence), widths
-    bytes_of = page_bytes_at(held, evidence.head_dim) - page_bytes_at(left, evidence.head_dim)
+    bytes_of = page_bytes_at(held, evidence) - page_bytes_at(left, evidence)
     return int(bytes_of.sum())
 
 

@@ -2,7 +2,7 @@
 
 The paper keeps the smallest and largest key of every page, channel by channel, takes for each
 channel whichever gives the larger product with the query, and reads the pages with the largest
-sums. Here the page's stored minimum and step are these two, no byte is added, and the heads that
+sums. Here the page's stored mid and scale stand for these two, no byte is added, and the heads that
 share keys share the choice: the best of their scores counts, each against its head's best page.
 The paper leaves the first two layers dense; here all layers read their share.
 """

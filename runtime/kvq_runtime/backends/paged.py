@@ -88,6 +88,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         policy=manifest.policy if request.policy is None else request.policy,
         read=DEFAULT_READ if request.read is None else request.read,
         windows=tuple(layer.window_tokens for layer in model.layers),
+        forms=manifest.forms,
     )
     arena = (spec.shortened() if given is None else spec).resolved()
     return SessionConfig(
