@@ -90,7 +90,18 @@ def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
     roots = os.pathsep.join(path for path in sys.path if path)
     home = clean | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": roots}
-    command = [sys.executable, "-m", "kvq_apps.cli", "run", "def fib(n):\n", "-n", "8", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvq_apps.cli",
+        "run",
+        "def fib(n):\n",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--json",
+    ]
     runs = [
         subprocess.run(command, env=home, capture_output=True, check=True, timeout=120)
         for _ in range(2)

@@ -174,7 +174,7 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
     assert 0 < stats.mean_k_bits < 16
     assert stats.evicted_share < 1
     assert stats.mean_v_bits < free.mean_v_bits or stats.evicted_share > 0
-    assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 4 + 4)
+    assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 2 + 2 + 0.25)
 
 
 @pytest.mark.parametrize("policy", [None, "oldest", "snapkv"])

@@ -428,7 +428,7 @@ def test_what_a_step_reads_of_a_paged_cache(make: Make) -> None:
     opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="4:2")])
     sequence = opened.sequence(Setting(kv="4:2"), 300, 8)
     # 4 sinks and 64 + 40 tokens stay; 3 pages of 64 tokens in each of 2 x 2 streams.
-    rows, page = 300 - 3 * 64, 16 * 64 * (2 + 1) + 4 * 64 + 4 * 64
+    rows, page = 300 - 3 * 64, 16 * 64 * (2 + 1) + 2 * 64 + 2 * 64 + 16
     assert sequence.step_bytes()[1] == rows * 2 * 2 * 64 * 2 * 2 + 3 * 4 * page
     sequence.close()
     opened.close()

@@ -286,5 +286,5 @@ def test_without_a_path_the_bundles_made_so_far_are_listed(
     assert good["context_length"] == 512
     assert "model.onnx is missing" in torn["error"]
     shown = table()
-    assert f"4:2, 224 bytes a token 512 {made}" in shown
+    assert f"4:2, 209 bytes a token 512 {made}" in shown
     assert f"torn-2 - - - unusable: {broken}/model.onnx is missing" in shown

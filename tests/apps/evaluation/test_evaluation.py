@@ -335,9 +335,9 @@ def test_the_table_gives_every_width_its_bytes_and_its_damage(engine: Engine) ->
     ]  # fmt: skip
     rows = measure_table(engine.session, material, settings, 600, lambda *_: None)
     assert [row["kv"] for row in rows] == ["fp", "8:8", "2:2"]
-    # 4 streams: 64 channels of K and V, 16 bits; 512 bytes of constants in a page of 64 tokens
+    # 4 streams: 64 channels of K and V, 16 bits; 272 bytes of constants in a page of 64 tokens
     assert [row["bytes_per_token"] for row in rows] == [
-        4 * 64 * 4, 4 * (512 / 64 + 64 * 2), 4 * (512 / 64 + 64 / 2)
+        4 * 64 * 4, 4 * (272 / 64 + 64 * 2), 4 * (272 / 64 + 64 / 2)
     ]  # fmt: skip
     assert rows[0]["kld"] == 0.0 < rows[1]["kld"] < rows[2]["kld"]
     assert rows[0]["kv_bytes"] > rows[1]["kv_bytes"] > rows[2]["kv_bytes"]
