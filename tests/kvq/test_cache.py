@@ -839,9 +839,13 @@ def test_a_page_has_a_view_for_every_run_of_positions(use_native: bool) -> None:
         assert cache.views()[:, 1:4].tolist() == [[4, 0, 4], [5, 0, 4]]
         assert cache.views()[:, 4].tolist() == [(1 << 47) - 1, -(1 << 47)]
         before = cache.tokens
-        with pytest.raises(CacheError):
+
+        def fill(cache: Cache = cache, more: list[Float] = more, count: int = count) -> None:
             while cache.tokens < 900:
                 forward_and_commit(cache, more, 2 * np.arange(count) + 2 * cache.tokens)
+
+        with pytest.raises(CacheError):
+            fill()
         assert cache.tokens - before >= SPARE_VIEWS - 2 * count
         cache.rewind()
         cache.trim(40)
