@@ -14,6 +14,7 @@ speculation that llama-cpp-python brings; each ratio is to plain decoding of the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -131,9 +132,9 @@ class LlamaNgrams:
     """What llama-cpp-python's prompt look-up proposes, with its own constants."""
 
     def __init__(self) -> None:
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        self._theirs = LlamaPromptLookupDecoding()
+        # By name: who checks types here need not have the extra.
+        theirs: Any = import_module("llama_cpp.llama_speculative")
+        self._theirs = theirs.LlamaPromptLookupDecoding()
         self._text = np.zeros(0, np.intc)
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
