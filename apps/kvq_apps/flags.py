@@ -64,6 +64,9 @@ FLAGS: dict[str, Flag] = {
     "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
         "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
         setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]"),
+    "kv-predict": Flag("share of the layers whose keys and values are predicted for a prompt, not "
+        "computed: 50%%; lossy, for a faster first token", "off", setting="kv.predict",
+        metavar="SHARE|NAME[:OPTION=VALUE,..]"),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running

@@ -23,7 +23,7 @@ from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
 # The `KVQ_ABI` this module was written for.
-ABI = 9
+ABI = 10
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
@@ -122,7 +122,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_read": (c_int32, (c_int64, POINTER(_Read))),
     "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
-    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32)),
+    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32, _BYTES)),
     "kvq_cache_attend": (
         c_int32,
         (c_int64, POINTER(_Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
@@ -380,10 +380,15 @@ class NativeCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         rows = None if parents is None else (c_int32 * tokens)(*parents)
         first = -1 if at is None else at
-        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first))
+        quiet = None
+        if silent:
+            layers = self.arena.shape.num_layers
+            quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
+        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first, quiet))
         self._stats.branch_rows += tokens
 
     def attend(

@@ -158,6 +158,7 @@ class LocalClient:
             evicted_share=stats.evicted_share,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            predicted_tokens=stats.predicted_tokens,
         )
 
 

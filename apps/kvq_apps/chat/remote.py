@@ -215,6 +215,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         evicted_share=kvq.get("evicted_share") or 0.0,
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
+        predicted_tokens=kvq.get("predicted_tokens") or 0,
     )
 
 
