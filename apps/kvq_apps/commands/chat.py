@@ -100,6 +100,7 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
+        kv_pinned=any(options.written(arguments, flag) for flag in flags.KV_FLAGS),
         keys_path=configuration.user_path(),
         theme=arguments.theme,
         theme_origin=themes[0] if themes and not elsewhere else "--theme",
