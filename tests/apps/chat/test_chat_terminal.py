@@ -67,6 +67,7 @@ def test_a_message_on_a_pipe_is_answered_without_escapes(home: dict[str, str]) -
     assert answer["chat"] == found["chats"][0]["id"]
     exported = Path(home["XDG_DATA_HOME"]) / "chat.jsonl"
     assert piped("--export", str(exported), home=home).returncode == 0
+    assert piped("--export", "-", home=home).stdout == exported.read_bytes()
     assert [json.loads(line)["role"] for line in exported.read_text().splitlines()] == [
         "user", "assistant", "user", "assistant"
     ]  # fmt: skip
