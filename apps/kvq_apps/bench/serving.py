@@ -115,7 +115,7 @@ def measure(
     }
 
 
-class _Asker:
+class Asker:
     """Asks a running server as a chat and as an editor do."""
 
     def __init__(self, address: str, facts: dict[str, Any], stop_ids: frozenset[int]) -> None:
@@ -210,7 +210,7 @@ class _Asker:
 
 
 @contextmanager
-def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -> Iterator[_Asker]:
+def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -> Iterator[Asker]:
     """A server of our own on a port of its own, which keeps nothing on disk."""
     config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0)
     ready = Event()
@@ -238,7 +238,7 @@ def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -
         served = server.pool.served
         assert served is not None
         facts = {"model": served.name, "kv": served.kv, "kv_budget": served.slot_bytes}
-        yield _Asker(address, facts, served.stop_ids)
+        yield Asker(address, facts, served.stop_ids)
     finally:
         server.stop()
         thread.join()
