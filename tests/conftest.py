@@ -63,7 +63,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 @pytest.fixture
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs and notes about running servers stay here."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture

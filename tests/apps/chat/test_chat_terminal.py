@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment_in
 from kvq_apps.chat.history import History
 
 LONG_S = 300.0  # only a hang takes so long: what is waited for stays once it is there
@@ -25,14 +26,7 @@ KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment whose folders are the test's own."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # A worker of xdist has the size of no terminal, which would be believed over the real one.
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        clean.pop(name, None)
-    folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("DATA", "CACHE", "CONFIG")}
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | folders | {"PYTHONPATH": roots, "TERM": "xterm-256color"}
+    return environment_in(tmp_path) | {"TERM": "xterm-256color"}
 
 
 def piped(

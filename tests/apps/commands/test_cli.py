@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment_in
 from kvq import __version__
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
@@ -32,11 +32,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. 
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment of one's own: no flags, an empty cache folder, no colours."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # The source roots are wherever this process found them.
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": roots}
+    return environment_in(tmp_path)
 
 
 def kvq(

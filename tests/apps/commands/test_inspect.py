@@ -201,7 +201,7 @@ def test_a_saved_session(
 
 def _with_header(content: bytes, **changes: object) -> bytes:
     """A saved session with another header, its digest made right again."""
-    prefix = snapshot._PREFIX
+    prefix = snapshot.PREFIX
     length = prefix.unpack_from(content)[1]
     header = json.loads(content[prefix.size : prefix.size + length]) | changes
     encoded = json.dumps(header).encode()
