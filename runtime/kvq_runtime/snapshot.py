@@ -23,7 +23,7 @@ from kvq_runtime.staleness import Ages
 FORMAT = "kvq-session"
 VERSION = 5
 MAGIC = b"kvq-sess"
-_PREFIX = struct.Struct("<8sI")
+PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
 # Of an item of each part: tokens, logits, ages, cache.
 _ITEM_BYTES = (8, 4, 4, 1)
@@ -101,7 +101,7 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
     }
     encoded = json.dumps(header).encode()
     try:
-        _replace(path, (_PREFIX.pack(MAGIC, len(encoded)) + encoded, *parts))
+        _replace(path, (PREFIX.pack(MAGIC, len(encoded)) + encoded, *parts))
     except OSError as error:
         raise SnapshotError(f"the session cannot be saved to {path}: {error.strerror}") from error
 
@@ -181,13 +181,13 @@ def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
     if content[: len(MAGIC)] != MAGIC:
         raise SnapshotError(f"{path} is not a saved session")
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if len(content) < _PREFIX.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != digest:
+    if len(content) < PREFIX.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != digest:
         raise SnapshotError(
             f"{path} is truncated or was altered after it was saved; save the session again"
         )
-    offset = _PREFIX.size + _PREFIX.unpack_from(content)[1]
+    offset = PREFIX.size + PREFIX.unpack_from(content)[1]
     try:
-        header: Any = json.loads(content[_PREFIX.size : offset])
+        header: Any = json.loads(content[PREFIX.size : offset])
         kind, version = header["format"], header["version"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise _damaged(path, "has a header that is none") from error

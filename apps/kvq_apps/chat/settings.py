@@ -9,7 +9,7 @@ from kvq.errors import UsageError
 from kvq_apps.chat.client import Turn
 from kvq_apps.chat.messages import Message
 from kvq_apps.flags import FLAGS
-from kvq_apps.options import SAMPLING_FIELDS
+from kvq_apps.options import SAMPLING_FIELDS, max_tokens
 from kvq_runtime.config import Sampling, check_seed
 
 
@@ -63,9 +63,7 @@ class ChatSettings:
             check_seed(number)
             self.seed = number
         elif name == "predict":
-            if number < 1:
-                raise UsageError("/set predict needs 1 or more tokens")
-            self.max_tokens = number
+            self.max_tokens = max_tokens(number, None)
         else:
             self.sampling = replace(self.sampling, **{SAMPLING_FIELDS[name]: number})
         return f"{name} is {value.strip()} from the next reply on"

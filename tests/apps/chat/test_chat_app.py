@@ -15,6 +15,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from chat_pilot import LONG_S, gated, meter, run, say, shown, telling, until
+from environment import ROOTS
 from kvq_apps import cli
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat import controller, engine_link, keys
@@ -62,7 +63,7 @@ sys.stdin.isatty = sys.stdout.isatty = lambda: True
 cli.main(["chat", "/no/such/model", "--no-log"])
 print(seen)
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    environment = os.environ | ROOTS
     finished = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )

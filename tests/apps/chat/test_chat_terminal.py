@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment_in
 from kvq_apps.chat.history import History
 
 LONG_S = 300.0  # only a hang takes so long: what is waited for stays once it is there
@@ -27,14 +28,7 @@ KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment whose folders are the test's own."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # A worker of xdist has the size of no terminal, which would be believed over the real one.
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        clean.pop(name, None)
-    folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("DATA", "CACHE", "CONFIG")}
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | folders | {"PYTHONPATH": roots, "TERM": "xterm-256color"}
+    return environment_in(tmp_path) | {"TERM": "xterm-256color"}
 
 
 def piped(
@@ -69,6 +63,7 @@ def test_a_message_on_a_pipe_is_answered_without_escapes(home: dict[str, str]) -
     assert answer["chat"] == found["chats"][0]["id"]
     exported = Path(home["XDG_DATA_HOME"]) / "chat.jsonl"
     assert piped("--export", str(exported), home=home).returncode == 0
+    assert piped("--export", "-", home=home).stdout == exported.read_bytes()
     assert [json.loads(line)["role"] for line in exported.read_text().splitlines()] == [
         "user", "assistant", "user", "assistant"
     ]  # fmt: skip
