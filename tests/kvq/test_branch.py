@@ -339,7 +339,7 @@ def test_probes_of_a_tree_are_those_of_the_path_that_was_kept() -> None:
             run(cache, rows, cache.tokens + depths(parents), parents)
             cache.rewind(14)
             cache.commit(path_to(parents, 13))
-    for got, want in zip(*(cache._engine.evidence(cache.tokens) for cache in pair), strict=True):
+    for got, want in zip(*(cache.engine.evidence(cache.tokens) for cache in pair), strict=True):
         assert (want != 0).any()
         np.testing.assert_allclose(got, want, rtol=0.1, atol=0.02 * np.abs(want).max())
     for cache in pair:
@@ -361,7 +361,7 @@ def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
             part = [r[token : token + 1] for r in true]
             run(plain, part, np.array([plain.tokens]))
             plain.commit(1)
-    for got, want in zip(*(c._engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
+    for got, want in zip(*(c.engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
         assert (got == want).all()
     for cache in (busy, plain):
         cache.close()
