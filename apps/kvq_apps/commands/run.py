@@ -27,8 +27,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="one word or quoted text is the prompt; `-` reads it from stdin, and piped text "
-        "goes before it",
+        help="one word or quoted text is the prompt, after -m all words; `-` reads it from stdin, "
+        "and piped text goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
@@ -41,8 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     model, prompt = model_and_prompt(arguments)
-    if arguments.predict is not None and arguments.predict < 1:
-        raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
+    options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
@@ -122,12 +121,12 @@ class _Answer:
 def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     """Which of the words is the model, and the prompt with piped text before it."""
     *models, prompt = arguments.words or [""]
-    if models and options.written(arguments, "model"):
-        raise UsageError(
-            f"{len(arguments.words)} words were given besides -m; quote the prompt as one word"
-        )
+    if options.written(arguments, "model"):
+        models, prompt = [], " ".join(arguments.words)
     if len(models) > 1:
-        raise UsageError("give [MODEL] PROMPT: at most two words; quote the prompt")
+        raise UsageError(
+            "give [MODEL] PROMPT: at most two words; quote the prompt, or name the model with -m"
+        )
     model = models[0] if models else arguments.model
     if prompt == "-":
         return model, text_input.read_standard_input()
@@ -190,7 +189,7 @@ def _answer(
         output.print_note("")
         return answer
     steps = session.generate(
-        arguments.predict if arguments.predict is not None else DEFAULT_MAX_TOKENS,
+        options.max_tokens(arguments.predict, DEFAULT_MAX_TOKENS),
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,

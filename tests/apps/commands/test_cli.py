@@ -91,8 +91,23 @@ def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
 
 
 def test_version(home: dict[str, str]) -> None:
-    finished = kvq("--version", home=home)
-    assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+    for flag in ("--version", "-V"):
+        finished = kvq(flag, home=home)
+        assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+
+
+def test_without_a_word_it_shows_its_help(home: dict[str, str]) -> None:
+    bare, asked = kvq(home=home), kvq("--help", home=home)
+    assert (bare.returncode, bare.stdout) == (0, asked.stdout)
+    assert b"export" in bare.stdout
+
+
+def test_flags_have_the_names_that_other_programs_gave_them(bundle: str, ask: Ask) -> None:
+    found = ask("run", "-m", bundle, "--temperature", "0", "--max-tokens", "3", "The", "quick")
+    assert found["new_tokens"] == 3
+    assert found["text"] == ask("run", "-m", bundle, "--temp", "0", "-n", "3", "The quick")["text"]
+    endless = ask("run", "-m", bundle, "--temp", "0", "-n", "-1", "--ctx-size", "50", "The quick")
+    assert endless["prompt_tokens"] + endless["new_tokens"] >= 50
 
 
 # They name another thing the command does, which no environment can ask for.
@@ -226,6 +241,7 @@ def test_a_bad_value_names_its_variable(
         (["here", "hello"], None, ("here", "hello")),
         (["here", "hello"], "there", ("here", "hello")),
         (["-m", "here", "hello"], "there", ("here", "hello")),
+        (["-m", "here", "hello", "there", "you"], None, ("here", "hello there you")),
     ],
 )
 def test_model_and_prompt(
@@ -561,6 +577,11 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     again = kvq(*words, home=home)
     assert again.returncode == 0, again.stderr.decode()
     assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
+
+
+def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:
+    found = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
+    assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
 
 
 def test_export_json(checkpoint: Path, home: dict[str, str], tmp_path: Path) -> None:
