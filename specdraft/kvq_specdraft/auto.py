@@ -15,7 +15,7 @@ MARGIN = 1.02
 # guesses; at first what so many passes take. What is gained is put by for no more than so many
 # passes, so that good times do not pay for long bad ones.
 _LOOK_SHARE, _GUESS_SHARE = 0.003, 0.003
-_FIRST_LOOKS, _FIRST_GUESSES = 0.3, 0.4
+_FIRST_LOOKS, _FIRST_GUESSES = 0.1, 0.3
 _MOST_PASSES = 4.0
 # Rounds without a look at most; a patient drafter misses up to 2 to the power of so many looks.
 _MOST_PAUSE = 64
