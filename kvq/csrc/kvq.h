@@ -128,6 +128,7 @@ KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32
 /* Lowers what the pages to come close at: uint8 [layers, kv_heads, 2], as kvq_cache_entering tells. */
 KVQ_EXPORT int kvq_cache_demote_entering(int64_t handle, const uint8_t *widths);
 KVQ_EXPORT int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta);
+/* Hides the slots that `mask` leaves out, for good: what was rolled back does not come back. */
 KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 
 /* `columns` and `rows` below are the counts the caller has room for: refused unless they are those of

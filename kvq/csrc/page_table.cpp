@@ -280,7 +280,7 @@ int PageTable::shift(int column, int32_t delta) {
 int PageTable::mask(int column, uint64_t mask) {
     if (column < 0 || column >= columns() || first_view(column + 1) - first_view(column) != 1)
         return KVQ_BAD_ARGUMENT;
-    arena_.views[first_view(column)].mask = mask;
+    arena_.views[first_view(column)].mask &= mask;
     return KVQ_OK;
 }
 

@@ -889,7 +889,7 @@ class ReferenceCache:
         views = self._column(column).views
         if len(views) != 1:
             raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
-        views[0].mask = mask & _ALL
+        views[0].mask &= mask
 
     def _check_idle(self) -> None:
         if self._parents:
