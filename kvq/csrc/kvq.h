@@ -99,7 +99,8 @@ KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
 KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes, int32_t *columns);
 /* Adds a pass of `tokens` rows. parents[i] < the row's own number: the row it follows, -1: the last
    committed token; NULL: a chain that goes on from the newest row. A row sees the committed tokens,
-   its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane.
+   its ancestors and itself. `view` 0 reads pages as they are, 1 wider sides than 4 bits by
+   their hi plane.
    `at`: the token that the branch's first row is, in a gap an edit left that has room for all its
    rows; -1: it goes on from the end, or as the open branch does. */
 KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,

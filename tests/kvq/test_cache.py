@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from caches import budget_for_tokens, minimum_budget, open_cache
 from kvq import native
 from kvq.cache import Cache, Holdings
-from kvq.config import CacheShape, KvPlan
+from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
     BudgetError,
@@ -60,7 +60,7 @@ from tolerances import TRACE_ERROR
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 ALL = (1 << 64) - 1
-WIDTHS = [(k_bits, v_bits) for k_bits in (8, 4, 2) for v_bits in (8, 4, 2)]
+WIDTHS = [(k_bits, v_bits) for k_bits in PAGE_WIDTHS for v_bits in PAGE_WIDTHS]
 BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 
 
@@ -903,7 +903,7 @@ def test_holdings_are_counted_over_layers_heads_and_tokens(use_native: bool) -> 
 
 
 def test_a_mask_shows_nothing_that_was_rolled_back() -> None:
-    """Tokens behind the end would stand beside those that come next, and no saved state has them."""
+    """Tokens behind the end would stand beside those that come next; no saved state has them."""
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
     pair = Pair.open(shape, KvPlan(sink_tokens=0, tail_tokens=0), 1 << 20, 1000)
     rows = pack_heads(*random_heads(np.random.default_rng(0), shape, 128))

@@ -43,9 +43,9 @@ def refused(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 4 or 2"),
-        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 4 or 2"),
-        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 4 or 2"),
+        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 6, 4 or 2"),
+        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 6, 4 or 2"),
+        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 6, 4 or 2"),
         (["--kbits", "four"], "'four' is not a whole number"),
         (["--kv", "4:3"], "--vbits 3 is not possible"),
         (["--kv", "low"], "--kv 'low' is not possible: write K:V widths such as 4:2, or fp"),
