@@ -200,7 +200,7 @@ class Fuzz:
         actions = np.array(
             [
                 (self.number(1), self.number(1), self.number(self.stats.columns - 1),
-                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (4, 4), (8, 6), (6, 4), (0, 2), (5, 5)]))
+                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
                 for _ in range(count)
             ],
             np.int32,
