@@ -280,7 +280,7 @@ def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
     with pytest.raises(UsageError, match="context_tokens 1 is not possible"):
         engine.session(context_tokens=1)
     with pytest.raises(
-        UsageError, match=r"backend 'cuda' is not known; choose auto, llama.cpp, onnx"
+        UsageError, match=r"backend 'cuda' is not known; choose auto, float, llama.cpp, onnx"
     ):
         Engine.open(folder, backend="cuda")
     with engine.session() as session:
