@@ -134,7 +134,7 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
         epilog="`kvq COMMAND --help` lists a command's flags; each has the KVQ_* twin shown there.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kvq {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"kvq {__version__}")
     parser.add_argument(
         "--completion",
         action=PrintCompletion,
@@ -159,7 +159,10 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
 def parse(argv: list[str]) -> Namespace:
     """What a command line says; a wrong one ends the program as argparse does."""
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    arguments, unknown = build_parser(chosen).parse_known_args(argv)
+    if chosen is not None and chosen == argv[0] and chosen not in COMMANDS:
+        meant = output.did_you_mean(chosen, COMMANDS)
+        raise UsageError(f"there is no command {chosen!r}{meant}; `kvq --help` lists all")
+    arguments, unknown = build_parser(chosen).parse_known_args(argv or ["--help"])
     if unknown:
         raise UsageError(
             f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
@@ -177,11 +180,8 @@ def parse(argv: list[str]) -> Namespace:
 
 def _nearest(word: str, arguments: Namespace) -> str:
     """The command's flag that `word` may have meant, as a question, or nothing."""
-    from difflib import get_close_matches
-
     known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
-    found = get_close_matches(word.partition("=")[0], known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    return output.did_you_mean(word.partition("=")[0], known)
 
 
 def _report(error: Exception, argv: list[str]) -> int:

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from caches import budget_for_tokens, minimum_budget, open_cache
+from environment import ROOTS
 from kvq import native
 from kvq.cache import Cache, Holdings
 from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
@@ -1173,7 +1174,7 @@ def test_process_memory_grows_by_the_budget_and_a_constant() -> None:
     budget = 48 << 20
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", _FILL.replace("BUDGET", str(budget))],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | ROOTS,
         capture_output=True,
         text=True,
         check=False,
@@ -1202,7 +1203,7 @@ def test_without_native_code_numpy_takes_over_and_says_so() -> None:
     )
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "KVQ_NATIVE": "0"},
+        env=os.environ | ROOTS | {"KVQ_NATIVE": "0"},
         capture_output=True,
         text=True,
         check=True,
@@ -1218,7 +1219,7 @@ def test_without_native_code_numpy_takes_over_and_says_so() -> None:
 def test_an_unknown_instruction_set_in_the_environment_is_refused() -> None:
     finished = subprocess.run(
         [sys.executable, "-c", "from kvq import native; native.isa()"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "KVQ_ISA": "neon"},
+        env=os.environ | ROOTS | {"KVQ_ISA": "neon"},
         capture_output=True,
         text=True,
         check=False,

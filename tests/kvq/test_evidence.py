@@ -363,7 +363,7 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     assert not full.arena.probes
     assert tight.arena.probes
     with pytest.raises(CacheError, match="out of order"):
-        full._engine.evidence(0)
+        full.engine.evidence(0)
     full.close()
     tight.close()
 

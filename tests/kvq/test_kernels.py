@@ -496,10 +496,10 @@ def test_one_token_pages(kernels: str) -> None:
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions may take other arguments: the numpy path is slower than a crash."""
     monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    native._load.cache_clear()
+    native.load.cache_clear()
     try:
         assert "belongs to another version of kvq: reinstall" in native.why_not()
     finally:
         monkeypatch.undo()
-        native._load.cache_clear()
+        native.load.cache_clear()
     assert native.why_not() == ""

@@ -101,7 +101,7 @@ def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
     got, want = step(pair, rows)
     assert relative_rms(got, want) < 0.05
     for name in ("pages_seen", "pages_read"):
-        native, numpy = (getattr(cache._engine, name) for cache in pair)
+        native, numpy = (getattr(cache.engine, name) for cache in pair)
         assert native == numpy or read == "exact"
     assert 0 < pair.native.read_share <= 1
     assert pair.native.holdings().read_share == pair.native.read_share

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caches import budget_for_tokens, spec
-from kvq import native, native_linear, reference_linear
+from kvq import abi, native_linear, reference_linear
 from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
@@ -90,10 +90,10 @@ class RecordedCache(ReferenceCache):
 
     def __init__(self, arena: Arena, cases: Cases, limits: Tolerance, seen: float) -> None:
         super().__init__(arena)
-        self._cases, self._limits = cases, limits
+        self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
         forms = np.array(arena.spec.forms, np.uint8)
-        cases.add("open", native._config(arena), np.int64(arena.num_bytes).tobytes(), forms)
+        cases.add("open", abi.as_config(arena), np.int64(arena.num_bytes).tobytes(), forms)
 
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
@@ -111,8 +111,8 @@ class RecordedCache(ReferenceCache):
         k_norm: Float | None = None,
     ) -> Float:
         out = super().attend(params, qkv, positions, inv_freq, q_norm, k_norm)
-        call = native._attention(params, len(inv_freq))
-        self._cases.add("attend", call, qkv, positions, inv_freq, self._limits, out)
+        call = abi.as_attention(params, len(inv_freq))
+        self._cases.add("attend", call, qkv, positions, inv_freq, self.limits, out)
         return out
 
     def commit(self, rows: int | Sequence[int]) -> None:
@@ -206,7 +206,7 @@ def widths_and_views(cases: Cases) -> None:
             cache.page(0, 1, column)
         for count, view in itertools.product((1, 3, ROWS), VIEWS):
             rows = pack_heads(*random_heads(rng, shape, count))
-            cache._limits = _of_view(widths, view)
+            cache.limits = _of_view(widths, view)
             ask(cache, rows, frequencies(dim // 2), view)
         if widths != FLOAT_PAIR:
             cache.evidence(cache.tokens)
@@ -255,7 +255,7 @@ def add_product(
 ) -> None:
     """A product and what it is wanted to give, its limits row by row."""
     numbers = (len(x), ACTIVATIONS.index(activation), VIEWS.index(view), exact_rows, 0)
-    shape, eps = bytes(native_linear._matrix(form)), np.array([NORM_EPS], np.float32)
+    shape, eps = bytes(native_linear.matrix(form)), np.array([NORM_EPS], np.float32)
     given = (panels, x, norm, bias, residual)
     cases.add("linear", shape, numbers, eps, *given, [limits] * len(x), wanted)
 
@@ -303,7 +303,7 @@ def products_with_more(cases: Cases) -> None:
     table = reference_linear.restore(form, panels)
     wanted = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
     cases.name = "embeddings"
-    shape = bytes(native_linear._matrix(form))
+    shape = bytes(native_linear.matrix(form))
     cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
 
 

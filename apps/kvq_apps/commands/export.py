@@ -19,8 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "source",
         nargs="?",
-        metavar="MODEL",
-        help="folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+        metavar="CHECKPOINT",
+        help="folder with config.json and safetensors, a hub id such as Qwen/Qwen3-0.6B, or an "
+        "embedded model: default, nano",
     )
     flags.add_flags(
         parser,
@@ -37,11 +38,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not arguments.source:
-        raise UsageError("MODEL is missing; give a checkpoint folder or a hub id")
+        raise UsageError(
+            "CHECKPOINT is missing; give a checkpoint folder, a hub id, default or nano"
+        )
     _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
     from kvq.config import KvPlan
+    from kvq_apps import known_models
+    from kvq_apps.model_path import resolve_checkpoint
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.export import export_model
     from kvq_runtime.device import default_threads
@@ -65,9 +70,11 @@ def run(arguments: Namespace) -> int:
         calibrate=not arguments.no_calibrate,
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
+    source = resolve_checkpoint(arguments.source)
     since = perf_counter()
     with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
-        bundle = export_model(arguments.source, destination, export_options, progress)
+        bundle = export_model(source, destination, export_options, progress)
+    known_models.remember(bundle.path)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)

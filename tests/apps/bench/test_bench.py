@@ -27,17 +27,8 @@ from kvq_export.random_bundle import random_bundle
 from kvq_models.config import LayerConfig
 from kvq_models.registry import family_for
 from kvq_runtime.bundle import Bundle
+from tiny_shape import COMMON
 
-COMMON: Mapping[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-}
 SCALED_ROPE = shapes.SHAPES["llama-3.2-1b"]["rope_scaling"]
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -66,12 +57,6 @@ ROW_KEYS = {
 }  # fmt: skip
 
 Make = Callable[..., Bundle]
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -494,7 +479,6 @@ def test_passes_are_held_against_one_row_and_against_the_twin() -> None:
 
 def test_memory_is_read_at_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(bandwidth, "perf_counter", lambda: next(clock) / 4)
     assert bandwidth.read_bandwidth(2) == 4 << 20
 
@@ -610,9 +594,8 @@ def test_a_shape_has_the_parameters_of_its_model(name: str, parameters: int) -> 
     assert sum(math.prod(source.shape) for source in weights.values()) == parameters
 
 
-def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"tiny": {**COMMON, **CASES["llama"]}}
-    monkeypatch.setattr(shapes, "SHAPES", tiny)
+@pytest.mark.usefixtures("tiny_shape")
+def test_a_shape_is_made_once() -> None:
     path = shapes.shape_bundle("tiny")
     written = (path / "kvq.json").stat().st_mtime_ns
     assert Bundle.open(path).manifest.name == "tiny"

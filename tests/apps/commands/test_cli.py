@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment_in
 from kvq import __version__
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
@@ -32,11 +32,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. 
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment of one's own: no flags, an empty cache folder, no colours."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # The source roots are wherever this process found them.
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": roots}
+    return environment_in(tmp_path)
 
 
 def kvq(
@@ -95,8 +91,23 @@ def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
 
 
 def test_version(home: dict[str, str]) -> None:
-    finished = kvq("--version", home=home)
-    assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+    for flag in ("--version", "-V"):
+        finished = kvq(flag, home=home)
+        assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+
+
+def test_without_a_word_it_shows_its_help(home: dict[str, str]) -> None:
+    bare, asked = kvq(home=home), kvq("--help", home=home)
+    assert (bare.returncode, bare.stdout) == (0, asked.stdout)
+    assert b"export" in bare.stdout
+
+
+def test_flags_have_the_names_that_other_programs_gave_them(bundle: str, ask: Ask) -> None:
+    found = ask("run", "-m", bundle, "--temperature", "0", "--max-tokens", "3", "The", "quick")
+    assert found["new_tokens"] == 3
+    assert found["text"] == ask("run", "-m", bundle, "--temp", "0", "-n", "3", "The quick")["text"]
+    endless = ask("run", "-m", bundle, "--temp", "0", "-n", "-1", "--ctx-size", "50", "The quick")
+    assert endless["prompt_tokens"] + endless["new_tokens"] >= 50
 
 
 # They name another thing the command does, which no environment can ask for.
@@ -230,6 +241,7 @@ def test_a_bad_value_names_its_variable(
         (["here", "hello"], None, ("here", "hello")),
         (["here", "hello"], "there", ("here", "hello")),
         (["-m", "here", "hello"], "there", ("here", "hello")),
+        (["-m", "here", "hello", "there", "you"], None, ("here", "hello there you")),
     ],
 )
 def test_model_and_prompt(
@@ -565,6 +577,11 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     again = kvq(*words, home=home)
     assert again.returncode == 0, again.stderr.decode()
     assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
+
+
+def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:
+    found = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
+    assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
 
 
 def test_export_json(checkpoint: Path, home: dict[str, str], tmp_path: Path) -> None:

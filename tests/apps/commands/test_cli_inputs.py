@@ -58,7 +58,8 @@ def refused(
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),
         (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),
-        (["--predict", "0"], "--predict 0 is not possible: give 1 or more"),
+        (["--predict", "0"], "--predict 0 is not possible: give 1 or more, or -1 (until the"),
+        (["-n", "-2"], "--predict -2 is not possible"),
         (["--temp", "-1"], "--temp -1.0 is not possible: give 0 (greedy) or more"),
         (["--temp", "nan"], "--temp nan is not possible"),
         (["--top-p", "2"], "--top-p 2.0 is not possible: give above 0 and up to 1 (off)"),
@@ -84,10 +85,9 @@ def test_words(bundle: str, refused: Refused) -> None:
     assert "the prompt is empty; write" in refused("run")
     assert "the prompt is empty" in refused("run", "-m", bundle, "")
     assert "the prompt is empty" in refused("run", "-m", bundle, "-")
-    assert "2 words were given besides -m; quote the prompt" in refused("run", "-m", "a", "b", "c")
-    assert "at most two words" in refused("run", "a", "b", "c")
-    assert "required: COMMAND" in refused()
-    assert "invalid choice: 'rnu'" in refused("rnu")
+    assert "at most two words; quote the prompt, or name the model" in refused("run", "a", "b", "c")
+    assert "there is no command 'exprt'; did you mean export?" in refused("exprt")
+    assert "there is no command 'qqq'; `kvq --help` lists all" in refused("qqq")
 
 
 def test_without_an_embedded_model_one_must_be_given(
@@ -102,7 +102,8 @@ def test_without_an_embedded_model_one_must_be_given(
 
 
 def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
-    assert "there is no model at ./nowhere" in refused("run", "-m", "./nowhere", "hello")
+    assert "there is no model at ./nowhere; give" in refused("run", "-m", "./nowhere", "hello")
+    assert "no model at defualt; did you mean default?" in refused("run", "-m", "defualt", "hello")
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert "is not a GGUF file, or is cut short" in refused(
         "run", str(tmp_path / "weights.gguf"), "hello"
@@ -208,7 +209,7 @@ def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path
         return line
 
     source = str(checkpoint)
-    assert "MODEL is missing" in export()
+    assert "CHECKPOINT is missing" in export()
     assert "--wbits 5 is not possible: choose 4 or 8" in export(source, "--wbits", "5")
     assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
     assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
