@@ -260,11 +260,14 @@ def _files(arguments: Namespace) -> "ModelFiles":
 
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
+    from kvq_runtime.engine import warn_beyond_training
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
+    contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
+    warn_beyond_training(max(contexts), files.context_length)
     return SpeedJob(
-        contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
+        contexts=contexts,
         kv=kv,
         kv_read=_reads(arguments),
         kv_policy=policies,
