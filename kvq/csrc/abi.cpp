@@ -93,8 +93,10 @@ int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* c
                       [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
 int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view,
-                    int32_t at) {
-    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view, at); });
+                    int32_t at, const uint8_t* silent) {
+    return with_cache(handle, [&](Cache& cache) {
+        return cache.begin(tokens, parents, view, at, silent);
+    });
 }
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,

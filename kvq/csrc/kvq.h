@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 9
+#define KVQ_ABI 10
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -101,9 +101,11 @@ KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes,
    committed token; NULL: a chain that goes on from the newest row. A row sees the committed tokens,
    its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane.
    `at`: the token that the branch's first row is, in a gap an edit left that has room for all its
-   rows; -1: it goes on from the end, or as the open branch does. */
+   rows; -1: it goes on from the end, or as the open branch does. `silent`: uint8 [layers], or NULL
+   for none: layers in which the rows ask nothing; their keys and values are stored, `out` is zeros,
+   and no probes are kept of such a pass. */
 KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,
-                               int32_t at);
+                               int32_t at, const uint8_t *silent);
 /* One layer of the pass: qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens,
    heads * head_dim]. Every layer must have seen a pass before the next begins. */
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,

@@ -133,6 +133,7 @@ class Cache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
@@ -143,9 +144,12 @@ class Cache:
         bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
         their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
         `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
-        open branch does.
+        open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
+        stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view)
+        if any(not 0 <= layer < self.shape.num_layers for layer in silent):
+            raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
         rows = self.branch_rows + tokens
         if at is None and self.tokens + rows > self.context_tokens:
             raise BudgetError(
@@ -171,7 +175,7 @@ class Cache:
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
                 f"once; {sized(self.budget_bytes + short)} can"
             )
-        self.engine.begin(tokens, parents, view=view, at=at)
+        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:

@@ -8,10 +8,10 @@ header holds format, version, what the session must agree on, and the length of 
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,10 +223,24 @@ def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str
     """Raises `SnapshotError` when `saved`, found at `path`, is not what a session needs."""
     for key, value in wanted.items():
         if saved.get(key) != value:
+            theirs, ours = _what_differs(saved.get(key), value)
             raise SnapshotError(
-                f"{path} was saved with another {key}: {saved.get(key)}, this session has {value}; "
+                f"{path} was saved with another {key}: {theirs}, this session has {ours}; "
                 "open the session with the same model and KV settings, or prefill again"
             )
+
+
+def _what_differs(saved: Any, wanted: Any) -> tuple[str, str]:
+    """Both in words; of two tables only the rows that differ."""
+    theirs, ours = cast("dict[str, Any]", saved), cast("dict[str, Any]", wanted)
+    if not type(saved) is type(wanted) is dict:
+        return str(theirs), str(ours)
+    keys = [key for key in ours if theirs.get(key) != ours[key]]
+    return _rows(theirs, keys), _rows(ours, keys)
+
+
+def _rows(table: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {table.get(key)}" for key in keys)
 
 
 def _parts(path: Path, content: bytes, offset: int, lengths: list[Any]) -> list[bytes]:

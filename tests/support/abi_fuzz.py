@@ -117,7 +117,11 @@ class Fuzz:
         view = self.number(1)
         at = -1 if self.chance.random() < 0.8 else self.number(cache.position)
         at = cache.gap if cache.gap >= 0 and self.chance.random() < 0.7 else at
-        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at) == 0:
+        silent = None
+        if self.chance.random() < 0.2:
+            layers = min(max(cache.config.layers, 1), 4096)
+            silent = (ctypes.c_uint8 * layers)(*(self.number(1) & 1 for _ in range(layers)))
+        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at, silent) == 0:
             cache.rows, cache.layer = tokens, 0
 
     def attend(self, cache: Opened) -> None:

@@ -20,6 +20,7 @@ class ChatSettings:
     `history_path` None keeps the chats in memory; `snapshots` is the folder of saved KV caches.
     `chat_id` is the chat to go on with, `latest` says the one used last. `theme` comes from
     `theme_origin`, as a warning names it; None: the one used last. `warnings` are about settings.
+    `kv_pinned`: the KV settings of the command line hold, also for a chat that was kept at others.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -28,6 +29,7 @@ class ChatSettings:
     system: str | None = None
     history_path: Path | None = None
     snapshots: Path | None = None
+    kv_pinned: bool = False
     keys_path: Path | None = None
     theme: str | None = None
     theme_origin: str = "--theme"

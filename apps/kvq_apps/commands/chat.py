@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)
@@ -103,6 +103,7 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
+        kv_pinned=any(options.written(arguments, flag) for flag in flags.KV_FLAGS),
         keys_path=configuration.user_path(),
         theme=arguments.theme,
         theme_origin=themes[0] if themes and not elsewhere else "--theme",

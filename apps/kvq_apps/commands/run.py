@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
     flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
 
 
@@ -240,12 +240,15 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "mean_v_bits": stats.mean_v_bits,
         "evicted_share": stats.evicted_share,
         "kv_read_share": stats.kv_read_share,
+        "predicted_tokens": stats.predicted_tokens,
     }
 
 
 def _print_usage(report: dict[str, Any]) -> None:
     share = report["kv_read_share"]
     read = f", {share:.0%} of what could be read" if share < 1 else ""
+    predicted = report["predicted_tokens"]
+    read += f", {predicted} tokens predicted" if predicted else ""
     drafts = (
         f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
         f"{report['tokens_per_round']:.2f} tokens per pass, {report['draft_ms']:.1f} ms for it"

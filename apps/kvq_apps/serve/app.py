@@ -231,7 +231,10 @@ class _Routes:
                 "n_ctx": served.context_tokens,
                 "is_processing": slot.busy,
                 "n_past": len(slot.tokens),
-                "x_kvq": {"kv_bytes_peak": slot.session.kv_bytes_peak},
+                "x_kvq": {
+                    "kv_bytes_peak": slot.session.kv_bytes_peak,
+                    "exact": slot.session.exact,
+                },
             }
             for number, slot in enumerate(served.slots.all)
         ]

@@ -31,7 +31,7 @@ SESSION_ENTRIES = {
 }
 ONLY_FATAL = 4
 # Of a layer in the graph's `layer_modes`.
-SKIP = 1
+SKIP, KEYS_AND_VALUES = 1, 2
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
@@ -121,6 +121,7 @@ class OnnxBackend(PagedBackend):
             return {}
         layers = np.zeros(self.bundle.config.num_layers, np.int64)
         layers[list(mode.skipped)] = SKIP
+        layers[list(mode.predicted)] = KEYS_AND_VALUES
         view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
         head = np.array([mode.head_tokens], np.int64)
         return {"layer_modes": layers, "weights_view": view} | (

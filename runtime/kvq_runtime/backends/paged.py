@@ -54,7 +54,7 @@ class PagedBackend:
     def check_mode(self, mode: Mode) -> None:
         """See `Backend.check_mode`."""
         layers = self.bundle.config.num_layers
-        wrong = next((layer for layer in mode.skipped if not 0 <= layer < layers), None)
+        wrong = next((layer for layer in mode.silent if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
         if not 0 <= mode.head_tokens <= self.model.vocab_size:

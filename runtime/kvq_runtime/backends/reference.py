@@ -49,6 +49,7 @@ class ReferenceBackend(PagedBackend):
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,
                 skipped=mode.skipped,
+                predicted=mode.predicted,
             )
             for rows in one_pass.rows
         ]

@@ -10,8 +10,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
+from fcntl import ioctl
 from itertools import count
 from pathlib import Path
 
@@ -116,6 +118,7 @@ class Terminal:
         self.process = subprocess.Popen(
             command, env=home, stdin=terminal, stdout=terminal if stdout is None else stdout,
             stderr=terminal, start_new_session=True, close_fds=True,
+            preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - takes no lock
         )  # fmt: skip
         os.close(terminal)
         self.output = b""
@@ -139,12 +142,18 @@ class Terminal:
             except OSError:
                 time.sleep(0.02)
 
+    def hang_up(self) -> None:
+        """Goes away, as a window that is closed."""
+        os.close(self._master)
+        self._master = -1
+
     def close(self) -> None:
         """Ends the process, whatever it does."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 @pytest.fixture
@@ -247,6 +256,58 @@ def test_no_color_has_no_colours(home: dict[str, str], opened: list[Terminal]) -
     # The terminal is left as it was: main screen, cursor on.
     assert terminal.output.rfind(b"\x1b[?1049l") > terminal.output.rfind(b"\x1b[?1049h") >= 0
     assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
+
+
+RESTORED = (b"\x1b[?1049", b"\x1b[?1000", b"\x1b[?1004", b"\x1b[?2004")
+
+
+def left_as_it_was(output: bytes) -> bool:
+    """Whether main screen, mouse, focus, paste and cursor are the shell's again."""
+    switched = all(output.rfind(code + b"l") > output.rfind(code + b"h") >= 0 for code in RESTORED)
+    return switched and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize("engine", ["fake:tokens=5", "fake:tok_ms=100000000"])
+def test_a_terminated_chat_leaves_the_terminal_as_it_was(
+    engine: str, home: dict[str, str], opened: list[Terminal]
+) -> None:
+    stuck = "ms" in engine
+    terminal = Terminal([*KVQ, "--engine", engine], home)
+    opened.append(terminal)
+    terminal.until(lambda: b"ready" in terminal.output)
+    terminal.type("hi\r")
+    terminal.until(lambda: (b"answering" if stuck else b"word4") in terminal.output)
+    terminal.process.send_signal(signal.SIGTERM)
+    # An engine that is stuck for a day does not keep it.
+    terminal.until(lambda: terminal.process.poll() is not None)
+    terminal.until(lambda: left_as_it_was(terminal.output))
+    assert terminal.process.returncode == 128 + signal.SIGTERM
+    assert b"Traceback" not in terminal.output
+    history = History(history_of(home))
+    question, answer = history.branch(history.chats()[0].id)
+    assert (question.text, answer.state) == ("hi", "interrupted" if stuck else "done")
+    assert (history.snapshot(history.chats()[0].id) is None) == stuck
+    history.close()
+
+
+def test_a_closed_terminal_ends_the_chat_and_keeps_it(
+    home: dict[str, str], opened: list[Terminal]
+) -> None:
+    terminal = Terminal([*KVQ, "--engine", "fake:tokens=5"], home)
+    opened.append(terminal)
+    terminal.until(lambda: b"ready" in terminal.output)
+    terminal.type("hi\r")
+    terminal.until(lambda: b"word4" in terminal.output)
+    terminal.hang_up()
+    terminal.process.wait(LONG_S)
+    assert terminal.process.returncode == 128 + signal.SIGHUP
+    history = History(history_of(home))
+    chat = history.chats()[0].id
+    assert [message.state for message in history.branch(chat)] == ["done", "done"]
+    kept = history.snapshot(chat)
+    assert kept is not None
+    assert json.loads(Path(kept.path).read_text())["tokens"]
+    history.close()
 
 
 # tmux: what a person sees
