@@ -175,8 +175,8 @@ FLAGS: dict[str, Flag] = {
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
-        "several: several drafts at once against one",
-        choices=("speed", "serve", "chat", "drafts", "several")),
+        "several: several drafts at once against one; edit: recorded typing in a file",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",

@@ -99,16 +99,25 @@ def check_widths(k_bits: int, v_bits: int) -> None:
             raise UsageError(f"--{name} {bits} is not possible: choose 8, 6, 4 or 2{hint}")
 
 
-def parse_kv(text: str) -> tuple[int, int]:
-    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16). Raises `UsageError`."""
+def parse_kv(text: str, asked: str = "--kv ") -> tuple[int, int]:
+    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16).
+
+    Raises `UsageError`; `asked` is what was typed before `text`.
+    """
     if text.strip().lower() in ("fp", "f16", "fp16"):
         return FLOAT_WIDTH, FLOAT_WIDTH
     match = re.fullmatch(r"(\d+)(?:[:,](\d+))?", text.strip())
     if match is None:
-        raise UsageError(f"--kv {text!r} is not possible: write K:V widths such as 4:2, or fp")
+        raise UsageError(f"{asked}{text!r} is not possible: write K:V widths such as 4:2, or fp")
     k_bits = int(match[1])
     v_bits = int(match[2] or match[1])
-    check_widths(k_bits, v_bits)
+    whole = k_bits == v_bits == FLOAT_WIDTH
+    if not whole and not {k_bits, v_bits} <= set(PAGE_WIDTHS):
+        *others, last = map(str, PAGE_WIDTHS)
+        raise UsageError(
+            f"{asked}{text} is not possible: choose {', '.join(others)} or {last} for keys and for "
+            "values, such as 4:2, or fp (16 bits for both)"
+        )
     return k_bits, v_bits
 
 

@@ -76,6 +76,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def sized(count: int) -> str:
+    """A size to read and to type: `1.5 KiB (1536 bytes)`."""
+    text = format_bytes(count)
+    return text if text.endswith("bytes") else f"{text} ({count} bytes)"
+
+
 def aligned(size: int) -> int:
     """`size` up to where the next region or page may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -53,6 +53,11 @@ class ModelFiles(Protocol):
         ...
 
     @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
+        ...
+
+    @property
     def has_onnx(self) -> bool:
         """Whether there is a graph with a bundle's weights."""
         ...
