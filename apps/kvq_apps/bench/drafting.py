@@ -12,7 +12,7 @@ speculation that llama-cpp-python brings; each ratio is to plain decoding of the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from statistics import median
@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.engine_llamacpp import same_weights
+from kvq_apps.bench.suite import Setup
 from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
-from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import WHOLE, Backend, ModelFiles, Pass
+from kvq_runtime.backends import WHOLE, Backend, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
@@ -149,25 +149,22 @@ class LlamaNgrams:
         """It learns nothing."""
 
 
-def measure(
-    files: ModelFiles,
-    job: DraftJob,
-    session_options: dict[str, Any],
-    threads: int,
-    progress: Shown,
-) -> dict[str, Any]:
+def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
+    files, threads = setup.files, setup.threads
+    if job.peer and not files.has_onnx:
+        raise UsageError(f"--peer {LLAMA} runs a bundle's weights; {files.path} has none")
     own = {name: partial(_made, name) for name in job.drafters}
     with Engine(files, threads=threads) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
-        rows = _measured(engine, tokenizer, job, session_options, own, progress)
-        passes = [_pass_times(engine, context, session_options) for context in job.contexts]
+        rows = _measured(engine, tokenizer, job, own, setup)
+        passes = [_pass_times(engine, context, setup.session_options) for context in job.contexts]
         name, backend = engine.model.name, engine.backend.name
     if job.peer:
         same = same_weights(cast(Bundle, files))
         with Engine(same, threads=threads, backend=LLAMA) as engine:
             theirs = {"llama.cpp n-grams": LlamaNgrams}
-            rows += _measured(engine, tokenizer, job, {}, theirs, progress)
+            rows += _measured(engine, tokenizer, job, theirs, replace(setup, session_options={}))
     return {
         "model": name,
         "backend": backend,
@@ -183,9 +180,8 @@ def _measured(
     engine: Engine,
     tokenizer: Tokenizer,
     job: DraftJob,
-    session_options: dict[str, Any],
     drafters: Mapping[str, Callable[[], Drafter]],
-    progress: Shown,
+    setup: Setup,
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     works = workloads()
@@ -195,7 +191,7 @@ def _measured(
     before = tokenizer.encode(other_text()) if max(job.contexts) else []
     for context in job.contexts:
         for number, work in enumerate(works):
-            progress(number, len(works), work.name)
+            setup.progress(number, len(works), work.name)
             prompt = tokenizer.encode(work.prompt, start=True)
             missing = max(0, min(context - len(prompt), len(before)))
             prompt = [*prompt[:1], *before[:missing], *prompt[1:]]
@@ -204,7 +200,7 @@ def _measured(
             tokens = min(job.tokens, len(answer)) if job.replay else job.tokens
             room = {"context_tokens": len(prompt) + tokens + 1}
             makers = {PLAIN: None, **drafters}
-            cases = _opened(engine, makers, prompt, session_options | room)
+            cases = _opened(engine, makers, prompt, setup.session_options | room)
             rows += _rows(engine, work, cases, tokens, job.repeat)
     engine.backend = backend
     return rows
