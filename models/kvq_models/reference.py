@@ -50,13 +50,15 @@ def forward(
     *,
     long_rope: bool = False,
     skipped: Collection[int] = (),
+    predicted: Collection[int] = (),
 ) -> np.ndarray:
     """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
     `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
     weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
     `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
-    stream as it is; `attend` is given zeros for them.
+    stream as it is; `attend` is given zeros for them. Those of `predicted` do so too, but `attend`
+    is given their keys and values.
     """
     table = weight("embed")
     if mixed is None:
@@ -67,6 +69,11 @@ def forward(
     for layer in range(config.num_layers):
         if layer in skipped:
             _attend_to_zeros(config, layer, positions, attend)
+            continue
+        if layer in predicted:
+            qkv = _qkv(config, weight, layer, hidden)
+            qkv[:, : config.num_heads * config.head_dim] = 0
+            _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         hidden = _mlp(config, weight, layer, hidden)
@@ -87,10 +94,34 @@ def _attention(
     long_rope: bool,
 ) -> np.ndarray:
     name = f"layers.{layer}."
+    qkv = _qkv(config, weight, layer, hidden)
+    attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
+    output = attended @ weight(name + "o").T
+    if config.output_bias:
+        output = output + weight(name + "o_bias")
+    if config.sandwich_norms:
+        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
+    return hidden + output
+
+
+def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
+    name = f"layers.{layer}."
     qkv = normalize(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
-    if config.qkv_bias:
-        qkv = qkv + weight(name + "qkv_bias")
-    attended = attend(
+    return qkv + weight(name + "qkv_bias") if config.qkv_bias else qkv
+
+
+def _attend_with(
+    config: ModelConfig,
+    weight: Weights,
+    layer: int,
+    qkv: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    *,
+    long_rope: bool,
+) -> np.ndarray:
+    name = f"layers.{layer}."
+    return attend(
         config.attention(layer),
         qkv,
         positions,
@@ -98,12 +129,6 @@ def _attention(
         weight(name + "q_norm") if config.qk_norm else None,
         weight(name + "k_norm") if config.qk_norm else None,
     )
-    output = attended @ weight(name + "o").T
-    if config.output_bias:
-        output = output + weight(name + "o_bias")
-    if config.sandwich_norms:
-        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
-    return hidden + output
 
 
 def _attend_to_zeros(

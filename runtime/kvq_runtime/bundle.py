@@ -258,6 +258,11 @@ class Bundle:
         return self.manifest.name
 
     @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
+        return self.config.context_length
+
+    @property
     def kv(self) -> KvPlan:
         """The default plan."""
         return self.manifest.kv
@@ -295,7 +300,7 @@ class Bundle:
         stored = self._graph_weights
         if self.config.tied_head:
             return stored.num_bytes
-        form = self._form("embed")
+        form = self.form("embed")
         if stored.linear == "kvq":
             return stored.num_bytes - (form.panels - 1) * form.panel_bytes
         row_bytes = form.blocks * (form.block * form.bits // 8 + 4)
@@ -326,7 +331,7 @@ class Bundle:
         if name in self._stored:
             return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
         codes, scales = self.read_codes(name, rows)
-        form = self._form(name)
+        form = self.form(name)
         return dequantize(codes, scales, form.bits, view)[:, : form.columns]
 
     def read_codes(
@@ -345,21 +350,21 @@ class Bundle:
             raise BundleError(f"{self.path} has no weight {name!r}")
         picked: Any = slice(None) if rows is None else rows
         codes = np.asarray(self._stored[f"{name}.codes"][picked])
-        if self._form(name).bits == NIBBLE_BITS:
+        if self.form(name).bits == NIBBLE_BITS:
             codes = np.stack((codes & 15, codes >> 4), axis=-1)
         return codes.reshape(len(codes), -1), np.array(self._stored[f"{name}.scales"][picked])
 
     def _panel_codes(
         self, name: str, rows: slice | np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        form, stored = self._form(name), self._stored[f"{name}.panels"]
+        form, stored = self.form(name), self._stored[f"{name}.panels"]
         index = np.arange(form.rows)[slice(None) if rows is None else rows]
         panels, places = np.unique(index // PANEL_ROWS, return_inverse=True)
         codes, scales = unpack(form, np.asarray(stored[panels]))
         lanes = places * PANEL_ROWS + index % PANEL_ROWS
         return codes[lanes], scales[lanes].astype(np.float32) * SCALE_UNIT
 
-    def _form(self, name: str) -> PanelFormat:
+    def form(self, name: str) -> PanelFormat:
         """Shape and widths of a canonical matrix."""
         weights, config = self._graph_weights, self.config
         outside = name in ("embed", "head")

@@ -141,7 +141,7 @@ def test_a_draft_reads_half_the_weights(engine: Engine) -> None:
     matrices = [
         form
         for name in ("head", *(f"layers.{i}.{m}" for i in range(3) for m in MATRICES))
-        for form in [engine.backend._bundle._form("embed" if name == "head" else name)]
+        for form in [engine.backend.bundle.form("embed" if name == "head" else name)]
     ]
     with session(engine, None) as opened:
         opened.prefill(prompt(100))

@@ -108,7 +108,7 @@ def measure(setup: Setup, job: ServeJob) -> dict[str, Any]:
     }
 
 
-class _Asker:
+class Asker:
     """Asks a running server as a chat and as an editor do."""
 
     def __init__(self, address: str, facts: dict[str, Any], stop_ids: frozenset[int]) -> None:
@@ -203,7 +203,7 @@ class _Asker:
 
 
 @contextmanager
-def _serving(setup: Setup, context: int) -> Iterator[_Asker]:
+def _serving(setup: Setup, context: int) -> Iterator[Asker]:
     """A server of our own on a port of its own, which keeps nothing on disk."""
     session_options = setup.session_options | {"context_tokens": context}
     config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0)
@@ -232,7 +232,7 @@ def _serving(setup: Setup, context: int) -> Iterator[_Asker]:
         served = server.pool.served
         assert served is not None
         facts = {"model": served.name, "kv": served.kv, "kv_budget": served.slot_bytes}
-        yield _Asker(address, facts, served.stop_ids)
+        yield Asker(address, facts, served.stop_ids)
     finally:
         server.stop()
         thread.join()

@@ -11,7 +11,7 @@ from threading import Lock
 from time import monotonic
 from typing import Protocol
 
-from kvq.errors import KvqError
+from kvq.errors import KvqError, ModelError
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_runtime.config import Sampling
 
@@ -31,6 +31,16 @@ class ContextFullError(KvqError):
 
 class EngineLostError(KvqError):
     """The engine went away in the middle; asking again may find it back."""
+
+
+class NoChatError(ModelError):
+    """The model has no chat template; `instead` continues plain text with it."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(
+            f"{name} has no chat template, so it cannot chat; {instead} continues plain text, and "
+            "`default` or an instruction-tuned model such as Qwen/Qwen3-0.6B can chat"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

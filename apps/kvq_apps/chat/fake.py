@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
 
-from kvq.config import parse_kv
+from kvq.config import parse_budget, parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
 from kvq_apps.chat.local import token_hash
@@ -130,7 +130,8 @@ class FakeClient:
         k_bits = self.facts.k_bits if k_bits is None else k_bits
         v_bits = self.facts.v_bits if v_bits is None else v_bits
         parse_kv(f"{k_bits}:{v_bits}")
-        size = int(budget.removesuffix("MiB")) << 20 if budget else self.facts.kv_budget
+        size = parse_budget(budget).num_bytes if budget else None
+        size = self.facts.kv_budget if size is None else size
         if size <= 1 << 20:
             raise BudgetError("1 MiB cannot hold sinks and tail of this model; 2 MiB can")
         tokens, self.tokens = self.tokens, []

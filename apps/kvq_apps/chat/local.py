@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
-from kvq_apps.chat.client import ContextFullError, Facts, Stream, Turn
+from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
 
 if TYPE_CHECKING:
@@ -36,8 +36,13 @@ class LocalClient:
         from kvq_apps.model_path import resolve_model
         from kvq_runtime.engine import Engine
 
-        self._engine = Engine.open(resolve_model(self._model), **self._engine_options)
-        self._session = self._engine.session(**self._session_options)
+        engine = Engine.open(resolve_model(self._model), **self._engine_options)
+        if engine.tokenizer.chat_template is None:
+            engine.close()
+            name = self._model or engine.model.name
+            raise NoChatError(name, f"`kvq run -m {name}`")
+        self._engine = engine
+        self._session = engine.session(**self._session_options)
         return self._facts()
 
     def reply(self, turn: Turn, stream: Stream) -> str:
@@ -158,6 +163,7 @@ class LocalClient:
             evicted_share=stats.evicted_share,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            predicted_tokens=stats.predicted_tokens,
         )
 
 

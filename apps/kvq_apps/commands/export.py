@@ -19,17 +19,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "source",
         nargs="?",
-        metavar="MODEL",
-        help="folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+        metavar="CHECKPOINT",
+        help="folder with config.json and safetensors, a hub id such as Qwen/Qwen3-0.6B, or an "
+        "embedded model: default, nano",
     )
     flags.add_flags(
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
-        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
+        kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
-        vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
+        vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
     )  # fmt: skip
 
@@ -37,11 +38,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not arguments.source:
-        raise UsageError("MODEL is missing; give a checkpoint folder or a hub id")
+        raise UsageError(
+            "CHECKPOINT is missing; give a checkpoint folder, a hub id, default or nano"
+        )
     _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
     from kvq.config import KvPlan
+    from kvq_apps import known_models
+    from kvq_apps.model_path import resolve_checkpoint
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.export import export_model
     from kvq_runtime.device import default_threads
@@ -65,9 +70,11 @@ def run(arguments: Namespace) -> int:
         calibrate=not arguments.no_calibrate,
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
+    source = resolve_checkpoint(arguments.source)
     since = perf_counter()
     with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
-        bundle = export_model(arguments.source, destination, export_options, progress)
+        bundle = export_model(source, destination, export_options, progress)
+    known_models.remember(bundle.path)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)
@@ -129,8 +136,24 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
+        *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
     output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")
+
+
+def _verdict(quality: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report in a sentence: how often the likeliest token is still the checkpoint's."""
+    found = quality.get("weights_and_kv")
+    if found is None:
+        return []
+    kept, by_weights = found["top1_agreement"], quality["weights"]["top1_agreement"]
+    return [
+        (
+            "verdict",
+            f"at {found['kv']} this model keeps {kept:.0%} of its first choices "
+            f"({by_weights:.0%} with an unquantised cache)",
+        )
+    ]

@@ -31,7 +31,7 @@ SESSION_ENTRIES = {
 }
 ONLY_FATAL = 4
 # Of a layer in the graph's `layer_modes`.
-SKIP = 1
+SKIP, KEYS_AND_VALUES = 1, 2
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
@@ -84,12 +84,12 @@ class OnnxBackend(PagedBackend):
         super().check_mode(mode)
         if mode != WHOLE and not self._has_modes:
             raise BackendError(
-                f"{self._bundle.path} was exported with --linear ort, whose products always read "
+                f"{self.bundle.path} was exported with --linear ort, whose products always read "
                 "all weights of all layers; export it with --linear kvq"
             )
         if mode.head_tokens and not self._has_head_rows:
             raise BackendError(
-                f"{self._bundle.path} has no head of which a part can be computed; export the "
+                f"{self.bundle.path} has no head of which a part can be computed; export the "
                 "model again with this version of kvq"
             )
 
@@ -119,8 +119,9 @@ class OnnxBackend(PagedBackend):
         """What the graph is told of how much to read; nothing where that is all."""
         if mode == WHOLE:
             return {}
-        layers = np.zeros(self._bundle.config.num_layers, np.int64)
+        layers = np.zeros(self.bundle.config.num_layers, np.int64)
         layers[list(mode.skipped)] = SKIP
+        layers[list(mode.predicted)] = KEYS_AND_VALUES
         view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
         head = np.array([mode.head_tokens], np.int64)
         return {"layer_modes": layers, "weights_view": view} | (

@@ -26,7 +26,7 @@ class PagedBackend:
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
-        self._bundle = bundle
+        self.bundle = bundle
         self._threads = threads
 
     @staticmethod
@@ -36,7 +36,7 @@ class PagedBackend:
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Backend.tokenizer`."""
-        return self._bundle.tokenizer()
+        return self.bundle.tokenizer()
 
     @staticmethod
     def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
@@ -53,8 +53,8 @@ class PagedBackend:
 
     def check_mode(self, mode: Mode) -> None:
         """See `Backend.check_mode`."""
-        layers = self._bundle.config.num_layers
-        wrong = next((layer for layer in mode.skipped if not 0 <= layer < layers), None)
+        layers = self.bundle.config.num_layers
+        wrong = next((layer for layer in mode.silent if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
@@ -65,12 +65,12 @@ class PagedBackend:
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        return _config(self._bundle, request, self._threads)
+        return _config(self.bundle, request, self._threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""
         assert config.arena is not None
-        sensitivity = self._bundle.manifest.sensitivity
+        sensitivity = self.bundle.manifest.sensitivity
         return Cache(config.arena, sensitivity=sensitivity, engine=self.cache_kind)
 
 

@@ -24,14 +24,14 @@ def test_every_phase_is_measured(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[int] = []
-    complete = serving._Asker.complete
+    complete = serving.Asker.complete
 
     def counted(*arguments: object) -> list[float]:
         taken = complete(*arguments)  # type: ignore[arg-type]
         asked.append(len(taken))
         return taken
 
-    monkeypatch.setattr(serving._Asker, "complete", counted)
+    monkeypatch.setattr(serving.Asker, "complete", counted)
     quick = {"every_s": 0.025, "chat_s": 0.25, "completion_tokens": 3}
     monkeypatch.setattr(serving, "ServeJob", lambda **given: ServeJob(**{**given, **quick}))
     words = ["--suite", "serve", "--context", "20", "--repeat", "2", "--threads", "1", "--json"]
