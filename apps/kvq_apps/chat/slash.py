@@ -95,7 +95,7 @@ class SlashCommands:
         k_bits = v_bits = budget = None
         for word in words.split():
             if ":" in word or word in ("fp", "2", "4", "8"):
-                k_bits, v_bits = parse_kv(word)
+                k_bits, v_bits = parse_kv(word, "/kv ")
             else:
                 parse_budget(word)
                 budget = word

@@ -224,7 +224,7 @@ def _refuse(arguments: Namespace, *unknown: str) -> None:
             raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
 
 
-def _first_context(arguments: Namespace, name: str) -> dict[str, int]:
+def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
     """The job's argument `name`, where a depth was given."""
     return {name: arguments.context[0]} if arguments.context else {}
 
@@ -292,11 +292,14 @@ def _files(arguments: Namespace) -> "ModelFiles":
 
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
+    from kvq_runtime.engine import warn_beyond_training
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
+    contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
+    warn_beyond_training(max(contexts), files.context_length)
     return SpeedJob(
-        contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
+        contexts=contexts,
         kv=kv,
         kv_read=_reads(arguments),
         kv_policy=policies,

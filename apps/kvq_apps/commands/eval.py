@@ -348,7 +348,8 @@ def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
     found: list[CacheSetting] = []
     for text in arguments.policies or tuple(POLICIES):
         policy, _, own = text.partition("@")
-        k_bits, v_bits = parse_kv(own) if own else (widths["k_bits"], widths["v_bits"])
+        asked = f"--policies {policy}@"
+        k_bits, v_bits = parse_kv(own, asked) if own else (widths["k_bits"], widths["v_bits"])
         found.append(CacheSetting(policy=policy, k_bits=k_bits, v_bits=v_bits))
     return tuple(dict.fromkeys(found))
 

@@ -28,9 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
-        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
+        kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
-        vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
+        vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
     )  # fmt: skip
 
@@ -136,8 +136,24 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
+        *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
     output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")
+
+
+def _verdict(quality: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report in a sentence: how often the likeliest token is still the checkpoint's."""
+    found = quality.get("weights_and_kv")
+    if found is None:
+        return []
+    kept, by_weights = found["top1_agreement"], quality["weights"]["top1_agreement"]
+    return [
+        (
+            "verdict",
+            f"at {found['kv']} this model keeps {kept:.0%} of its first choices "
+            f"({by_weights:.0%} with an unquantised cache)",
+        )
+    ]
