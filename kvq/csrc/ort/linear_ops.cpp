@@ -7,7 +7,8 @@
 // best so many), layer_modes int64 [layers] (0 full, 1 skip, 2 kv) and head_rows int64 [1] (0: all;
 // else out is [T, head_rows], of the matrix's first rows). With an activation x is [T, 2 * columns]
 // and the input activation(first half) * second half. A layer that is skipped gives
-// residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so.
+// residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so. One
+// with a norm and nothing kept leaves `out` as it is: only a product left out as well reads it.
 //
 // Embed: out [T, columns] = sum over k of weights[t, k] * row ids[t, k]. Inputs: ids int64 [T, K],
 // weights float [T, K], panels.
@@ -99,6 +100,9 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, rows));
     call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? rows : kernel.first_kept;
     if (OrtStatus* status = output(context, tokens, rows, &call.out)) return status;
+    // What gate_up gives is read by down alone, which the same mode leaves out: megabytes of zeros
+    // that nobody reads.
+    if (mode != kFullLayer && call.norm && kernel.first_kept == m.rows) return nullptr;
     const int status = run_linear(call, {run_parallel, context});
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
