@@ -95,7 +95,7 @@ def _added(
     nll: float,
     seconds: float,
 ) -> tuple[np.ndarray, float, float]:
-    """Log-probabilities float64 [n, V] of what follows; its nats and the prefill's seconds added."""
+    """Log-probabilities float64 [n, V] of what follows; with nats and seconds added."""
     with engine.session(predict=predict, **options) as session:
         since = perf_counter()
         session.prefill(passage.prompt)

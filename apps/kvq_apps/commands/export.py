@@ -32,8 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
-        kv_predict="fit what predicts the later layers' keys and values of prompts from so many first "
-        "layers; auto: the fewest that lose little, by measurement",
+        kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
+        "auto: the fewest that lose little, by measurement",
     )  # fmt: skip
 
 
