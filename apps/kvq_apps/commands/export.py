@@ -74,6 +74,9 @@ def run(arguments: Namespace) -> int:
     since = perf_counter()
     with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
         bundle = export_model(source, destination, export_options, progress)
+        if bundle.manifest.quality is not None and bundle.has_onnx:
+            progress(1, 1, "which way to write several drafts is best")
+            bundle = _with_drafts(bundle, export_options.threads)
     known_models.remember(bundle.path)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
@@ -81,6 +84,23 @@ def run(arguments: Namespace) -> int:
     else:
         _print(bundle, report)
     return 0
+
+
+def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
+    """The bundle with the method of several drafts in its report: what `auto` then means."""
+    from dataclasses import replace
+
+    from kvq_apps.engine import Engine
+    from kvq_apps.evaluation.several import candidates_compared
+    from kvq_export.quality import quality_text
+    from kvq_export.writer import write_manifest
+
+    with Engine(bundle, threads=threads) as engine:
+        found = candidates_compared(engine, engine.writer, quality_text())
+    quality = {**(bundle.manifest.quality or {}), "drafts": found}
+    bundle = replace(bundle, manifest=replace(bundle.manifest, quality=quality))
+    write_manifest(bundle.path, bundle.manifest)
+    return bundle
 
 
 def _refuse_unused(arguments: Namespace) -> None:
