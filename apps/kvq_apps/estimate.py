@@ -13,7 +13,7 @@ from kvq_runtime.backends import ModelFiles
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import warn_beyond_training
 
-WIDTHS = ((FLOAT_WIDTH, FLOAT_WIDTH), (8, 8), (8, 4), (4, 4), (4, 2), (2, 2))
+WIDTHS = ((FLOAT_WIDTH, FLOAT_WIDTH), (8, 8), (8, 4), (6, 6), (6, 4), (4, 4), (4, 2), (2, 2))
 UNIT_TOKENS = 1024
 
 

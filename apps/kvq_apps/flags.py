@@ -54,9 +54,9 @@ FLAGS: dict[str, Flag] = {
         metavar="N"),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
     # the cache
-    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.kbits", metavar="BITS", synonyms=("-ctk", "--cache-type-k")),
-    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.vbits", metavar="BITS", synonyms=("-ctv", "--cache-type-v")),
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
         metavar="K:V", suggests=("fp", *(f"{k}:{v}" for k in PAGE_WIDTHS for v in PAGE_WIDTHS))),

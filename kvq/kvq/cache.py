@@ -317,7 +317,7 @@ class Cache:
         self.engine.shift(column, delta)
 
     def mask(self, column: int, mask: int) -> None:
-        """Sets which of a page's 64 tokens are visible."""
+        """Hides those of a page's 64 tokens that `mask` leaves out; nothing shows them again."""
         self.engine.mask(column, mask)
 
     def views(self) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from enum import IntFlag
 from kvq.errors import UsageError
 
 PAGE_TOKENS = 64
-PAGE_WIDTHS = (8, 4, 2)
+PAGE_WIDTHS = (8, 6, 4, 2)
 FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -66,7 +66,7 @@ class CacheShape:
 class KvPlan:
     """Widths a page is closed at, and how many tokens stay in floating point.
 
-    `k_bits` and `v_bits` are each 8, 4 or 2, or both 16: nothing is quantised then and every
+    `k_bits` and `v_bits` are each 8, 6, 4 or 2, or both 16: nothing is quantised then and every
     token stays in the floating-point tail. The first `sink_tokens` always do, and the newest
     that do not fill a page yet; in a cache with bytes for its whole context also the `tail_tokens`
     before these.
@@ -96,7 +96,7 @@ def check_widths(k_bits: int, v_bits: int) -> None:
     for name, bits in (("kbits", k_bits), ("vbits", v_bits)):
         if bits not in PAGE_WIDTHS:
             hint = "; 16 is possible for both together (`--kv fp`)" if bits == FLOAT_WIDTH else ""
-            raise UsageError(f"--{name} {bits} is not possible: choose 8, 4 or 2{hint}")
+            raise UsageError(f"--{name} {bits} is not possible: choose 8, 6, 4 or 2{hint}")
 
 
 def parse_kv(text: str, asked: str = "--kv ") -> tuple[int, int]:

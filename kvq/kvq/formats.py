@@ -16,8 +16,9 @@ PROBE_ROWS = 16
 # Scales that what was encoded spans, and those from its middle to its ends.
 CODE_SPAN = 240
 REACH = CODE_SPAN // 2
-# Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
-GRANULES = {8: 4, 4: 2, 2: 1}
+# Granules of one side of a page by its width: hi4 + lo4, hi4 + the top 2 bits of lo4, hi4, the top
+# 2 bits of hi4.
+GRANULES = {8: 4, 6: 3, 4: 2, 2: 1}
 
 
 def newest_slots(draft_tokens: int) -> int:

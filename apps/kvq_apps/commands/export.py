@@ -28,9 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
-        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
+        kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
-        vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
+        vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
     )  # fmt: skip
 

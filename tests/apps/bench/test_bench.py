@@ -641,7 +641,7 @@ def test_a_shape_is_made_once() -> None:
         (["--chats", "1,4"], "--chats needs --suite serve"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
-        (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),
+        (["--kv", "4:2,3:3"], "choose 8, 6, 4 or 2"),
         (["--kv", "4:2,fp", "--kbits", "8"], "refine one setting"),
         (["--kv-policy", "oldest"], "--kv-policy needs a --kv-budget"),
         (["--kv-policy", "best", "--kv-budget", "1MiB"], "--kv-policy 'best' is unknown"),

@@ -43,9 +43,9 @@ def refused(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 4 or 2"),
-        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 4 or 2"),
-        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 4 or 2"),
+        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 6, 4 or 2"),
+        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 6, 4 or 2"),
+        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 6, 4 or 2"),
         (["--kbits", "four"], "'four' is not a whole number"),
         (["--kv", "4:3"], "--kv 4:3 is not possible: choose "),
         (["--kv", "low"], "--kv 'low' is not possible: write K:V widths such as 4:2, or fp"),
@@ -54,7 +54,7 @@ def refused(
         (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
         (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
         (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, early, lookahead"),
-        (["--draft", "lookup:most=0"], "--draft lookup: most=0 is not possible: 1 or more"),
+        (["--draft", "suffix:most=0"], "--draft suffix: most=0 is not possible: 1 or more"),
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),
         (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),
