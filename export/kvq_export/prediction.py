@@ -5,12 +5,12 @@ the former to the keys and values of the latter, before key norm and rotation: r
 towards the layer's own matrix, over Gram matrices summed in float64 text by text (Horton et al.,
 arXiv 2410.08391, train such maps; a closed form needs seconds). Tokens weigh as much as they are
 looked at, and the first ones, which are computed, weigh nothing. In memory are one text's streams,
-keys and values, and per candidate a square matrix of the hidden size; `Fit.peak_bytes` says it.
+keys and values, per candidate a square matrix of the hidden size, and at most one of the model's
+matrices beside its embedding, as float32; `Fit.peak_bytes` says it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
     """Maps after each of `counts` computed layers, from token sequences `texts`."""
     config = bundle.config
     first_kept = config.num_heads * config.head_dim
-    weight = cache(bundle.read_weight)
     size, rows = config.hidden_size + 1, 2 * config.num_kv_heads * config.head_dim
     grams = {count: np.zeros((size, size)) for count in counts}
     crosses = {
@@ -102,7 +101,8 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
 
         attention = _Watched(first_kept)
         positions = np.arange(len(ids))
-        forward(config, weight, np.array(ids), positions, attention, [-1], watch=watch)
+        read = bundle.read_weight  # not kept: four bytes a parameter of all layers at once
+        forward(config, read, np.array(ids), positions, attention, [-1], watch=watch)
         weights = attention.received / attention.received[SINK_TOKENS:].mean()
         weights[:SINK_TOKENS] = 0
         for count, stream in streams.items():
@@ -120,7 +120,9 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
             layer: _solve(bundle, layer, grams[count], crosses[count, layer])
             for layer in range(count, config.num_layers)
         }
-    return Fit(maps=maps, tokens=tokens, peak_bytes=sums + text_bytes)
+    matrices = bundle.form("embed"), bundle.form("layers.0.gate_up")
+    weights = sum(4 * form.rows * form.columns for form in matrices)
+    return Fit(maps=maps, tokens=tokens, peak_bytes=sums + text_bytes + weights)
 
 
 def _solve(

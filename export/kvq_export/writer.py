@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq.errors import CheckpointError
+from kvq.files import replace_file
 from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, pack
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.graph import build_graph
@@ -137,9 +138,10 @@ def weight_info(layout: Layout) -> WeightInfo:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes or rewrites `kvq.json`. Raises OSError."""
+    """Writes or replaces `kvq.json`. Raises OSError."""
     text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n"
-    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    with replace_file(folder / MANIFEST_FILE, private=False) as stream:
+        stream.write(text.encode())
 
 
 class _DataStream:

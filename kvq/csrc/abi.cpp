@@ -183,7 +183,8 @@ int kvq_pack(int32_t values, int32_t channels, const float* x, int32_t head_dim,
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
     const bool packed = kernel.pack(x, head_dim, values, channels, planes, grid);
-    if (packed && bits == 2) kernel.narrow(planes, head_dim);
+    if (packed && kvq::halves_plane(bits))
+        kernel.narrow(planes + kvq::halved(bits) * kvq::granule_bytes(head_dim), head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
 }
 

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import REACH, bytes_per_token, format_bytes
+from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.selectors import rule_named
@@ -173,7 +173,7 @@ class Cache:
         if short or columns:
             raise BudgetError(
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
-                f"once; {self.budget_bytes + short} bytes can"
+                f"once; {sized(self.budget_bytes + short)} can"
             )
         self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
@@ -317,7 +317,7 @@ class Cache:
         self.engine.shift(column, delta)
 
     def mask(self, column: int, mask: int) -> None:
-        """Sets which of a page's 64 tokens are visible."""
+        """Hides those of a page's 64 tokens that `mask` leaves out; nothing shows them again."""
         self.engine.mask(column, mask)
 
     def views(self) -> NDArray[np.int64]:

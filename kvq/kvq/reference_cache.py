@@ -83,7 +83,7 @@ class Page:
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
-        """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
+        """Values as seen; the view "hi" reads 8 and 6 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
         return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
 
@@ -895,7 +895,7 @@ class ReferenceCache:
         views = self._column(column).views
         if len(views) != 1:
             raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
-        views[0].mask = mask & _ALL
+        views[0].mask &= mask
 
     def _check_idle(self) -> None:
         if self._parents:

@@ -272,6 +272,11 @@ class Bundle:
         return self.manifest.name
 
     @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
+        return self.config.context_length
+
+    @property
     def kv(self) -> KvPlan:
         """The default plan."""
         return self.manifest.kv

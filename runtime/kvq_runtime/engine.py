@@ -271,12 +271,18 @@ class Engine:
         """Warns once per length of a context longer than the model knows."""
         if context_tokens > self._longest_context:
             self._longest_context = context_tokens
-            logger.warning(
-                "a context of %d tokens is more than the %d this model was made for; expect "
-                "worse text beyond that",
-                context_tokens,
-                self.model.context_length,
-            )
+            warn_beyond_training(context_tokens, self.model.context_length)
+
+
+def warn_beyond_training(context_tokens: int, model_tokens: int) -> None:
+    """Warns of a context longer than the model's own."""
+    if context_tokens > model_tokens:
+        logger.warning(
+            "a context of %d tokens is more than the %d this model was made for; expect "
+            "worse text beyond that",
+            context_tokens,
+            model_tokens,
+        )
 
 
 def check_text(what: str, text: object) -> None:

@@ -274,6 +274,14 @@ class Sequence(Generic[C]):
             yield from self.advancing(max_tokens, exact=True)
         return before - len(self.due())
 
+    def drop_stale(self) -> int:
+        """Makes all from the first stale token on pending again; how many tokens are due then."""
+        first = self._staleness.first_stale
+        if first is None:
+            return 0
+        self._trim(first)
+        return len(self.due())
+
     def _open_stale(self, max_tokens: int) -> None:
         """Stale tokens are pending again."""
         start, end = self._staleness.next_to_refresh()

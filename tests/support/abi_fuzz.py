@@ -17,7 +17,7 @@ import numpy as np
 from kvq import abi, native
 from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
 
-MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 4, 2)
+MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 6, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
 WILD = (np.nan, np.inf, -1e30, 70000.0)
 
@@ -204,7 +204,7 @@ class Fuzz:
         actions = np.array(
             [
                 (self.number(1), self.number(1), self.number(self.stats.columns - 1),
-                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (4, 4), (8, 4), (0, 2), (5, 5)]))
+                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
                 for _ in range(count)
             ],
             np.int32,

@@ -27,10 +27,11 @@ BACKENDS = {
     "onnx": "kvq_runtime.backends.onnx:OnnxBackend",
     "llama.cpp": "kvq_runtime.backends.llama_cpp:LlamaCppBackend",
     "reference": "kvq_runtime.backends.reference:ReferenceBackend",
+    "float": "kvq_runtime.backends.reference:FloatBackend",
 }
 
 # `auto` takes the first of these that reads the model's files and can run here.
-PREFERENCE = ("onnx", "llama.cpp", "reference")
+PREFERENCE = ("onnx", "llama.cpp", "reference", "float")
 
 
 class ModelFiles(Protocol):
@@ -49,6 +50,11 @@ class ModelFiles(Protocol):
     @property
     def kv(self) -> KvPlan:
         """The default plan."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
         ...
 
     @property

@@ -4,6 +4,8 @@ Knows no engine.
 """
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_READ
@@ -122,7 +124,17 @@ def _facts(bundle: Bundle) -> ModelFacts:
         kv=manifest.kv,
         short_rope_tokens=_short_rope_tokens(config),
         fitted_layers=bundle.fitted_layers,
+        drafts_method=_drafts_method(manifest.quality or {}),
     )
+
+
+def _drafts_method(quality: Mapping[str, Any]) -> str | None:
+    """What the export's report recommends."""
+    found: object = quality.get("drafts")
+    if not isinstance(found, Mapping):
+        return None
+    method: object = cast(Mapping[str, object], found).get("method")
+    return method if isinstance(method, str) else None
 
 
 def _fingerprint(bundle: Bundle) -> str:

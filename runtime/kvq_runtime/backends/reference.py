@@ -68,3 +68,13 @@ class ReferenceBackend(PagedBackend):
         """See `Backend.close`."""
         self._weight.cache_clear()
         self._half_weight.cache_clear()
+
+
+class FloatBackend(ReferenceBackend):
+    """The reference's arithmetic over the native cache: what errs then is the cache alone.
+
+    The graph rounds activations to 8 bits, which hides what a wide cache costs.
+    """
+
+    name = "float"
+    cache_kind = "native"
