@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import AttentionParams
 from kvq.reference_linear import pack
 from kvq_export import continuations, quality
 from kvq_export.continuations import Passage
@@ -61,9 +62,18 @@ class _Watched(PlainAttention):
         self.received: Floats = np.zeros(0)
         self._first_kept = first_kept
 
-    def __call__(self, params: Any, qkv: np.ndarray, *rest: Any) -> np.ndarray:
+    def __call__(
+        self,
+        params: AttentionParams,
+        qkv: np.ndarray,
+        positions: np.ndarray,
+        inv_freq: np.ndarray,
+        q_norm: np.ndarray | None,
+        k_norm: np.ndarray | None,
+    ) -> np.ndarray:
+        """See `Attend`."""
         self.kept[params.layer] = qkv[:, self._first_kept :].astype(np.float32)
-        return super().__call__(params, qkv, *rest)
+        return super().__call__(params, qkv, positions, inv_freq, q_norm, k_norm)
 
     def saw(self, layer: int, weights: np.ndarray) -> None:
         """Sums over layers, heads and queries; late tokens have fewer who could look."""
@@ -102,7 +112,7 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
         attention = _Watched(first_kept)
         positions = np.arange(len(ids))
         read = bundle.read_weight  # not kept: four bytes a parameter of all layers at once
-        forward(config, read, np.array(ids), positions, attention, [-1], watch=watch)
+        forward(config, read, np.array(ids), positions, attention, slice(-1, None), watch=watch)
         weights = attention.received / attention.received[SINK_TOKENS:].mean()
         weights[:SINK_TOKENS] = 0
         for count, stream in streams.items():
@@ -158,7 +168,8 @@ def store(folder: Path, bundle: Bundle, maps: Maps) -> FileInfo:
         arrays[f"layers.{layer}.map_bias"] = bias
     path = folder / MAPS_FILE
     with path.open("wb") as stream:
-        np.savez(stream, **arrays)
+        write: Any = np.savez  # its keywords are names of arrays
+        write(stream, **arrays)
     return FileInfo(num_bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
