@@ -14,7 +14,7 @@ from kvq import native
 from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import REACH, bytes_per_token, format_bytes
+from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.selectors import rule_named
@@ -133,6 +133,7 @@ class Cache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
@@ -143,9 +144,12 @@ class Cache:
         bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
         their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
         `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
-        open branch does.
+        open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
+        stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view)
+        if any(not 0 <= layer < self.shape.num_layers for layer in silent):
+            raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
         rows = self.branch_rows + tokens
         if at is None and self.tokens + rows > self.context_tokens:
             raise BudgetError(
@@ -169,9 +173,9 @@ class Cache:
         if short or columns:
             raise BudgetError(
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
-                f"once; {self.budget_bytes + short} bytes can"
+                f"once; {sized(self.budget_bytes + short)} can"
             )
-        self.engine.begin(tokens, parents, view=view, at=at)
+        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
@@ -313,7 +317,7 @@ class Cache:
         self.engine.shift(column, delta)
 
     def mask(self, column: int, mask: int) -> None:
-        """Sets which of a page's 64 tokens are visible."""
+        """Hides those of a page's 64 tokens that `mask` leaves out; nothing shows them again."""
         self.engine.mask(column, mask)
 
     def views(self) -> NDArray[np.int64]:

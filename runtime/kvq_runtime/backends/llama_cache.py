@@ -142,9 +142,11 @@ class LlamaCppCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
         assert view == "full"
+        assert not silent
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(

@@ -78,6 +78,7 @@ class RuleCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)
