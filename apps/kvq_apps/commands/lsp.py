@@ -25,12 +25,24 @@ def add_arguments(parser: ArgumentParser) -> None:
         drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
         predict="tokens of a draft at most (default: {kvq_apps.completion.engine:DEFAULT_TOKENS})",
     )  # fmt: skip
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="one draft of a running `kvq serve` instead of loading a model [KVQ_SERVER]",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="encode all that follows a change again; what is typed goes behind the rest of the "
+        "file [KVQ_EXACT]",
+    )
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict", "ctx-size")
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
-    from kvq_apps.completion.engine import CompletionEngine
+    from kvq_apps.completion.engine import DEFAULT_TOKENS, CompletionEngine
+    from kvq_apps.completion.served import ServedCompletions
     from kvq_apps.engine import Engine
     from kvq_apps.lsp.server import LanguageServer
 
@@ -42,12 +54,15 @@ def run(arguments: Namespace) -> int:
     settings = {key: own for key, own in wanted.items() if own is not None}
 
     def load() -> "Completer":
+        if arguments.server is not None:
+            return ServedCompletions(arguments.server, tokens=arguments.predict or DEFAULT_TOKENS)
         engine = Engine.open(options.model_name(arguments), **options.engine_options(arguments))
         context = min(DEFAULT_CONTEXT, engine.model.context_length)
         session = {"context_tokens": context} | options.session_options(arguments)
         return CompletionEngine(
-            engine, engine.writer(methods[0]), session_options=session, **settings
-        )
+            engine, engine.writer(methods[0]), session_options=session, exact=arguments.exact,
+            **settings,
+        )  # fmt: skip
 
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
