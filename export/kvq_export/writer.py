@@ -162,7 +162,7 @@ class _DataStream:
         all_scales: list[np.ndarray] = []
         for codes, scales in chunks:
             if ours:
-                self._write(pack(replace(form, rows=len(codes)), codes, _half_scales(scales)))
+                self._write(pack(replace(form, rows=len(codes)), codes, half_scales(scales)))
             else:
                 self._write(_pairs(codes) if form.bits == NIBBLE_BITS else codes)
                 all_scales.append(scales)
@@ -204,7 +204,7 @@ def _whole_panels(chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield rest
 
 
-def _half_scales(scales: np.ndarray) -> np.ndarray:
+def half_scales(scales: np.ndarray) -> np.ndarray:
     """Scales as a panel keeps them, float16. Raises `CheckpointError` beyond its range."""
     with np.errstate(over="ignore"):
         halves = (scales / SCALE_UNIT).astype(np.float16)

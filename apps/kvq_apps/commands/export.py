@@ -27,11 +27,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
+        "kv-policy", "kv-predict", "no-quality", "no-calibrate", "force", "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
+        kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
+        "auto: the fewest that lose little, by measurement",
     )  # fmt: skip
 
 
@@ -62,7 +64,13 @@ def run(arguments: Namespace) -> int:
         )
     )
     export_options = ExportOptions(
-        **options.given(arguments, format="format", gguf_type="gguf-type", policy="kv-policy"),
+        **options.given(
+            arguments,
+            format="format",
+            gguf_type="gguf-type",
+            policy="kv-policy",
+            predict="kv-predict",
+        ),
         weights=weights,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
@@ -138,13 +146,41 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files.values()),
         **{
             key: manifest[key]
-            for key in ("name", "model_type", "weights", "gguf", "kv", "quality", "files")
+            for key in (
+                "name",
+                "model_type",
+                "weights",
+                "gguf",
+                "kv",
+                "quality",
+                "prediction",
+                "files",
+            )
         },
     }
 
 
+def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What predicting after so many layers costs, of all that were tried."""
+    found = report["prediction"] or (report["quality"] or {}).pop("prediction", None)
+    if found is None:
+        return []
+    rows = [
+        (
+            f"predicted after layer {row['layers']}",
+            f"{row['fitted']['nll']:.3f} nats a token ({row['own']['nll']:.3f} without maps), "
+            f"computed {row['exact_nll']:.3f}, no prompt {row['no_prompt_nll']:.3f}; KLD "
+            f"{row['fitted']['kld']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    chosen = found.get("layers")
+    kept = f"after layer {chosen}" if chosen else f"none: all lose over {found['limit_nats']} nats"
+    return [*rows, ("maps kept", kept)]
+
+
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
-    kv = report["kv"]
+    kv, predicted = report["kv"], _prediction_rows(report)
     shape = bundle.config.cache_shape
     rows = [
         ("bundle", report["path"]),
@@ -158,6 +194,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
         *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
+        *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)

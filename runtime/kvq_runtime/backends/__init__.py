@@ -83,6 +83,8 @@ class ModelFacts:
     `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
     `drafts_method` writes several drafts best on this model, where that was measured.
+    `fitted_layers`: the first layers after which the others' keys and values can be predicted by
+    matrices fitted for it, where there are such.
     """
 
     name: str
@@ -94,6 +96,7 @@ class ModelFacts:
     kv: KvPlan
     short_rope_tokens: int | None = None
     drafts_method: str | None = None
+    fitted_layers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +194,8 @@ class Mode:
     whole model are guesses: they are rewound and never committed.
 
     Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
-    enters the first of them (`kvq_runtime.prediction`). Such rows may be committed, and have no
+    enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
+    that the bundle has for that. Such rows may be committed, and have no
     logits worth asking for.
     """
 
@@ -199,6 +203,7 @@ class Mode:
     skipped: tuple[int, ...] = ()
     head_tokens: int = 0
     predicted: tuple[int, ...] = ()
+    fitted: bool = False
 
     @property
     def guesses(self) -> bool:
