@@ -44,8 +44,8 @@ struct Running {
 };
 
 struct Lane {
-    int g, t;      // of lane 4g + t
-    bool is_row;   // row g is a query row, not padding
+    int g, t;     // of lane 4g + t
+    bool is_row;  // row g is a query row, not padding
     int64_t position;
     const float* query;  // as floats are met, [head_dim]
     int64_t turn_stride;
@@ -174,7 +174,7 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
         shrink[i] = shuffle_from(shrunk, source);
         added[i] = shuffle_from(constant, source);
     }
-    constexpr int kWords = 4 / kProducts<Bits>;          // of a channel, in this lane
+    constexpr int kWords = 4 / kProducts<Bits>;            // of a channel, in this lane
     constexpr int kGroupBytes = 64 * (Bits == 2 ? 2 : 4);  // of eight channels
     for (int tile = 0; tile < Dim / 16; tile++) {
         float sums[4] = {};
@@ -203,8 +203,8 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
 
 template <int Dim>
 KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Lane& lane, int kv_head, int index,
-                            float (*logits)[kPageTokens], Running<Dim>& state) {
+                            const Lane& lane, int kv_head, int index, float (*logits)[kPageTokens],
+                            Running<Dim>& state) {
     const View view = static_cast<const View*>(s.views)[index];
     const Entry& e =
         static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
@@ -212,18 +212,28 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
     const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
     switch (e.k_bits) {
-        case 8: key_logits<Dim, 8>(lane, query, keys, logits); break;
-        case 4: key_logits<Dim, 4>(lane, query, keys, logits); break;
-        default: key_logits<Dim, 2>(lane, query, keys, logits);
+        case 8:
+            key_logits<Dim, 8>(lane, query, keys, logits);
+            break;
+        case 4:
+            key_logits<Dim, 4>(lane, query, keys, logits);
+            break;
+        default:
+            key_logits<Dim, 2>(lane, query, keys, logits);
     }
     float weights[16];
     const float shrunk = weigh<Dim>(lane, logits[lane.g], sees(lane, view, a.window_tokens),
                                     e.v_bits, a.softcap, state, weights);
     const bool channels = s.forms[kv_head] & kChannelValues;
     switch (e.v_bits) {
-        case 8: add_values<Dim, 8>(lane, weights, shrunk, values, channels, state); break;
-        case 4: add_values<Dim, 4>(lane, weights, shrunk, values, channels, state); break;
-        default: add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
+        case 8:
+            add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 4:
+            add_values<Dim, 4>(lane, weights, shrunk, values, channels, state);
+            break;
+        default:
+            add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
     }
     sync_warp();
 }
@@ -241,8 +251,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
         for (int c = 4 * lane.t; c < Dim; c += 16) {
             uint32_t b[2], k[4] = {};
             const float* q = lane.query + c;
-            for (int i = 0; i < 2; i++)
-                b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
+            for (int i = 0; i < 2; i++) b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
             for (int i = 0; i < 4; i++) {
                 const int token = 16 * group + lane.g + i % 2 * 8;
                 if (token < count)
@@ -270,15 +279,13 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
                 uint32_t pair = 0;
                 for (int k = 0; k < 2; k++) {
                     const int token = own_token(lane, 4, 4 * i + j / 2 + 2 * k);
-                    if (token < count)
-                        pair |= uint32_t{values[token * Dim + channel]} << 16 * k;
+                    if (token < count) pair |= uint32_t{values[token * Dim + channel]} << 16 * k;
                 }
                 v[j] = pair;
             }
             mma(sums, v, numbers[i]);
         }
-        for (int i = 0; i < 4; i++)
-            state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
+        for (int i = 0; i < 4; i++) state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
     }
     sync_warp();
 }
@@ -292,7 +299,8 @@ KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[
             const float before = turn ? part[lane.g][0] : kNothing;
             const float sum = turn ? part[lane.g][1] : 0.0f;
             const float maximum = fmaxf(before, state.maximum);
-            const float old = exp2_fast(before - maximum), mine = exp2_fast(state.maximum - maximum);
+            const float old = exp2_fast(before - maximum),
+                        mine = exp2_fast(state.maximum - maximum);
             sync_warp();
             if (lane.t == 0) {
                 part[lane.g][0] = maximum;
@@ -332,12 +340,11 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
     Running<Dim> state;
     for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
-        if (i < s.view_count)
-            attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
+        if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
         else
             attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
-                             s.tail_masks[int64_t{token} * tiles + i - s.view_count],
-                             logits[warp], state);
+                             s.tail_masks[int64_t{token} * tiles + i - s.view_count], logits[warp],
+                             state);
     }
     join<Dim>(lane, state, part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;

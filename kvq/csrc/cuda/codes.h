@@ -22,8 +22,8 @@ KVQ_DEVICE uint32_t whole_pair(uint32_t word, int i, int odd) {
     return fma_halves(codes | kOneThousand24, kOnes, kMinus1024);
 }
 
-// Those of 4 or 2 bits less the middle of their range; of 8 bits, `word` holding the upper and `low`
-// the lower nibbles.
+// Those of 4 or 2 bits less the middle of their range; of 8 bits, `word` holding the upper and
+// `low` the lower nibbles.
 template <int Bits>
 KVQ_DEVICE uint32_t centred_pair(uint32_t word, uint32_t low, int i, int odd) {
     if constexpr (Bits == 8) {
@@ -69,7 +69,9 @@ KVQ_DEVICE Line line_at(const uint8_t* ends, const uint8_t* codes) {
     const auto* half = reinterpret_cast<const uint16_t*>(ends);
     return {half_value(half[0]), half_value(half[1]), codes};
 }
-KVQ_DEVICE Line scales_of(const uint8_t* grid) { return line_at(grid, grid + 8); }
+KVQ_DEVICE Line scales_of(const uint8_t* grid) {
+    return line_at(grid, grid + 8);
+}
 KVQ_DEVICE Line mids_of(const uint8_t* grid, int groups) {
     return line_at(grid + 4, grid + 8 + groups);
 }
