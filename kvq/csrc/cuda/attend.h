@@ -18,6 +18,18 @@ constexpr float kNothing = -1e30f;  // running maximum before the first visible 
 struct Side {
     const uint8_t* granule[kGranulesPerSide];
     const uint8_t* grid;
+    // The bits below the upper nibbles, of vector `vector` (4n + t) of a group: half as many
+    // vectors where they are two each, of which a lane's codes lie in the upper fields if t is odd.
+    template <int Bits>
+    KVQ_DEVICE_MEMBER uint32_t low_word(int group, int group_bytes, int vector, int g,
+                                        int granule_bytes) const {
+        if constexpr (Bits == 8)
+            return word(1, group * group_bytes + 32 * vector + 4 * g, granule_bytes);
+        if constexpr (Bits == 6)
+            return word(1, group * group_bytes / 2 + 32 * (vector / 2) + 4 * g, granule_bytes) >>
+                   4 * (vector % 2);
+        return 0;
+    }
     KVQ_DEVICE_MEMBER uint32_t word(int plane, int offset, int granule_bytes) const {
         const int part = offset >= granule_bytes;
         const uint8_t* at = granule[2 * plane + part] + offset - part * granule_bytes;
@@ -96,8 +108,8 @@ KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& sid
         }
     base = over_row(base, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
-    constexpr int kStored = Bits == 8 ? 4 : Bits;  // bits of a plane
-    constexpr int kGroupBytes = Dim * kStored;     // of eight tokens
+    constexpr int kStored = Bits == 2 ? 2 : 4;  // bits of the first plane
+    constexpr int kGroupBytes = Dim * kStored;  // of eight tokens
     for (int tile = 0; tile < kPageTokens / 16; tile++) {
         float sums[4] = {};
         for (int turn = 0; turn < kTurns; turn++) {
@@ -106,7 +118,8 @@ KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& sid
             for (int half = 0; half < 2 && vector * kPer < Dim; half++) {
                 const int offset = (2 * tile + half) * kGroupBytes + 32 * vector + 4 * lane.g;
                 word[half] = side.word(0, offset, 16 * Dim);
-                if (Bits == 8) low[half] = side.word(1, offset, 16 * Dim);
+                low[half] =
+                    side.low_word<Bits>(2 * tile + half, kGroupBytes, vector, lane.g, 16 * Dim);
             }
             for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
@@ -184,7 +197,8 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
                 const int offset =
                     (2 * tile + half) * kGroupBytes + 32 * (4 * w + lane.t) + 4 * lane.g;
                 word[half] = side.word(0, offset, 16 * Dim);
-                if (Bits == 8) low[half] = side.word(1, offset, 16 * Dim);
+                low[half] = side.low_word<Bits>(2 * tile + half, kGroupBytes, 4 * w + lane.t,
+                                                lane.g, 16 * Dim);
             }
             for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
@@ -215,6 +229,9 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
         case 8:
             key_logits<Dim, 8>(lane, query, keys, logits);
             break;
+        case 6:
+            key_logits<Dim, 6>(lane, query, keys, logits);
+            break;
         case 4:
             key_logits<Dim, 4>(lane, query, keys, logits);
             break;
@@ -228,6 +245,9 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     switch (e.v_bits) {
         case 8:
             add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 6:
+            add_values<Dim, 6>(lane, weights, shrunk, values, channels, state);
             break;
         case 4:
             add_values<Dim, 4>(lane, weights, shrunk, values, channels, state);
