@@ -8,6 +8,10 @@ fewer bits, its values, or half of its pages are evicted, and the divergence of 
 tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
 of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
 
+The graph rounds activations, and answers every change of the cache with noise of its own, next to
+which all but the dearest layers look alike. A model whose weights fit memory as float32 is
+therefore computed exactly; a larger one by its graph, and what that noise makes is subtracted.
+
 Before that it is found how every head's pages are best encoded, `kvq.config.PageForm`.
 """
 
@@ -31,8 +35,10 @@ from kvq_runtime.bundle import Bundle
 READ_TOKENS = 768
 SCORED_TOKENS = 128
 CHUNK_TOKENS = 128
-# Rounding of activations moves predictions by this much whatever the cache holds.
-NOISE_NATS = 1e-6
+# Rounding in float32 moves predictions by this much whatever the cache holds.
+NOISE_NATS = 1e-8
+# Stored weights up to here are computed with exactly: four to eight times the bytes as float32.
+EXACT_WEIGHT_BYTES = 128 << 20
 # An eviction error below this share of the output's square is as good as none.
 FAINT = 1e-4
 
@@ -54,7 +60,8 @@ class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
-        self._backend = backends.open_backend("auto", bundle, threads=threads)
+        exact = bundle.weights_json()["bytes"] <= EXACT_WEIGHT_BYTES
+        self._backend = backends.open_backend("float" if exact else "auto", bundle, threads=threads)
         asked = CacheSpec(
             shape=bundle.config.cache_shape,
             plan=KvPlan(k_bits=8, v_bits=8),

@@ -95,7 +95,7 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
     bundle: Bundle, ids: np.ndarray, sensitivity: Sensitivity
 ) -> None:
     """Done again by hand: the text into 8-bit pages, one layer changed, the rest of it scored."""
-    config, backend = bundle.config, backends.open_backend("auto", bundle, threads=1)
+    config, backend = bundle.config, backends.open_backend("float", bundle, threads=1)
 
     def scored(*actions: tuple[int, int, int]) -> tuple[np.ndarray, Any]:
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
