@@ -244,6 +244,7 @@ class Session(Generic[C]):
         stop_strings: Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> list[Alternative]:
         """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
@@ -251,7 +252,8 @@ class Session(Generic[C]):
         The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
         `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
         that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
-        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        Other arguments as in `generate`: what is not cut short fits `constraint` as a whole.
+        Raises `UsageError`, and what a pass raises.
         """
         options = GenerationOptions(
             max_tokens=length,
@@ -259,6 +261,7 @@ class Session(Generic[C]):
             stop_strings=tuple(stop_strings),
             stop_ids=None if stop_ids is None else frozenset(stop_ids),
             begin_with=begin_with,
+            grammar=None if constraint is None else self._vocabulary.grammar(constraint),
         )
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):

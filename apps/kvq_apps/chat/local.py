@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import UsageError
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
@@ -55,7 +56,7 @@ class LocalClient:
         if turn.seed is not None:
             session.reseed(turn.seed)
         self._drafted_before = session.drafted
-        cached = session.align(prompt)
+        cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
         if cached < len(prompt) and not session.prefill(
             progress=stream.prefilled, cancel=stream.cancelled
@@ -106,6 +107,14 @@ class LocalClient:
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
+    def reread(self, stream: Stream) -> int:
+        """Encodes from the first stale token on."""
+        _, session = self._opened()
+        stale = session.sequence.drop_stale()
+        if stale:
+            session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
+        return stale
+
     def save(self, path: Path) -> str | None:
         """Writes the session to `path`."""
         _, session = self._opened()
@@ -128,6 +137,14 @@ class LocalClient:
         if self._engine is not None:
             self._engine.close()
         self._session = self._engine = None
+
+    def _goes_back(self, edited: Sequence[Message]) -> bool:
+        """Whether there was an edit; the session then ends where its message did."""
+        engine, session = self._opened()
+        if edited:
+            shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
+            session.rollback(len(session.tokens) - shared)
+        return bool(edited)
 
     def _opened(self) -> "tuple[Engine, Session]":
         assert self._engine is not None
