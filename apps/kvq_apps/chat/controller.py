@@ -150,6 +150,8 @@ class ChatController:
         await self.history.open(self.settings.history_path)
         theme = await self.history.read(lambda history: history.setting("theme"))
         self._view.set_theme(theme or "")
+        sidebar = await self.history.read(lambda history: history.setting("sidebar"))
+        self._view.set_sidebar(shown=bool(sidebar))
         chat_id = self.settings.chat_id
         if chat_id is None and self.settings.latest:
             chat_id = await self.history.read(History.latest)
@@ -237,6 +239,21 @@ class ChatController:
         self.conversation.begin(self.settings.system)
         self._view.show([])
         self.engine.stats = ReplyStats()
+
+    async def rename_chat(self, chat_id: str, title: str) -> None:
+        """Gives a chat another title."""
+        if chat_id == self.conversation.id:
+            self.conversation.rename(title)
+        else:
+            self.history.write(lambda history: history.rename(chat_id, title))
+
+    async def delete_chat(self, chat_id: str) -> None:
+        """Removes a chat and its KV for good; the open one makes way for another."""
+        await self._kv_files.forget(chat_id)
+        if chat_id == self.conversation.id:
+            self.engine.kv_changed = False
+            await self.new_chat()
+        self.history.write(lambda history: history.delete(chat_id))
 
     def _begin_anew(self, question: str) -> None:
         """Has `question` answered in a new chat."""

@@ -149,17 +149,24 @@ class Conversation:
         """Gives an empty chat its system message."""
         self._system = text
 
+    def rename(self, title: str) -> None:
+        """Gives the chat another title. Nothing is written of a chat that is empty."""
+        self.title = title
+        chat_id = self.id
+        if self._stored:
+            self._write(lambda history: history.rename(chat_id, title))
+
     def _store(self) -> None:
         self._stored = True
-        chat_id = self.id
+        chat_id, title = self.id, self.title
         self._write(lambda history: history.new_chat(chat_id))
+        if title:
+            self._write(lambda history: history.rename(chat_id, title))
         if self._system and not self.messages:
             self.add("system", self._system)
 
     def _name(self, text: str) -> None:
-        self.title = " ".join(text.split())[:TITLE_CHARACTERS]
-        chat_id, title = self.id, self.title
-        self._write(lambda history: history.rename(chat_id, title))
+        self.rename(" ".join(text.split())[:TITLE_CHARACTERS])
 
     def _save(self, message: Message) -> None:
         # The message goes on growing while this waits for its turn.

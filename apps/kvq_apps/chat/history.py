@@ -114,6 +114,22 @@ class History:
             "UPDATE chat SET title = :title WHERE id = :id", {"id": chat_id, "title": title}
         )
 
+    def delete(self, chat_id: str) -> None:
+        """Removes a chat and everything that was said in it."""
+
+        def write(db: sqlite3.Connection) -> None:
+            for table in ("message_text", "run", "chunk"):
+                db.execute(
+                    f"DELETE FROM {table} WHERE message_id IN "  # noqa: S608 - our own names
+                    "(SELECT id FROM message WHERE chat_id = ?)",
+                    (chat_id,),
+                )
+            for table in ("kv_snapshot", "message"):
+                db.execute(f"DELETE FROM {table} WHERE chat_id = ?", (chat_id,))  # noqa: S608
+            db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
+
+        self._transaction(write)
+
     def add(self, chat_id: str, message: Message) -> None:
         """Adds a message below its parent and makes it the end of the chosen branch."""
 

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Draft, Round
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
@@ -229,6 +230,50 @@ def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -
     run(first, local(bundle), **options)
     run(second, local(bundle), latest=True, **options)
     run(smaller, local(bundle, context_tokens=512), latest=True, **options)
+
+
+class Guesser:
+    """Guesses two tokens of the text it knows and a wrong one; notes what became of them."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+        self.rounds: list[tuple[int, int, int]] = []
+        self._held: list[int] = []
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        self._held[kept:] = new
+
+    def propose(self, room: int) -> Draft:
+        right = self.text[len(self._held) : len(self._held) + 2]
+        wrong = self.text[len(self._held) + len(right) :][:1]
+        guessed = (*right, *(token ^ 1 for token in wrong))[:room]
+        return Draft(ids=guessed if self._held == self.text[: len(self._held)] else ())
+
+    def observe(self, outcome: Round) -> None:
+        self.rounds.append((outcome.drafted, outcome.accepted, len(outcome.tokens)))
+
+
+def test_the_meter_says_what_the_drafter_was_good_for(bundle: str) -> None:
+    plain = local(bundle)
+    plain.open()
+    answer(plain, "hello there", max_tokens=20)
+    assert plain._session is not None
+    guesser = Guesser(list(plain._session.tokens))
+    plain.close()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello there")
+        assert app.controller.engine.stats.new_tokens == 20
+        # The first token is the prompt's; then two guesses are right and the model adds one, six
+        # times, and once more there is room for one guess.
+        assert guesser.rounds == [(3, 2, 3)] * 6 + [(0, 0, 1)]
+        assert "  drafts 12/18, 2.7 a pass  " in meter(app)
+        # Another question's answer is not what the drafter knows.
+        await say(app, pilot, "something else")
+        assert "drafts" not in meter(app)
+
+    client = local(bundle, draft=lambda: guesser)
+    run(script, client, sampling=GREEDY, max_tokens=20, size=(160, 24))
 
 
 def test_a_model_without_a_chat_template_is_refused_at_the_start(bundle: str) -> None:
