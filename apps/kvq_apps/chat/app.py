@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from asyncio import AbstractEventLoop, get_running_loop
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
@@ -31,6 +31,7 @@ from kvq_apps.chat.blocks import code_fences
 from kvq_apps.chat.chat_list import ChatList, Sidebar
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController
+from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.history import ChatSummary
 from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.messages import Message
@@ -82,6 +83,7 @@ class ChatApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=True)]
     CSS = """
     Transcript { height: 1fr; }
+    Transcript:focus { outline-left: thick $primary; scrollbar-color: $primary; }
     #queue { height: auto; max-height: 4; color: $text-muted; padding: 0 2; display: none; }
     #meter { height: 1; padding: 0 2; color: $text-muted; }
     Prompt { border-title-color: $accent; border-subtitle-color: $text-muted; }
@@ -241,6 +243,17 @@ class ChatApp(App[None]):
         self.transcript.finish()
         self.transcript.restate(message)
 
+    def open_drafts(self, drafts: Sequence[Message], marked: int) -> Awaitable[int | None]:
+        return self.push_screen(DraftsScreen(drafts, marked), wait_for_dismiss=True)
+
+    def feed_draft(self, number: int, text: str) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.feed(number, text)
+
+    def drafts_finished(self, drafts: Sequence[Message]) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.finish(drafts)
+
     async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
         return await self.push_screen_wait(Question(question, answers))
 
@@ -323,9 +336,14 @@ class ChatApp(App[None]):
         self.run_worker(self.action_quit())
 
     async def _leave(self) -> None:
+        self._close_drafts()
         await self.controller.leave()
         self.said = self.transcript.lines_since(self._started_s)
         self.exit()
+
+    def _close_drafts(self) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.dismiss(None)
 
     # Ending by a signal
 
@@ -358,6 +376,7 @@ class ChatApp(App[None]):
             self.run_worker(self._end_soon(number), exit_on_error=True)
 
     async def _end_soon(self, number: int) -> None:
+        self._close_drafts()
         await self.controller.leave(STOP_WITHIN_S, SAVE_WITHIN_S)
         if not os.isatty(0):
             os._exit(128 + number)  # all is kept, and Textual would wait for the terminal
@@ -478,8 +497,11 @@ class ChatApp(App[None]):
         self.refresh(layout=True)
 
     def action_page(self, step: int) -> None:
-        """Scrolls the transcript by a screen."""
-        scroll = self.transcript.scroll_page_down if step > 0 else self.transcript.scroll_page_up
+        """Scrolls the transcript, or the draft that is marked, by a screen."""
+        drafts, view = self.screen, self.transcript
+        if isinstance(drafts, DraftsScreen):
+            view = drafts.columns[drafts.marked]
+        scroll = view.scroll_page_down if step > 0 else view.scroll_page_up
         scroll(animate=False)
 
     def action_top(self) -> None:
@@ -546,7 +568,10 @@ class ChatApp(App[None]):
         self.controller.do(partial(self.controller.retry, answer))
 
     def action_draft(self, step: int) -> None:
-        """Shows the next or previous branch of the selected or last message."""
+        """Shows the replies beside the selected or last message; of a question the next branch."""
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.action_step(step)
+            return
         message = self.transcript.selected
         if message is None:
             rows = self.controller.conversation.messages
@@ -554,7 +579,9 @@ class ChatApp(App[None]):
         if message is None or message.branches < 2:
             self.notify("there is one draft only; r or /drafts 3 makes more", markup=False)
             return
-        self.controller.do(partial(self.controller.switch_branch, message, step))
+        answer, controller = message.role == "assistant", self.controller
+        show = controller.choose_draft if answer else controller.switch_branch
+        controller.do(partial(show, message, step))
 
     def action_editor(self) -> None:
         """Writes the message in the user's editor; what was written stays if that fails."""

@@ -32,7 +32,9 @@ COMMANDS = (
     Command(name="rename", takes="[TITLE]", says="give this chat another title"),
     Command(name="delete", says="delete this chat for good"),
     Command(name="retry", says="another reply to the last message"),
-    Command(name="drafts", takes="N", says="N replies to the last message, Alt+] shows the next"),
+    Command(
+        name="drafts", takes="N", says="N replies to the last message side by side, to choose one"
+    ),
     Command(name="edit", says="edit your last message and answer it again"),
     Command(name="copy", takes="[code]", says="copy the last reply, or its code"),
     Command(name="system", takes="[TEXT]", says="set or show the system message"),

@@ -56,7 +56,6 @@ class TranscriptView(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     TranscriptView {
         overflow-x: hidden; overflow-y: scroll; scrollbar-size-vertical: 1; padding: 0 1;
-        &:focus { outline-left: thick $primary; scrollbar-color: $primary; }
         .transcript--text { color: $foreground; }
         .transcript--heading { color: $primary; text-style: bold; }
         .transcript--strong { text-style: bold; }

@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html import unescape
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvq_apps.chat import controller, engine_link, keys
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError, Turn
 from kvq_apps.chat.commands import COMMANDS, parse_command
+from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
@@ -364,18 +366,96 @@ def test_an_edit_keeps_what_was_being_written() -> None:
     run(script)
 
 
-def test_drafts_are_siblings() -> None:
+def drafts_of(app: ChatApp) -> list[str]:
+    """What the drafts on the screen say, in their order."""
+    assert isinstance(app.screen, DraftsScreen)
+    return [message.text for column in app.screen.columns for message in column.messages]
+
+
+async def open_drafts(app: ChatApp, pilot: Pilot[Any], *keys_pressed: str) -> DraftsScreen:
+    """The drafts once they are on screen and written."""
+    await pilot.press(*keys_pressed)
+    await until(pilot, lambda: isinstance(app.screen, DraftsScreen) and app.screen.is_mounted)
+    await until(pilot, lambda: app.controller.engine.activity == "choose a draft")
+    assert isinstance(app.screen, DraftsScreen)
+    return app.screen
+
+
+def test_drafts_are_written_side_by_side_and_one_is_kept(tmp_path: Path) -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "go")
-        await say(app, pilot, "/drafts 3")
+        app.prompt.fill("/drafts 3")
+        screen = await open_drafts(app, pilot, "enter")
+        # The reply that is there is the first; the next one is marked.
+        assert (drafts_of(app), screen.marked) == (["alpha", "beta", "gamma"], 1)
+        drawn = on_screen(app)
+        assert all(word in drawn for word in ("alpha", "beta", "gamma", "1/3", "2/3", "3/3"))
+        await pilot.press("alt+n")
+        assert (screen.marked, screen.columns[2].has_class("marked")) == (2, True)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].text == "gamma"
         assert "kvq  3/3" in shown(app)
-        await pilot.press("alt+n")
-        await until(pilot, lambda: app.controller.conversation.messages[-1].text == "alpha")
+        # Alt+] shows the same three again, the one before is marked by its fellow; Esc leaves all.
+        screen = await open_drafts(app, pilot, "alt+right_square_bracket")
+        assert (drafts_of(app), screen.marked) == (["alpha", "beta", "gamma"], 0)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].text == "gamma"
+        screen = await open_drafts(app, pilot, "alt+p")
+        assert screen.marked == 1
+        await pilot.press("1", "enter")
+        await until(pilot, lambda: app.controller.idle)
         await say(app, pilot, "next")
         assert [m.text for m in app.controller.conversation.messages][:3] == ["go", "alpha", "next"]
 
-    run(script, telling("alpha", "beta", "gamma", "delta"))
+    client = telling("alpha", "beta", "gamma", "delta")
+    run(script, client, folder=tmp_path, size=(120, 24))
+    # The drafts were asked for without the reply that stood there.
+    assert asked(client, 1) == [("user", "go")]
+    history = History(tmp_path / "chats.sqlite3")
+    (chat,) = history.chats()
+    found = history.beside(chat.id, history.branch(chat.id)[1].id)
+    assert [(m.text, m.state) for m in found] == [
+        ("alpha", "done"), ("beta", "done"), ("gamma", "done")
+    ]  # fmt: skip
+    history.close()
+
+
+def test_a_choice_stops_what_is_still_written_and_a_narrow_screen_shows_one() -> None:
+    def endless(turn: Turn) -> Iterator[str]:
+        yield from repeat("word ")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: "word" in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.controller.idle)
+        app.prompt.fill("/drafts 3")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, DraftsScreen) and drafts_of(app)[2])
+        screen = app.screen
+        assert isinstance(screen, DraftsScreen)
+        await until(pilot, lambda: [column.display for column in screen.columns].count(True) == 1)
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: app.controller.idle)
+        last = app.controller.conversation.messages[-1]
+        assert (last.state, last.branch, last.branches) == ("stopped", 3, 3)
+        assert last.text.startswith("word word")
+
+    run(script, FakeClient(FakeOptions(tok_ms=1), script=endless), size=(60, 24))
+
+
+def test_leaving_with_drafts_on_the_screen() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "go")
+        app.prompt.fill("/drafts 2")
+        await open_drafts(app, pilot, "enter")
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: app._exit)
+
+    run(script, telling("alpha", "beta"))
 
 
 # The context
