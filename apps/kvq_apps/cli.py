@@ -5,6 +5,7 @@ Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 re
 
 import errno
 import os
+import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -15,7 +16,12 @@ from typing import Any, NoReturn
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError, named_by_flags
-from kvq.settings import encode_in_one_thread, environment, stay_offline
+from kvq.settings import (
+    encode_in_one_thread,
+    environment,
+    environment_name,
+    stay_offline,
+)
 from kvq_apps import flags, layers, output
 from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
 from kvq_apps.owners import HelpText
@@ -186,12 +192,26 @@ def _nearest(word: str, arguments: Namespace) -> str:
 
 def _report(error: Exception, argv: list[str]) -> int:
     try:
-        output.print_error(error, as_json=_asked("json", argv))
+        output.print_error(_as_typed(error, argv), as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
     except OSError:
         _forget_output()
     return error.exit_code if isinstance(error, KvqError) else 1
+
+
+def _as_typed(error: Exception, argv: list[str]) -> Exception:
+    """The error with the names of flags that were typed, or set in the environment, for ours."""
+    if not isinstance(error, KvqError):
+        return error
+    words = {word.partition("=")[0] for word in argv}
+    message = str(error)
+    for name, flag in flags.FLAGS.items():
+        variable = environment_name(name)
+        typed = [*words.intersection(flag.synonyms), variable]
+        if f"--{name}" not in words and (len(typed) > 1 or environment(name) is not None):
+            message = re.sub(rf"--{name}(?![\w-])", typed[0], message)
+    return type(error)(message)
 
 
 def _asked(switch: str, argv: list[str]) -> bool:

@@ -54,9 +54,9 @@ FLAGS: dict[str, Flag] = {
         metavar="N"),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
     # the cache
-    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.kbits", metavar="BITS", synonyms=("-ctk", "--cache-type-k")),
-    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.vbits", metavar="BITS", synonyms=("-ctv", "--cache-type-v")),
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
         metavar="K:V", suggests=("fp", *(f"{k}:{v}" for k in PAGE_WIDTHS for v in PAGE_WIDTHS))),
@@ -69,6 +69,10 @@ FLAGS: dict[str, Flag] = {
         "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
         setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq.selectors:SELECTORS")),
+    "kv-predict": Flag("share of the layers whose keys and values are predicted for a prompt, not "
+        "computed: 50%%; lossy, for a faster first token", "off", setting="kv.predict",
+        metavar="SHARE|NAME[:OPTION=VALUE,..]",
+        suggests=Owned("kvq_runtime.prediction:PREDICTORS")),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
@@ -171,8 +175,8 @@ FLAGS: dict[str, Flag] = {
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
-        "several: several drafts at once against one",
-        choices=("speed", "serve", "chat", "drafts", "several")),
+        "several: several drafts at once against one; edit: recorded typing in a file",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",

@@ -83,7 +83,7 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     return (
         kv_bits(arguments)
         | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
-        | given(arguments, policy="kv-policy", kv_read="kv-read")
+        | given(arguments, policy="kv-policy", kv_read="kv-read", predict="kv-predict")
         | drafter(arguments)
     )
 
@@ -162,6 +162,10 @@ def check(name: str, value: Any) -> None:
             from kvq.selectors import rule_named
 
             rule_named(value)
+        case "kv-predict":
+            from kvq_runtime.prediction import predictor_named
+
+            predictor_named(value)
         case "draft":
             drafter(alone)
         case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):

@@ -6,7 +6,7 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64
+from ctypes import c_int32, c_int64, c_uint8
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,15 @@ class NativeCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         rows = None if parents is None else (c_int32 * tokens)(*parents)
         first = -1 if at is None else at
-        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first))
+        quiet = None
+        if silent:
+            layers = self.arena.shape.num_layers
+            quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
+        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first, quiet))
         self._stats.branch_rows += tokens
 
     def attend(
@@ -283,6 +288,9 @@ class NativeCache:
 
     def shift(self, column: int, delta: int) -> None:
         _check(self._library.kvq_cache_shift(self.handle, column, delta))
+
+    def shift_sinks(self, delta: int) -> None:
+        _check(self._library.kvq_cache_shift_sinks(self.handle, delta))
 
     def mask(self, column: int, mask: int) -> None:
         _check(self._library.kvq_cache_mask(self.handle, column, mask))

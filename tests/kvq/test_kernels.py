@@ -98,6 +98,7 @@ def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, 
     codes, _ = encode(x, side)
     assert (native.pack(x, side, 4)[0] == planes(codes, 4, side)).all()
     assert (native.pack(x, side, 2)[0] == two_bit_plane(codes >> 6, side)).all()
+    assert (native.pack(x, side, 6)[0] == planes(codes, 6, side)).all()
 
 
 def test_kernels_are_chosen_by_name() -> None:

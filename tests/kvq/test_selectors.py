@@ -63,7 +63,7 @@ def test_a_bound_is_above_every_product_and_quests_own_sum() -> None:
     minimum, largest = mid - 120.5 * scale, mid + 120.5 * scale
     papers = np.maximum(q * minimum, q * largest).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(bound, papers, rtol=1e-5)
-    for bits in (8, 4, 2):
+    for bits in (8, 6, 4, 2):
         read = decode(codes, grid, bits, 0)
         assert (q @ read.T <= bound + 1e-4).all()
     # Landmarks score by the middle alone.

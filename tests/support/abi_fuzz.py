@@ -17,7 +17,7 @@ import numpy as np
 from kvq import abi, native
 from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
 
-MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 4, 2)
+MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 6, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
 WILD = (np.nan, np.inf, -1e30, 70000.0)
 
@@ -117,7 +117,11 @@ class Fuzz:
         view = self.number(1)
         at = -1 if self.chance.random() < 0.8 else self.number(cache.position)
         at = cache.gap if cache.gap >= 0 and self.chance.random() < 0.7 else at
-        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at) == 0:
+        silent = None
+        if self.chance.random() < 0.2:
+            layers = min(max(cache.config.layers, 1), 4096)
+            silent = (ctypes.c_uint8 * layers)(*(self.number(1) & 1 for _ in range(layers)))
+        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at, silent) == 0:
             cache.rows, cache.layer = tokens, 0
 
     def attend(self, cache: Opened) -> None:
@@ -200,7 +204,7 @@ class Fuzz:
         actions = np.array(
             [
                 (self.number(1), self.number(1), self.number(self.stats.columns - 1),
-                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (4, 4), (8, 4), (0, 2), (5, 5)]))
+                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
                 for _ in range(count)
             ],
             np.int32,
@@ -214,6 +218,7 @@ class Fuzz:
         self.call.kvq_cache_demote_entering(cache.handle, native.pointer(widths))
 
     def move(self, cache: Opened) -> None:
+        self.call.kvq_cache_shift_sinks(cache.handle, self.chance.choice(NUMBERS))
         self.call.kvq_cache_shift(cache.handle, self.number(8), self.chance.choice(NUMBERS))
         self.call.kvq_cache_mask(cache.handle, self.number(8), self.numbers.integers(2**63))
 

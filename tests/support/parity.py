@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caches import budget_for_tokens, spec
 from kvq import abi, native_linear, reference_linear
-from kvq.config import AttentionParams, Budget, CacheShape, KvPlan, PageForm
+from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
 from kvq.reference_linear import ACTIVATIONS, Bytes, PanelFormat, View
@@ -157,7 +157,7 @@ def packing(cases: Cases) -> None:
         for kind, x in adversarial(64, dim).items():
             cases.name = f"{kind}, side {side}, groups along {axis}, {dim} channels"
             codes, grid = encode(x, axis)
-            for bits in (8, 4, 2):
+            for bits in PAGE_WIDTHS:
                 wanted = planes(codes, bits, side)
                 cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored())
 
@@ -213,8 +213,8 @@ def widths_and_views(cases: Cases) -> None:
 
 
 def _of_view(widths: tuple[int, int], view: str) -> Tolerance:
-    """In the view `hi` 8 bits are read as 4."""
-    k_bits, v_bits = ((min(bits, 4) if bits == 8 else bits) for bits in widths)
+    """In the view `hi` 8 and 6 bits are read as 4."""
+    k_bits, v_bits = (4 if bits in (8, 6) else bits for bits in widths)
     return RANDOM[(k_bits, v_bits) if view == "hi" else widths]
 
 
@@ -226,7 +226,7 @@ def masks_shifts_and_caps(cases: Cases) -> None:
         rng = np.random.default_rng(dim)
         cache = opened(cases, shape, (8, 8), EXACT, 400)
         fill(cache, pack_heads(*kind(rng, shape, 400)), UNROTATED)
-        steps = [(4, 8), (2, 4), (8, 2), (2, 2)]
+        steps = [(4, 6), (2, 4), (6, 2), (2, 8)]
         lower = [(0, head, c, *steps[(c + head) % 4]) for c in range(4) for head in (0, 1)]
         cache.demote(np.array(lower, np.int32))
         cache.mask(1, 0x9249249249249249)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import UsageError
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
     from kvq_runtime.beside import Beside
@@ -91,11 +92,11 @@ class LocalClient:
             raise ContextFullError(len(prompt), limit)
         return prompt
 
-    def _encode(self, prompt: list[int], stream: Stream) -> int | None:
+    def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
         _, session = self._opened()
         self._drafted_before = session.drafted
-        cached = session.align(prompt)
+        cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
         whole = cached == len(prompt) or session.prefill(
             progress=stream.prefilled, cancel=stream.cancelled
@@ -103,7 +104,7 @@ class LocalClient:
         return cached if whole else None
 
     def _answer(self, turn: Turn, prompt: list[int], stream: Stream, draft: int = 0) -> str:
-        cached, (_, session) = self._encode(prompt, stream), self._opened()
+        cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
         if cached is None:
             return "cancelled"
         steps = session.generate(turn.max_tokens, sampling=turn.sampling, cancel=stream.cancelled)
@@ -121,7 +122,7 @@ class LocalClient:
         from kvq_runtime.generation import GenerationOptions
 
         reasons = ["cancelled"] * len(seeds)
-        cached, (_, session) = self._encode(prompt, stream), self._opened()
+        cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
         if cached is None:
             return reasons
         options = GenerationOptions(max_tokens=turn.max_tokens, sampling=turn.sampling)
@@ -181,6 +182,15 @@ class LocalClient:
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
+    def reread(self, stream: Stream) -> int:
+        """Encodes from the first stale token on."""
+        self._settle()
+        _, session = self._opened()
+        stale = session.sequence.drop_stale()
+        if stale:
+            session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
+        return stale
+
     def save(self, path: Path) -> str | None:
         """Writes the session to `path`."""
         self._settle()
@@ -206,6 +216,14 @@ class LocalClient:
         if self._engine is not None:
             self._engine.close()
         self._session = self._engine = None
+
+    def _goes_back(self, edited: Sequence[Message]) -> bool:
+        """Whether there was an edit; the session then ends where its message did."""
+        engine, session = self._opened()
+        if edited:
+            shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
+            session.rollback(len(session.tokens) - shared)
+        return bool(edited)
 
     def _opened(self) -> "tuple[Engine, Session]":
         assert self._engine is not None
@@ -241,6 +259,7 @@ class LocalClient:
             evicted_share=stats.evicted_share,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            predicted_tokens=stats.predicted_tokens,
         )
 
 

@@ -131,6 +131,10 @@ class RemoteClient:
             "`kvq serve --kv K:V --kv-budget SIZE`"
         )
 
+    def reread(self, stream: Stream) -> int:
+        """Nothing: an edit has the server read all that follows it."""
+        return 0
+
     def save(self, path: Path) -> str | None:
         """The server keeps the KV itself."""
         return None
@@ -246,6 +250,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         evicted_share=kvq.get("evicted_share") or 0.0,
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
+        predicted_tokens=kvq.get("predicted_tokens") or 0,
     )
 
 

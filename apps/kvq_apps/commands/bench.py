@@ -73,7 +73,8 @@ def run(arguments: Namespace) -> int:
     if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
     suites = {
-        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several
+        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several,
+        "edit": _run_edit,
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
@@ -176,6 +177,37 @@ def _run_several(arguments: Namespace) -> int:
     return _run_sessions(arguments, several, job)
 
 
+def _run_edit(arguments: Namespace) -> int:
+    """The suite `edit`."""
+    for flag in ("plot", "kv-policy", "kv-read", "context"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite edit knows no --{flag}; leave it out")
+    from kvq_apps.bench import editing, engines, machine
+
+    peers = tuple(dict.fromkeys(arguments.peer or ()))
+    if peers not in ((), (editing.LLAMA,)) or (peers and arguments.shape is not None):
+        raise UsageError(f"--suite edit knows --peer {editing.LLAMA}, on a model that predicts")
+    engines.check_peers(peers)
+    files = _files(arguments)
+    if not files.has_onnx:
+        raise UsageError(f"--suite edit runs a bundle; {files.path} has no ONNX graph")
+    wanted = options.given(arguments, events="repeat", tokens="predict")
+    if options.written(arguments, "kv"):
+        wanted["kv"] = _kv_settings(arguments, files)
+    job = editing.EditJob(peer=bool(peers), **wanted)
+    (threads,) = _threads(arguments)[:1]
+    found = machine.describe(("kvq",))
+    _note_load(found)
+    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+        data = editing.measure(files, job, threads, progress, shape=arguments.shape is not None)
+    data = {"suite": "edit", "machine": found, "threads": threads, **data}
+    if arguments.json:
+        output.print_json(data)
+    else:
+        editing.print_report(data)
+    return 0
+
+
 def _run_chat(arguments: Namespace) -> int:
     """The suite `chat`."""
     from kvq_apps.bench import chat_app
@@ -192,7 +224,7 @@ def _refuse(arguments: Namespace, *unknown: str) -> None:
             raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
 
 
-def _first_context(arguments: Namespace, name: str) -> dict[str, int]:
+def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
     """The job's argument `name`, where a depth was given."""
     return {name: arguments.context[0]} if arguments.context else {}
 
@@ -260,11 +292,14 @@ def _files(arguments: Namespace) -> "ModelFiles":
 
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
+    from kvq_runtime.engine import warn_beyond_training
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
+    contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
+    warn_beyond_training(max(contexts), files.context_length)
     return SpeedJob(
-        contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
+        contexts=contexts,
         kv=kv,
         kv_read=_reads(arguments),
         kv_policy=policies,

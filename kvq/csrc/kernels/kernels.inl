@@ -65,14 +65,21 @@ inline void widen(const uint8_t* stored, int groups, int bits, Grid& out) {
     }
 }
 
-// Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 8 bits use
-// the fine part against their hi4 plane, or rounding x would cost more than the page's own
+// Reads of more than a nibble join hi4 and a lower plane: code = hi * 2^(Bits - 4) + low.
+template <int Bits>
+constexpr bool kJoined = Bits > 4;
+template <int Bits>
+constexpr float kHighUnit = kJoined<Bits> ? 1 << (Bits - 4) * kJoined<Bits> : 1;
+
+// Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 6 and 8 bits
+// use the fine part against their hi4 plane, or rounding x would cost as much as the page's own
 // rounding; narrower reads do without. Returns, lane by lane, what the middle of the code range
-// adds to sums over these codes: the fine part meets hi4 alone, whose values 16 * hi stand 120 from
+// adds to sums over these codes: the fine part meets hi4 alone, whose nibbles stand 7.5 from
 // their middle.
-template <int Lanes, bool Fine>
-inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8_t* fine,
-                     float* scale) {
+template <int Lanes, int Bits>
+inline F round_codes(const F* x, float top, int8_t* code, int8_t* fine, float* scale) {
+    constexpr bool Fine = kJoined<Bits>;
+    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
     I codes[4] = {}, rests[4] = {};
     I total = {}, rest_total = {};
@@ -87,10 +94,10 @@ inline F round_codes(const F* x, float top, float half_range, int8_t* code, int8
     }
     store_codes(code, codes);
     *scale = top * (1.0f / 127.0f);
-    F centre = to_float(total) * set1(half_range);
+    F centre = to_float(total) * set1(kHalfRange);
     if constexpr (Fine) {
         store_codes(fine, rests);
-        centre = fma(to_float(rest_total), set1(120.0f / 254.0f), centre);
+        centre = fma(to_float(rest_total), set1(7.5f * kHighUnit<Bits> / 254.0f), centre);
     }
     return centre * set1(*scale);
 }
@@ -104,8 +111,8 @@ struct FoldedQuery {
     float constant;  // what the codes' midpoint and the page's mids add to every logit
 };
 
-template <int Lanes, bool Fine>
-inline F fold_group(const float* q, const Grid& k, int g, float half_range, FoldedQuery& out) {
+template <int Lanes, int Bits>
+inline F fold_group(const float* q, const Grid& k, int g, FoldedQuery& out) {
     const int base = 32 * g;
     F scaled[Lanes];
     F constant = set1(0.0f), largest = set1(0.0f);
@@ -115,27 +122,40 @@ inline F fold_group(const float* q, const Grid& k, int g, float half_range, Fold
         constant = fma(x, load(k.mid + base + 8 * i), constant);
         largest = max(largest, abs(scaled[i]));
     }
-    return constant - round_codes<Lanes, Fine>(scaled, reduce_max(largest), half_range,
-                                               out.code + base, out.fine + base, out.scale + g);
+    return constant - round_codes<Lanes, Bits>(scaled, reduce_max(largest), out.code + base,
+                                               out.fine + base, out.scale + g);
 }
 
 template <int Bits>
 inline void fold_query(const float* q, const Grid& k, int head_dim, FoldedQuery& out) {
-    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F constant = set1(0.0f);
     const int whole = head_dim / 32;
     for (int g = 0; g < whole; g++)
-        constant = constant + fold_group<4, Bits == 8>(q, k, g, kHalfRange, out);
-    if (head_dim % 32) constant = constant + fold_group<2, Bits == 8>(q, k, whole, kHalfRange, out);
+        constant = constant + fold_group<4, Bits>(q, k, g, out);
+    if (head_dim % 32) constant = constant + fold_group<2, Bits>(q, k, whole, out);
     out.constant = reduce_add(constant);
+}
+
+// What lies below hi4's vector j, whose two nibbles join a and b: half of one of lo4's top bits at
+// 6 bits, a vector of lo4 at 8.
+template <int Bits>
+inline void low_fields(const uint8_t* lo, int j, Bytes& a, Bytes& b) {
+    if constexpr (Bits == 6) {
+        const Bytes w = load_bytes(lo + 32 * (j / 2));
+        a = j % 2 ? field<4, 3>(w) : field<0, 3>(w);
+        b = j % 2 ? field<6, 3>(w) : field<2, 3>(w);
+    } else {
+        const Bytes w = load_bytes(lo + 32 * j);
+        a = field<0, 15>(w), b = field<4, 15>(w);
+    }
 }
 
 // Sum of code products of one row, the fine part included.
 template <int Bits>
 inline F combine(const Dot& high, const Dot* low, const Dot* fine, int r) {
-    if constexpr (Bits == 8) {
-        const F coarse = to_float(times16(high.sum()) + low[r].sum());
-        return fma(to_float(fine[r].sum()), set1(16.0f / 254.0f), coarse);
+    if constexpr (kJoined<Bits>) {
+        const F coarse = fma(to_float(high.sum()), set1(kHighUnit<Bits>), to_float(low[r].sum()));
+        return fma(to_float(fine[r].sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
     } else {
         return to_float(high.sum());
     }
@@ -145,7 +165,7 @@ inline F combine(const Dot& high, const Dot* low, const Dot* fine, int r) {
 template <int Bits, int N, int Vectors>
 inline void group_logits(const uint8_t* hi, const uint8_t* lo, const FoldedQuery* q, int g,
                          F* logit) {
-    Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
+    Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
     for (int j = 0; j < Vectors; j++) {
         const Bytes v = load_bytes(hi + 32 * j);
         if constexpr (Bits == 2) {
@@ -165,9 +185,9 @@ inline void group_logits(const uint8_t* hi, const uint8_t* lo, const FoldedQuery
                 high[r].add(a, quad);
                 high[r].add(b, quad + 4);
             }
-            if constexpr (Bits == 8) {
-                const Bytes w = load_bytes(lo + 32 * j);
-                const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
+            if constexpr (kJoined<Bits>) {
+                Bytes c, d;
+                low_fields<Bits>(lo, j, c, d);
                 for (int r = 0; r < N; r++) {
                     low[r].add(c, q[r].code + 32 * g + 8 * j);
                     low[r].add(d, q[r].code + 32 * g + 8 * j + 4);
@@ -185,6 +205,7 @@ inline void group_logits(const uint8_t* hi, const uint8_t* lo, const FoldedQuery
 template <int Bits, int N>
 void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float* scores) {
     constexpr int kVectors = Bits == 2 ? 2 : 4;  // that hold 32 channels of eight tokens
+    constexpr int kLow = Bits == 6 ? 64 : 128;   // bytes below these
     const int whole = head_dim / 32;
     for (int group = 0; group < 8; group++) {
         const uint8_t* hi;
@@ -195,15 +216,15 @@ void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float
             const int offset = (group & 3) * 4 * head_dim;
             hi = page.k[group >> 2] + offset;
             if constexpr (Bits == 8) lo = page.k[2 + (group >> 2)] + offset;
+            if constexpr (Bits == 6) lo = page.k[2] + group * 2 * head_dim;
         }
         F logit[N];
         for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
         for (int g = 0; g < whole; g++)
-            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kVectors * 32, q, g,
-                                            logit);
+            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kLow, q, g, logit);
         if (head_dim % 32)
             group_logits<Bits, N, kVectors / 2>(hi + whole * kVectors * 32,
-                                                lo + whole * kVectors * 32, q, whole, logit);
+                                                lo + whole * kLow, q, whole, logit);
         for (int r = 0; r < N; r++) store(scores + r * kPageTokens + 8 * group, logit[r]);
     }
 }
@@ -221,7 +242,6 @@ struct FoldedWeights {
 template <int Bits>
 inline void fold_weights(const F* p, const Grid* v, FoldedWeights& out) {
     constexpr int kLanes = kPageTokens / 8;
-    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
     F scaled[kLanes];
     F mid_sum = set1(0.0f), largest = set1(0.0f);
     for (int i = 0; i < kLanes; i++) {
@@ -233,9 +253,8 @@ inline void fold_weights(const F* p, const Grid* v, FoldedWeights& out) {
     out.mass = reduce_add(total);
     const float top = reduce_max(largest);
     for (int half = 0; half < 2; half++)
-        mid_sum = mid_sum - round_codes<4, Bits == 8>(scaled + 4 * half, top, kHalfRange,
-                                                      out.code + 32 * half, out.fine + 32 * half,
-                                                      &out.scale);
+        mid_sum = mid_sum - round_codes<4, Bits>(scaled + 4 * half, top, out.code + 32 * half,
+                                                 out.fine + 32 * half, &out.scale);
     out.constant = reduce_add(mid_sum);
 }
 
@@ -255,12 +274,13 @@ void page_values(const PageView& page, int head_dim, const Grid* v, const Folded
             const int which = group >= half, offset = (group - which * half) * 256;
             hi = page.v[which] + offset;
             if constexpr (Bits == 8) lo = page.v[2 + which] + offset;
+            if constexpr (Bits == 6) lo = page.v[2] + group * 128;
         }
         F total[N];
         for (int r = 0; r < N; r++) total[r] = set1(0.0f);
         // Two halves of eight adds each: the most an int16 sum of nibble products can hold.
         for (int part = 0; part < 2; part++) {
-            Dot high[N], low[Bits == 8 ? N : 1], fine[Bits == 8 ? N : 1];
+            Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
             for (int j = part * kVectors / 2; j < (part + 1) * kVectors / 2; j++) {
                 const Bytes x = load_bytes(hi + 32 * j);
                 if constexpr (Bits == 2) {
@@ -279,9 +299,9 @@ void page_values(const PageView& page, int head_dim, const Grid* v, const Folded
                         high[r].add(a, p[r].code + 8 * j);
                         high[r].add(b, p[r].code + 8 * j + 4);
                     }
-                    if constexpr (Bits == 8) {
-                        const Bytes w = load_bytes(lo + 32 * j);
-                        const Bytes c = field<0, 15>(w), d = field<4, 15>(w);
+                    if constexpr (kJoined<Bits>) {
+                        Bytes c, d;
+                        low_fields<Bits>(lo, j, c, d);
                         for (int r = 0; r < N; r++) {
                             low[r].add(c, p[r].code + 8 * j);
                             low[r].add(d, p[r].code + 8 * j + 4);
@@ -399,6 +419,7 @@ void all_values(const PageView& page, Block& block, const float* scores, const u
 
 void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
     if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
+    else if (page.k_bits == 6) all_logits<6>(page, block, q, scores);
     else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
     else all_logits<2>(page, block, q, scores);
 }
@@ -423,6 +444,7 @@ void attend_page(Block& block, const float* q, const PageView& page, const uint6
     alignas(64) float scores[kBlockRows * kPageTokens];
     page_scores(page, block, q, scores);
     if (page.v_bits == 8) all_values<8>(page, block, scores, visible);
+    else if (page.v_bits == 6) all_values<6>(page, block, scores, visible);
     else if (page.v_bits == 4) all_values<4>(page, block, scores, visible);
     else all_values<2>(page, block, scores, visible);
 }
@@ -438,13 +460,16 @@ void read_values(const PageView& page, int head_dim, const Grid& v, float* out) 
         const int offset = bits == 2 ? octet * 128 : (octet - which * half) * 256;
         for (int j = 0; j < (bits == 2 ? 4 : 8); j++) {
             const uint8_t* hi = page.v[which] + offset + 32 * j;
-            const uint8_t* lo = bits == 8 ? page.v[2 + which] + offset + 32 * j : hi;
+            const uint8_t* lo = bits == 8   ? page.v[2 + which] + offset + 32 * j
+                                : bits == 6 ? page.v[2] + octet * 128 + 32 * (j / 2)
+                                            : hi;
             for (int i = 0; i < 32; i++) {
                 const int channel = 8 * octet + i / 4;
                 for (int part = 0; part < (bits == 2 ? 4 : 2); part++) {
                     const int token = (bits == 2 ? 16 : 8) * j + 4 * part + i % 4;
                     int code = bits == 2 ? hi[i] >> 2 * part & 3 : hi[i] >> 4 * part & 15;
                     if (bits == 8) code = 16 * code + (lo[i] >> 4 * part & 15);
+                    if (bits == 6) code = 4 * code + (lo[i] >> (4 * (j % 2) + 2 * part) & 3);
                     const int group = page.channel_values ? channel : token;
                     out[token * head_dim + channel] =
                         v.mid[group] + v.step[group] * (static_cast<float>(code) - middle);

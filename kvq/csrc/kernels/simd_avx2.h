@@ -41,7 +41,6 @@ inline float reduce_add(F a) {
 }
 inline F to_float(I a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline I operator+(I a, I b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline I times16(I a) { return {_mm256_slli_epi32(a.v, 4)}; }
 inline I to_int(F a) { return {_mm256_cvtps_epi32(a.v)}; }
 inline int reduce_add(I a) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));

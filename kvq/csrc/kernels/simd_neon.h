@@ -36,7 +36,6 @@ inline float reduce_add(F x) {
 }
 inline F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
 inline I operator+(I x, I y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
-inline I times16(I x) { return {vshlq_n_s32(x.a, 4), vshlq_n_s32(x.b, 4)}; }
 inline I to_int(F x) { return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)}; }
 inline int reduce_add(I x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
 inline float32x4_t power_of_two(float32x4_t n) {

@@ -26,6 +26,7 @@ class ReferenceBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self._weight = cache(bundle.read_weight)
         self._half_weight = cache(self._read_half)
+        self._maps = bundle.restored_maps()
 
     @staticmethod
     def missing() -> str | None:
@@ -49,6 +50,8 @@ class ReferenceBackend(PagedBackend):
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,
                 skipped=mode.skipped,
+                predicted=mode.predicted,
+                maps=self._maps if mode.fitted else None,
             )
             for rows in one_pass.rows
         ]
@@ -65,3 +68,13 @@ class ReferenceBackend(PagedBackend):
         """See `Backend.close`."""
         self._weight.cache_clear()
         self._half_weight.cache_clear()
+
+
+class FloatBackend(ReferenceBackend):
+    """The reference's arithmetic over the native cache: what errs then is the cache alone.
+
+    The graph rounds activations to 8 bits, which hides what a wide cache costs.
+    """
+
+    name = "float"
+    cache_kind = "native"

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from caches import budget_for_tokens, open_cache
 from kvq.cache import Cache
@@ -20,6 +22,7 @@ from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
 from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
+from kvq_apps.bench.plot import log_ticks
 from kvq_apps.bench.report import comparisons, passes
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
@@ -302,6 +305,26 @@ def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[st
         for text in ("decode ms", "kvq", "8:2", "fp32", "of 1 row", "growth", "of memory")
     )
     assert out.count("onnxruntime  fp32") >= 2
+
+
+def test_the_tables_have_no_column_of_dashes(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *quick_flags(make("llama")), "--threads", "1", "--kbits", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "decode ms" in out
+    assert "of 1 row" in out
+    assert not {"growth", "than", "MatMulNBits"} & set(out.split())
+    assert "-" not in out.split()
+
+
+@given(low=st.floats(1e-6, 1e6), factor=st.floats(1.5, 1e4))
+def test_every_axis_has_at_least_three_round_ticks(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert len(ticks) >= 3
+    assert ticks == sorted(set(ticks))
+    assert low <= ticks[0]
+    assert ticks[-1] <= low * factor
 
 
 def test_a_row_holds_medians_and_rates() -> None:
@@ -618,7 +641,7 @@ def test_a_shape_is_made_once() -> None:
         (["--chats", "1,4"], "--chats needs --suite serve"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
-        (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),
+        (["--kv", "4:2,3:3"], "choose 8, 6, 4 or 2"),
         (["--kv", "4:2,fp", "--kbits", "8"], "refine one setting"),
         (["--kv-policy", "oldest"], "--kv-policy needs a --kv-budget"),
         (["--kv-policy", "best", "--kv-budget", "1MiB"], "--kv-policy 'best' is unknown"),

@@ -321,6 +321,13 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
         note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
         assert note in shown(app)
         assert 0 < stats.encoded_tokens < stats.prompt_tokens
+        (edited,) = [one.edited for one in client.turns if one.edited]
+        assert [row.text for row in edited] == before[:3]
+        left = client.stale
+        await say(app, pilot, "/exact")
+        assert f"{left} tokens were encoded again" in shown(app)
+        await say(app, pilot, "/exact")
+        assert "all of it is exact already" in shown(app)
         await pilot.press("alt+p")
         await until(
             pilot, lambda: app.controller.idle and len(app.controller.conversation.messages) == 6
@@ -897,7 +904,7 @@ def test_kv_is_changed_live() -> None:
         await say(app, pilot, "/kv 1MiB")
         assert "2 MiB can" in shown(app)
         await say(app, pilot, "/kv 3:2")
-        assert "bits 3 is not possible: choose 8, 4 or 2" in " ".join(shown(app).split())
+        assert "/kv 3:2 is not possible: choose " in " ".join(shown(app).split())
         assert "/32.0 MiB K8V4" in meter(app)
         await say(app, pilot, "two")
         assert app.controller.conversation.messages[-1].text.startswith("You asked: **two**")

@@ -32,6 +32,7 @@ from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
+FLOATS = {"k_bits": 16, "v_bits": 16}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,33 @@ def test_only_what_differs_is_encoded(bundle: str) -> None:
     assert answer(fresh, "one two three four SIX")[0] == edited
     client.begin()
     assert answer(client, "one two three four SIX")[1].cached_tokens == 0
+    client.close()
+    fresh.close()
+
+
+def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
+    """CHAT-16; and `/exact` makes the chat one that was never edited."""
+    client, fresh = local(bundle, **FLOATS), local(bundle, **FLOATS)
+    client.open()
+    fresh.open()
+    question = "one two three " + "four five six seven eight nine ten " * 8
+    edited = question.replace("one", "ONE")
+    first, _ = answer(client, question)
+    answer(client, question, first, "more")
+    stream = Stream()
+    asked = replace(turn(edited), edited=turn(question).messages)
+    client.reply(asked, stream)
+    stats = stream.take().stats
+    assert stats is not None
+    assert 0 < stats.encoded_tokens < stats.prompt_tokens / 4
+    session = client._session
+    assert session is not None
+    held = session.tokens
+    assert client.reread(Stream()) > stats.prompt_tokens / 2
+    assert client.reread(Stream()) == 0
+    assert session.tokens == held
+    text, _ = answer(client, edited)
+    assert text == answer(fresh, edited)[0]
     client.close()
     fresh.close()
 

@@ -376,7 +376,7 @@ def test_a_float_cache_in_bytes_decides_the_context(bundle: str, ask: Ask) -> No
 def test_usage_goes_to_stderr(bundle: str, home: dict[str, str]) -> None:
     finished = kvq("run", bundle, "hi", "-n", "3", "-u", home=home)
     assert b"3 new tokens at" in finished.stderr
-    assert b"mean bits 16.0:16.0, 0% evicted" in finished.stderr
+    assert b"not quantised yet: it all fits in fp16, 0% evicted" in finished.stderr
     assert b"new tokens" not in finished.stdout
 
 
@@ -541,7 +541,8 @@ def test_export_prints_a_table_and_progress_apart(
     table = finished.stdout.decode()
     assert "8 bits, block 64" in table
     assert "8:4, 4 sink tokens" in table
-    assert "weights_and_kv.mean_kld" in table
+    assert table.index("at 8:4 this model keeps ") < table.index("weights_and_kv.mean_kld")
+    assert re.search(r"keeps \d+% of its first choices \(\d+% with an unquantised cache\)", table)
     assert b"100 %" in finished.stderr
     assert b"\x1b" not in finished.stderr + finished.stdout
     manifest = json.loads((destination / "kvq.json").read_text())

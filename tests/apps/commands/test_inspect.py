@@ -122,6 +122,16 @@ def test_a_thousand_tokens_more_take_what_the_estimate_says(bundle: Path, inspec
     assert list(at.values()) == sorted(at.values(), reverse=True)
 
 
+def test_a_context_beyond_the_models_own_is_warned_of(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "512"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "600"]) == 0
+    warning = capsys.readouterr().err
+    assert "a context of 600 tokens is more than the 512 this model was made for" in warning
+
+
 def test_a_budget_is_taken_as_it_is(bundle: Path, inspect: Inspect, refused: Refused) -> None:
     found = inspect(bundle, "--estimate", "--kv-budget", "1MiB")["estimate"]
     assert found["kv_bytes"] == 1 << 20
@@ -181,7 +191,7 @@ def test_a_gguf_file(
     assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
     assert found["kv_bytes"] == row_bytes * CONTEXT
     assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
-    assert "--kbits 2 is not possible on the llama.cpp backend: choose 8 or 4" in refused(
+    assert "keys of 2 bits (--kv or --kbits) are not possible on the llama.cpp" in refused(
         file, "--estimate", "--kv", "2:2"
     )
     assert "fits yes, " in table(file, "--estimate")

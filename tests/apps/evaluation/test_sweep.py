@@ -184,7 +184,7 @@ def test_a_sweep_of_something_else_is_refused(evaluate: Ask, text: str, tmp_path
         (("--out", "s.json", "--tasks", "kld"), "--tasks kld needs a text"),
         (("--out", "s.json", "--tasks", "fim"), "--tasks fim needs source files (.py) or"),
         (("--out", "s.json", "--policies", "eager"), "'eager' is unknown"),
-        (("--out", "s.json", "--policies", "oldest@3:3"), "--kbits 3 is not possible"),
+        (("--out", "s.json", "--policies", "oldest@3:3"), "--policies oldest@3:3 is not possible"),
         (("--out", "s.json", "--budgets", "0"), "'0' is not a share above 0"),
         (("--out", "s.json", "--context", "64,128"), "give one number of tokens"),
         (("--out", "s.json", "--task", "ppl"), "--task and --sweep exclude each other"),

@@ -520,6 +520,29 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
             assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
 
 
+def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) -> None:
+    """A request asks for it, and says so; idle time makes what it left exact."""
+    body = {"prompt": "The quick brown fox. " * 30, "max_tokens": 8, "temperature": 0}
+    asked = body | {"x_kvq": {"predict": "50%:tail=3"}}
+    with running(loaded(bundle, context_tokens=512), saved_bytes=0, sessions=1) as server:
+        wanted = ask(server, COMPLETIONS, body | {"cache_prompt": False}).json
+        assert (wanted["x_kvq"]["predicted_tokens"], wanted["x_kvq"]["exact"]) == (0, True)
+        found = ask(server, COMPLETIONS, asked | {"cache_prompt": False}).json
+        count = found["usage"]["prompt_tokens"]
+        assert found["x_kvq"]["predicted_tokens"] > count - 12
+        assert not found["x_kvq"]["exact"]
+        again = ask(server, COMPLETIONS, body).json
+        assert again["choices"] == wanted["choices"]
+        assert again["x_kvq"]["exact"]
+        ask(server, COMPLETIONS, asked | {"cache_prompt": False})
+        assert not ask(server, "/slots").json[0]["x_kvq"]["exact"]
+        wait_until(lambda: ask(server, "/slots").json[0]["x_kvq"]["exact"], "for idle time")
+        found = ask(server, COMPLETIONS, asked).json
+        assert (found["x_kvq"]["predicted_tokens"], found["x_kvq"]["exact"]) == (0, True)
+        refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.predict")
+
+
 # The command line
 
 
