@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import UsageError
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
     from kvq_runtime.beside import Beside
@@ -219,6 +218,8 @@ class LocalClient:
 
     def _goes_back(self, edited: Sequence[Message]) -> bool:
         """Whether there was an edit; the session then ends where its message did."""
+        from kvq_runtime.hunks import common_prefix
+
         engine, session = self._opened()
         if edited:
             shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
