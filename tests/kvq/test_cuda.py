@@ -261,10 +261,12 @@ def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
 
 
 CASES = {
-    "every width": Case(64, [(8, 8), (4, 2), (2, 4), (4, 4), (2, 2), (8, 2), (0, 0), (2, 8)]),
+    "every width": Case(
+        64, [(8, 8), (4, 2), (2, 4), (4, 4), (2, 2), (8, 2), (0, 0), (2, 8), (6, 6), (6, 2)]
+    ),
     "rotated keys": Case(128, [(4, 4), (2, 2), (8, 8)], form=ROTATED, heads=8),
-    "values per channel": Case(128, [(4, 4), (2, 2), (8, 8)], form=CHANNELS),
-    "both, 80 channels": Case(80, [(4, 2), (2, 4), (8, 8)], form=ROTATED | CHANNELS),
+    "values per channel": Case(128, [(4, 4), (2, 2), (8, 8), (6, 6)], form=CHANNELS),
+    "both, 80 channels": Case(80, [(4, 2), (2, 6), (6, 4), (8, 8)], form=ROTATED | CHANNELS),
     "96 channels": Case(96, [(4, 2), (2, 8), (8, 4)]),
     "256 channels": Case(256, [(4, 2), (8, 8)], form=ROTATED),
     "moved pages": Case(64, [(4, 4)] * 5, form=ROTATED, deltas=(0, 7, 31)),

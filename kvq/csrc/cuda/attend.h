@@ -18,6 +18,18 @@ constexpr float kNothing = -1e30f;  // running maximum before the first visible 
 struct Side {
     const uint8_t* granule[kGranulesPerSide];
     const uint8_t* grid;
+    // The bits below the upper nibbles, of vector `vector` (4n + t) of a group: half as many
+    // vectors where they are two each, of which a lane's codes lie in the upper fields if t is odd.
+    template <int Bits>
+    KVQ_DEVICE_MEMBER uint32_t low_word(int group, int group_bytes, int vector, int g,
+                                        int granule_bytes) const {
+        if constexpr (Bits == 8)
+            return word(1, group * group_bytes + 32 * vector + 4 * g, granule_bytes);
+        if constexpr (Bits == 6)
+            return word(1, group * group_bytes / 2 + 32 * (vector / 2) + 4 * g, granule_bytes) >>
+                   4 * (vector % 2);
+        return 0;
+    }
     KVQ_DEVICE_MEMBER uint32_t word(int plane, int offset, int granule_bytes) const {
         const int part = offset >= granule_bytes;
         const uint8_t* at = granule[2 * plane + part] + offset - part * granule_bytes;
@@ -44,8 +56,8 @@ struct Running {
 };
 
 struct Lane {
-    int g, t;      // of lane 4g + t
-    bool is_row;   // row g is a query row, not padding
+    int g, t;     // of lane 4g + t
+    bool is_row;  // row g is a query row, not padding
     int64_t position;
     const float* query;  // as floats are met, [head_dim]
     int64_t turn_stride;
@@ -96,8 +108,8 @@ KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& sid
         }
     base = over_row(base, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
-    constexpr int kStored = Bits == 8 ? 4 : Bits;  // bits of a plane
-    constexpr int kGroupBytes = Dim * kStored;     // of eight tokens
+    constexpr int kStored = Bits == 2 ? 2 : 4;  // bits of the first plane
+    constexpr int kGroupBytes = Dim * kStored;  // of eight tokens
     for (int tile = 0; tile < kPageTokens / 16; tile++) {
         float sums[4] = {};
         for (int turn = 0; turn < kTurns; turn++) {
@@ -106,7 +118,8 @@ KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& sid
             for (int half = 0; half < 2 && vector * kPer < Dim; half++) {
                 const int offset = (2 * tile + half) * kGroupBytes + 32 * vector + 4 * lane.g;
                 word[half] = side.word(0, offset, 16 * Dim);
-                if (Bits == 8) low[half] = side.word(1, offset, 16 * Dim);
+                low[half] =
+                    side.low_word<Bits>(2 * tile + half, kGroupBytes, vector, lane.g, 16 * Dim);
             }
             for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
@@ -174,7 +187,7 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
         shrink[i] = shuffle_from(shrunk, source);
         added[i] = shuffle_from(constant, source);
     }
-    constexpr int kWords = 4 / kProducts<Bits>;          // of a channel, in this lane
+    constexpr int kWords = 4 / kProducts<Bits>;            // of a channel, in this lane
     constexpr int kGroupBytes = 64 * (Bits == 2 ? 2 : 4);  // of eight channels
     for (int tile = 0; tile < Dim / 16; tile++) {
         float sums[4] = {};
@@ -184,7 +197,8 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
                 const int offset =
                     (2 * tile + half) * kGroupBytes + 32 * (4 * w + lane.t) + 4 * lane.g;
                 word[half] = side.word(0, offset, 16 * Dim);
-                if (Bits == 8) low[half] = side.word(1, offset, 16 * Dim);
+                low[half] = side.low_word<Bits>(2 * tile + half, kGroupBytes, 4 * w + lane.t,
+                                                lane.g, 16 * Dim);
             }
             for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
@@ -203,8 +217,8 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
 
 template <int Dim>
 KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Lane& lane, int kv_head, int index,
-                            float (*logits)[kPageTokens], Running<Dim>& state) {
+                            const Lane& lane, int kv_head, int index, float (*logits)[kPageTokens],
+                            Running<Dim>& state) {
     const View view = static_cast<const View*>(s.views)[index];
     const Entry& e =
         static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
@@ -212,18 +226,34 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
     const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
     switch (e.k_bits) {
-        case 8: key_logits<Dim, 8>(lane, query, keys, logits); break;
-        case 4: key_logits<Dim, 4>(lane, query, keys, logits); break;
-        default: key_logits<Dim, 2>(lane, query, keys, logits);
+        case 8:
+            key_logits<Dim, 8>(lane, query, keys, logits);
+            break;
+        case 6:
+            key_logits<Dim, 6>(lane, query, keys, logits);
+            break;
+        case 4:
+            key_logits<Dim, 4>(lane, query, keys, logits);
+            break;
+        default:
+            key_logits<Dim, 2>(lane, query, keys, logits);
     }
     float weights[16];
     const float shrunk = weigh<Dim>(lane, logits[lane.g], sees(lane, view, a.window_tokens),
                                     e.v_bits, a.softcap, state, weights);
     const bool channels = s.forms[kv_head] & kChannelValues;
     switch (e.v_bits) {
-        case 8: add_values<Dim, 8>(lane, weights, shrunk, values, channels, state); break;
-        case 4: add_values<Dim, 4>(lane, weights, shrunk, values, channels, state); break;
-        default: add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
+        case 8:
+            add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 6:
+            add_values<Dim, 6>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 4:
+            add_values<Dim, 4>(lane, weights, shrunk, values, channels, state);
+            break;
+        default:
+            add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
     }
     sync_warp();
 }
@@ -241,8 +271,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
         for (int c = 4 * lane.t; c < Dim; c += 16) {
             uint32_t b[2], k[4] = {};
             const float* q = lane.query + c;
-            for (int i = 0; i < 2; i++)
-                b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
+            for (int i = 0; i < 2; i++) b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
             for (int i = 0; i < 4; i++) {
                 const int token = 16 * group + lane.g + i % 2 * 8;
                 if (token < count)
@@ -270,15 +299,13 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
                 uint32_t pair = 0;
                 for (int k = 0; k < 2; k++) {
                     const int token = own_token(lane, 4, 4 * i + j / 2 + 2 * k);
-                    if (token < count)
-                        pair |= uint32_t{values[token * Dim + channel]} << 16 * k;
+                    if (token < count) pair |= uint32_t{values[token * Dim + channel]} << 16 * k;
                 }
                 v[j] = pair;
             }
             mma(sums, v, numbers[i]);
         }
-        for (int i = 0; i < 4; i++)
-            state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
+        for (int i = 0; i < 4; i++) state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
     }
     sync_warp();
 }
@@ -292,7 +319,8 @@ KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[
             const float before = turn ? part[lane.g][0] : kNothing;
             const float sum = turn ? part[lane.g][1] : 0.0f;
             const float maximum = fmaxf(before, state.maximum);
-            const float old = exp2_fast(before - maximum), mine = exp2_fast(state.maximum - maximum);
+            const float old = exp2_fast(before - maximum),
+                        mine = exp2_fast(state.maximum - maximum);
             sync_warp();
             if (lane.t == 0) {
                 part[lane.g][0] = maximum;
@@ -332,12 +360,11 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
     Running<Dim> state;
     for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
-        if (i < s.view_count)
-            attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
+        if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
         else
             attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
-                             s.tail_masks[int64_t{token} * tiles + i - s.view_count],
-                             logits[warp], state);
+                             s.tail_masks[int64_t{token} * tiles + i - s.view_count], logits[warp],
+                             state);
     }
     join<Dim>(lane, state, part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;

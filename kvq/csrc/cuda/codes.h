@@ -10,8 +10,9 @@ namespace kvq::cuda {
 
 constexpr uint32_t kOneThousand24 = 0x64006400u;  // halves (1024, 1024): their last bit is 1
 constexpr uint32_t kMinus1024 = 0xe400e400u;
-constexpr uint32_t kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u;
-constexpr uint32_t kMinus7_5 = 0xc780c780u, kMinus1_5 = 0xbe00be00u, kMinus127_5 = 0xd7f8d7f8u;
+constexpr uint32_t kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u, kFours = 0x44004400u;
+constexpr uint32_t kMinus7_5 = 0xc780c780u, kMinus1_5 = 0xbe00be00u, kMinus127_5 = 0xd7f8d7f8u,
+                   kMinus31_5 = 0xcfe0cfe0u;
 constexpr uint32_t kMinus8 = 0xc800c800u, kMinus128 = 0xd800d800u;
 
 // Codes 4i + 0, 4i + 2 (`odd` 0) or 4i + 1, 4i + 3 of a word of `Bits`-bit fields, as halves.
@@ -22,14 +23,15 @@ KVQ_DEVICE uint32_t whole_pair(uint32_t word, int i, int odd) {
     return fma_halves(codes | kOneThousand24, kOnes, kMinus1024);
 }
 
-// Those of 4 or 2 bits less the middle of their range; of 8 bits, `word` holding the upper and `low`
-// the lower nibbles.
+// Less the middle of their range; of 8 and 6 bits `word` holds the upper nibbles and `low` the
+// rest.
 template <int Bits>
 KVQ_DEVICE uint32_t centred_pair(uint32_t word, uint32_t low, int i, int odd) {
-    if constexpr (Bits == 8) {
-        const uint32_t whole =
-            fma_halves(whole_pair<4>(word, i, odd), kSixteens, whole_pair<4>(low, i, odd));
-        return fma_halves(whole, kOnes, kMinus127_5);
+    if constexpr (Bits == 8 || Bits == 6) {
+        const uint32_t rest = whole_pair<Bits - 4>(low, i, odd);
+        const uint32_t upper = whole_pair<4>(word, i, odd);
+        const uint32_t whole = fma_halves(upper, Bits == 8 ? kSixteens : kFours, rest);
+        return fma_halves(whole, kOnes, Bits == 8 ? kMinus127_5 : kMinus31_5);
     } else {
         return fma_halves(whole_pair<Bits>(word, i, odd), kOnes, Bits == 4 ? kMinus7_5 : kMinus1_5);
     }
@@ -69,7 +71,9 @@ KVQ_DEVICE Line line_at(const uint8_t* ends, const uint8_t* codes) {
     const auto* half = reinterpret_cast<const uint16_t*>(ends);
     return {half_value(half[0]), half_value(half[1]), codes};
 }
-KVQ_DEVICE Line scales_of(const uint8_t* grid) { return line_at(grid, grid + 8); }
+KVQ_DEVICE Line scales_of(const uint8_t* grid) {
+    return line_at(grid, grid + 8);
+}
 KVQ_DEVICE Line mids_of(const uint8_t* grid, int groups) {
     return line_at(grid + 4, grid + 8 + groups);
 }

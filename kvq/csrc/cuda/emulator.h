@@ -95,8 +95,7 @@ private:
             fiber.waits = Waits::kNothing;
             fiber.exchanges = 0;
         }
-        while (step()) {
-        }
+        while (step()) {}
     }
 
     // Runs whoever can go on; false once all have ended.
@@ -133,12 +132,24 @@ private:
     ucontext_t scheduler_;
 };
 
-inline int thread_index() { return Emulator::now().thread(); }
-inline int thread_count() { return Emulator::now().threads(); }
-inline Dim3 block_index() { return Emulator::now().block; }
-inline Dim3 grid_size() { return Emulator::now().grid_size; }
-inline void sync_block() { Emulator::now().wait(true); }
-inline void sync_warp() { Emulator::now().wait(false); }
+inline int thread_index() {
+    return Emulator::now().thread();
+}
+inline int thread_count() {
+    return Emulator::now().threads();
+}
+inline Dim3 block_index() {
+    return Emulator::now().block;
+}
+inline Dim3 grid_size() {
+    return Emulator::now().grid_size;
+}
+inline void sync_block() {
+    Emulator::now().wait(true);
+}
+inline void sync_warp() {
+    Emulator::now().wait(false);
+}
 
 inline float shuffle_from(float x, int lane) {
     uint32_t word, words[kWarp][8];
@@ -173,17 +184,29 @@ inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
     };
     return halves(one(0), one(16));
 }
-inline float exp2_fast(float x) { return std::exp2(x); }
+inline float exp2_fast(float x) {
+    return std::exp2(x);
+}
 // Rounded once each, never contracted: the bytes of a page depend on them.
-inline float add(float a, float b) { return a + b; }
-inline float sub(float a, float b) { return a - b; }
-inline float mul(float a, float b) { return a * b; }
-inline float divide(float a, float b) { return a / b; }
-inline float root(float x) { return std::sqrt(x); }
+inline float add(float a, float b) {
+    return a + b;
+}
+inline float sub(float a, float b) {
+    return a - b;
+}
+inline float mul(float a, float b) {
+    return a * b;
+}
+inline float divide(float a, float b) {
+    return a / b;
+}
+inline float root(float x) {
+    return std::sqrt(x);
+}
 
 // The definition of mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 (PTX ISA, "Matrix Fragments
-// for mma.m16n8k16"): lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1, 2t + 8, 2t + 9,
-// of B those rows of column g, of C columns 2t and 2t + 1 of rows g and g + 8.
+// for mma.m16n8k16"): lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1, 2t + 8, 2t +
+// 9, of B those rows of column g, of C columns 2t and 2t + 1 of rows g and g + 8.
 inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
     uint32_t mine[6], all[kWarp][8];
     std::memcpy(mine, a, 16);

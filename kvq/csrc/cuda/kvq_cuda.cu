@@ -10,9 +10,13 @@ namespace kvq::cuda {
 namespace {
 
 #ifdef __CUDACC__
-int outcome() { return static_cast<int>(cudaGetLastError()); }
+int outcome() {
+    return static_cast<int>(cudaGetLastError());
+}
 #else
-int outcome() { return KVQ_OK; }
+int outcome() {
+    return KVQ_OK;
+}
 #endif
 
 template <int Dim>
@@ -45,12 +49,23 @@ KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
     const kvq_cuda_sequence& s = *sequence;
     KVQ_LAUNCH(prepare, (Dim3{s.tokens, a.heads + 2 * a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
     switch (a.head_dim) {
-        case 64: attend_all<64>(a, s, stream); break;
-        case 80: attend_all<80>(a, s, stream); break;
-        case 96: attend_all<96>(a, s, stream); break;
-        case 128: attend_all<128>(a, s, stream); break;
-        case 256: attend_all<256>(a, s, stream); break;
-        default: return KVQ_BAD_ARGUMENT;
+        case 64:
+            attend_all<64>(a, s, stream);
+            break;
+        case 80:
+            attend_all<80>(a, s, stream);
+            break;
+        case 96:
+            attend_all<96>(a, s, stream);
+            break;
+        case 128:
+            attend_all<128>(a, s, stream);
+            break;
+        case 256:
+            attend_all<256>(a, s, stream);
+            break;
+        default:
+            return KVQ_BAD_ARGUMENT;
     }
     const int rows = s.tokens * (a.heads / a.kv_heads);
     KVQ_LAUNCH(merge, (Dim3{rows, a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
@@ -74,12 +89,9 @@ KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     if (c.tokens < 1 || c.tokens > 16 || c.block % 32 || (c.bits != 4 && c.bits != 8))
         return KVQ_BAD_ARGUMENT;
     KVQ_LAUNCH(inputs, Dim3{c.tokens}, 256, stream, c);
-    if (c.bits == 4)
-        multiply<4, false>(c, stream);
-    else if (c.view == KVQ_HI)
-        multiply<8, true>(c, stream);
-    else
-        multiply<8, false>(c, stream);
+    if (c.bits == 4) multiply<4, false>(c, stream);
+    else if (c.view == KVQ_HI) multiply<8, true>(c, stream);
+    else multiply<8, false>(c, stream);
     return outcome();
 }
 

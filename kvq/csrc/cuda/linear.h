@@ -84,8 +84,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     const int g = lane / 4, t = lane % 4, blocks = (c.columns + c.block - 1) / c.block;
     const int64_t plane = int64_t{blocks} * c.block * kPanelRows / 2;
     const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
-    const uint8_t* panel =
-        c.panels + block_index().x * (plane * (Bits / 4) + scale_bytes);
+    const uint8_t* panel = c.panels + block_index().x * (plane * (Bits / 4) + scale_bytes);
     const auto* scales = reinterpret_cast<const uint16_t*>(panel + plane);
     float total[Tiles][4] = {};
     for (int block = warp; block < blocks; block += kLinearWarps) {
@@ -113,7 +112,8 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         for (int i = 0; i < 4; i++) {
             const float scale = half_value(scales[block * kPanelRows + g + i / 2 * 8]);
             for (int tile = 0; tile < Tiles; tile++)
-                total[tile][i] += sums[tile][i] * scale * kScaleUnit * (Hi && Bits == 8 ? 16.0f : 1.0f);
+                total[tile][i] +=
+                    sums[tile][i] * scale * kScaleUnit * (Hi && Bits == 8 ? 16.0f : 1.0f);
         }
     }
     for (int tile = 0; tile < Tiles; tile++)

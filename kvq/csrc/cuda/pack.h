@@ -18,8 +18,7 @@ KVQ_DEVICE uint16_t half_up(float x) {  // x >= 0
 }
 
 // One line of the grid: x [n] in shared memory becomes codes and is replaced by what they mean.
-KVQ_DEVICE void encode_line(float* x, int n, bool up, uint8_t* ends, uint8_t* codes,
-                            float* line) {
+KVQ_DEVICE void encode_line(float* x, int n, bool up, uint8_t* ends, uint8_t* codes, float* line) {
     const int i = thread_index();
     if (i == 0) {
         float least = x[0], most = x[0];
@@ -101,7 +100,8 @@ KVQ_KERNEL narrow(uint8_t* plane, int head_dim) {
         if (at >= count) break;
         const uint32_t a = words[at / 8 * 16 + at % 8], b = words[at / 8 * 16 + 8 + at % 8];
         const uint32_t low = 0x03030303u;
-        merged[k] = (a >> 2 & low) | (a >> 6 & low) << 2 | (b >> 2 & low) << 4 | (b >> 6 & low) << 6;
+        merged[k] =
+            (a >> 2 & low) | (a >> 6 & low) << 2 | (b >> 2 & low) << 4 | (b >> 6 & low) << 6;
     }
     sync_block();
     for (int k = 0; k < 4; k++)
