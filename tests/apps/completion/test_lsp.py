@@ -2,11 +2,11 @@
 
 Of the checks of an editor's server: framing (LSP-1), errors and life (2, 3, 4), positions (5, with
 `test_document`), changes (6), tokens (7, `test_document`), rapid requests and cancels (10, 11),
-stable drafts (12), typing through (13), ranges (14), odd files (16), slow readers (17), loading (18),
-two documents, settings and renames (20, 21, 22). Elsewhere: the state of the cache (8,
-`tests/runtime/test_edits.py`, `tests/kvq/test_edits.py`), times (9, `kvq bench --suite edit`), content
-(15, `test_document`), a server that dies and exactness (19, 23, `test_complete`), the soak (24,
-`tests/hostile/long.py`), `/infill` (29, `tests/apps/serve`). 25 to 28 and 30 are the plugins'.
+stable drafts (12), typing through (13), ranges (14), odd files (16), slow readers (17), loading
+(18), two documents, settings and renames (20, 21, 22). Elsewhere: the state of the cache (8,
+`tests/runtime/test_edits.py`, `tests/kvq/test_edits.py`), times (9, `kvq bench --suite edit`),
+content (15, `test_document`), a server that dies and exactness (19, 23, `test_complete`), `/infill`
+(29, `tests/apps/serve`). 25 to 28 and 30 are the plugins'.
 """
 
 import io
