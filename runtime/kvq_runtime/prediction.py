@@ -9,7 +9,7 @@ Lossy: what is predicted is counted, saved as such, and never taken for what is 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq.errors import UsageError
 from kvq.named import named
@@ -18,6 +18,8 @@ from kvq_runtime.backends import WHOLE, Mode, ModelFacts
 PREDICTORS = {"prefix": "kvq_runtime.prediction:Prefix"}
 # What says that nothing is to be predicted.
 OFF = "off"
+# What leaves it to the bundle.
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,9 @@ class Prediction:
 class Prefix:
     """Predicts a `share` of the layers, the last ones, or all but the first `layers`.
 
-    `sink` first and `tail` last tokens of every prompt are computed.
+    `sink` first and `tail` last tokens of every prompt are computed. `maps` auto: later layers'
+    keys and values are made by the bundle's fitted matrices where it has those of so many layers;
+    own: by the layers' own. `AUTO` predicts as the bundle was measured to do well.
     """
 
     share: float = 0.5
@@ -55,6 +59,7 @@ class Prefix:
     sink: int = 4
     tail: int = 32
     least: int = 64
+    maps: str = AUTO
 
     def prediction(self, model: ModelFacts) -> Prediction:
         """What this comes to for `model`. Raises `UsageError` for what no model can do."""
@@ -64,6 +69,8 @@ class Prefix:
                 f"--kv-predict share={self.share:g} is not possible: give 0 up to, not including, "
                 "1 of the layers"
             )
+        if self.maps not in (AUTO, "own"):
+            raise UsageError(f"--kv-predict maps={self.maps} is not possible: choose auto or own")
         computed = self.layers or max(1, count - round(self.share * count))
         if not 1 <= computed <= count:
             raise UsageError(
@@ -76,7 +83,10 @@ class Prefix:
                 "token's logits must be computed"
             )
         return Prediction(
-            mode=Mode(predicted=tuple(range(computed, count))),
+            mode=Mode(
+                predicted=tuple(range(computed, count)),
+                fitted=self.maps == AUTO and computed == model.fitted_layers,
+            ),
             sink_tokens=self.sink,
             tail_tokens=self.tail,
             least_tokens=self.least,
@@ -86,12 +96,21 @@ class Prefix:
 def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
     """What `50%`, `NAME:option=value,...` or `off` says for `model`. Raises `UsageError`."""
     predictor = predictor_named(text)
+    if text.strip().partition(":")[0] == AUTO and predictor is not None:
+        if model.fitted_layers is None:
+            raise UsageError(
+                f"--kv-predict {AUTO} is not possible: {model.name} was exported without measuring "
+                "what that costs; export it with --kv-predict auto, or give a share such as 50%"
+            )
+        predictor = replace(predictor, layers=model.fitted_layers)
     return None if predictor is None else predictor.prediction(model)
 
 
 def predictor_named(text: str) -> Prefix | None:
     """The predictor that `text` names, with its options; None: off. Raises `UsageError`."""
     text = text.strip()
+    if text.partition(":")[0] == AUTO:
+        text = f"prefix:{text.partition(':')[2]}"
     share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%(?::(.*))?", text)
     if text == OFF:
         return None
@@ -99,7 +118,7 @@ def predictor_named(text: str) -> Prefix | None:
         text = f"prefix:share={float(share[1]) / 100},{share[2] or ''}"
     elif text.partition(":")[0] not in PREDICTORS:
         raise UsageError(
-            f"--kv-predict {text!r} is not possible: give {OFF}, a share of the layers such as 50%,"
-            f" or one of {', '.join(PREDICTORS)}, such as prefix:share=0.5,tail=32"
+            f"--kv-predict {text!r} is not possible: give {OFF}, {AUTO}, a share of the layers "
+            f"such as 50%, or one of {', '.join(PREDICTORS)}, such as prefix:layers=12,tail=32"
         )
     return named("--kv-predict", text, PREDICTORS)

@@ -34,7 +34,7 @@ from kvq_runtime.generation import (
     Vocabulary,
     never,
 )
-from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
+from kvq_runtime.metrics import Meter, Rounds, SessionStats, Stopwatch
 from kvq_runtime.prediction import prediction_named
 from kvq_runtime.sequence import Passed, Work
 
@@ -133,10 +133,14 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafted(self) -> tuple[int, int, float]:
-        """Tokens drafted, tokens of these kept and milliseconds for it, as `stats` has them."""
-        meter = self._meter
-        return meter.drafted_tokens, meter.accepted_tokens, meter.draft_s * 1e3
+    def rounds(self) -> Rounds:
+        """What its rounds guessed and how long each part took, as `stats` has it."""
+        return self._meter.rounds
+
+    @property
+    def draft_bytes(self) -> int:
+        """What its drafter holds beside the cache; any thread may ask."""
+        return self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
 
     @property
     def kv_bytes_peak(self) -> int:
@@ -244,6 +248,7 @@ class Session(Generic[C]):
         stop_strings: Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> list[Alternative]:
         """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
@@ -251,7 +256,8 @@ class Session(Generic[C]):
         The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
         `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
         that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
-        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        Other arguments as in `generate`: what is not cut short fits `constraint` as a whole.
+        Raises `UsageError`, and what a pass raises.
         """
         options = GenerationOptions(
             max_tokens=length,
@@ -259,6 +265,7 @@ class Session(Generic[C]):
             stop_strings=tuple(stop_strings),
             stop_ids=None if stop_ids is None else frozenset(stop_ids),
             begin_with=begin_with,
+            grammar=None if constraint is None else self._vocabulary.grammar(constraint),
         )
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):
@@ -448,9 +455,7 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
-            draft_bytes=(
-                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
-            ),
+            draft_bytes=self.draft_bytes,
         )
 
     def close(self) -> None:

@@ -64,6 +64,12 @@ class Staleness:
         return int((self.ages > 0).sum())
 
     @property
+    def first_stale(self) -> int | None:
+        """The first of these tokens; None: there is none."""
+        found = np.flatnonzero(self.ages > 0)
+        return int(found[0]) if len(found) else None
+
+    @property
     def predicted(self) -> int:
         """Tokens whose keys and values were predicted."""
         return int((self.ages >= PREDICTED).sum())

@@ -48,7 +48,7 @@ def opened(engine: Engine, predict: str | None, **options: Any) -> Session[Any]:
 
 def test_what_is_asked_for_is_read_with_its_limits() -> None:
     class Model:
-        num_layers = 6
+        num_layers, fitted_layers, name = 6, 4, "six"
 
     def layers(text: str) -> tuple[int, ...]:
         found = prediction_named(text, Model())  # type: ignore[arg-type]
@@ -68,10 +68,10 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
     assert prediction_named("off", Model()) is None  # type: ignore[arg-type]
     for wrong, told in (
         ("100%", "share=1 is not possible"),
-        ("half", "give off, a share of the layers such as 50%"),
+        ("half", "give off, auto, a share of the layers such as 50%"),
         ("prefix:layers=7", "1 to 6 of this model's layers"),
         ("50%:tail=0", "tail=1"),
-        ("50%:tails=3", "possible: share=..., layers=..., sink=..., tail=..., least=..."),
+        ("50%:tails=3", "possible: share=..., layers=..., sink=..., tail=..., least=..., maps=..."),
     ):
         with pytest.raises(UsageError, match=told):
             prediction_named(wrong, Model())  # type: ignore[arg-type]

@@ -58,9 +58,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a reply is asked for with. `max_tokens` None: to the context's end."""
+    """What a reply is asked for with. `max_tokens` None: to the context's end.
+
+    `edited` are the messages up to one of which the last of `messages` is an edit, none else: what
+    follows the change in it may then be kept as computed.
+    """
 
     messages: Sequence[Message]
+    edited: Sequence[Message] = ()
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     seed: int | None = None
@@ -147,6 +152,10 @@ class ChatClient(Protocol):
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Goes on with other KV settings, the conversation encoded again. Raises `KvqError`."""
+        ...
+
+    def reread(self, stream: Stream) -> int:
+        """Encodes again what edits have left as it was computed before; how many tokens."""
         ...
 
     def save(self, path: Path) -> str | None:

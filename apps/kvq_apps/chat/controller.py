@@ -187,12 +187,22 @@ class ChatController:
 
     async def answer_edited(self, message: Message, text: str) -> None:
         """Puts `text` beside `message` and answers it, if it is the user's."""
+        before = self.conversation.context(up_to=message)
         edited = self.conversation.add(message.role, text, instead_of=message)
         self._view.show(self.conversation.messages)
         if edited.role == "user":
-            await self._replies.reply()
+            await self._replies.reply(edited=before)
             stats = self.engine.stats
             self._view.say(f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again")
+
+    async def reread(self) -> None:
+        """Has what edits left as it was encoded again."""
+        if self.engine.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        count = await self.engine.follow(self.engine.measure, self.engine.client.reread)
+        self._view.say(
+            f"{count} tokens were encoded again" if count else "all of it is exact already"
+        )
 
     async def retry(self, selected: Message | None = None) -> None:
         """Answers again, beside `selected` or the last answer."""

@@ -81,6 +81,7 @@ class FakeClient:
             keeps_kv=True,
         )
         self.tokens: list[int] = []
+        self.stale = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
 
@@ -100,6 +101,7 @@ class FakeClient:
             raise ContextFullError(len(prompt), self.facts.context_tokens)
         cached = common_prefix(self.tokens, prompt)
         stats = ReplyStats(prompt_tokens=len(prompt), cached_tokens=cached)
+        self.stale = len(prompt) - cached if turn.edited else 0
         self.tokens = self.tokens[:cached]
         if not self._prefill(prompt, stream):
             return "cancelled"
@@ -138,6 +140,11 @@ class FakeClient:
         self._prefill(tokens, stream)
         self.facts = replace(self.facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
         return self.facts
+
+    def reread(self, stream: Stream) -> int:
+        """What an edit has left behind it."""
+        stale, self.stale = self.stale, 0
+        return stale
 
     def save(self, path: Path) -> str | None:
         """Writes the tokens and the plan."""

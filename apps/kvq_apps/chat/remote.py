@@ -113,6 +113,10 @@ class RemoteClient:
             "`kvq serve --kv K:V --kv-budget SIZE`"
         )
 
+    def reread(self, stream: Stream) -> int:
+        """Nothing: an edit has the server read all that follows it."""
+        return 0
+
     def save(self, path: Path) -> str | None:
         """The server keeps the KV itself."""
         return None

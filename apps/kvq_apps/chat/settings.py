@@ -38,10 +38,17 @@ class ChatSettings:
     chat_id: str | None = None
     latest: bool = False
 
-    def turn(self, messages: Sequence[Message], max_tokens: int | None = None) -> Turn:
+    def turn(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        *,
+        edited: Sequence[Message] = (),
+    ) -> Turn:
         """Asks for a reply to `messages`, of `max_tokens` or as many as the settings say."""
         return Turn(
             messages=messages,
+            edited=edited,
             sampling=self.sampling,
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             seed=self.seed,

@@ -47,6 +47,7 @@ class SlashCommands:
             "retry": lambda _: screen.action_retry(),
             "drafts": self._drafts,
             "edit": lambda _: screen.action_edit(),
+            "exact": lambda _: controller.do(controller.reread),
             "copy": self._copy,
             "system": self._system,
             "set": lambda words: screen.say(controller.settings.change(words)),

@@ -224,7 +224,7 @@ def _refuse(arguments: Namespace, *unknown: str) -> None:
             raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
 
 
-def _first_context(arguments: Namespace, name: str) -> dict[str, int]:
+def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
     """The job's argument `name`, where a depth was given."""
     return {name: arguments.context[0]} if arguments.context else {}
 

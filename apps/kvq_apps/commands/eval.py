@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import MOST_DRAFT_TOKENS, parse_kv
+from kvq.config import parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
@@ -207,13 +207,10 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
         engine.tokenizer, texts, count=arguments.limit or DRAFTS_PLACES, context=context,
         length=length, seed=arguments.seed or 0,
     )  # fmt: skip
-    cache = {
-        "kv": "fp", "kv_budget": f"{context + MOST_DRAFT_TOKENS}tok",
-        "context_tokens": context + MOST_DRAFT_TOKENS, "draft_tokens": MOST_DRAFT_TOKENS,
-    }  # fmt: skip
+    own = options.session_options(arguments)
     with output.Progress() as progress:
-        rows = several.measure(
-            partial(engine.session, **(cache | options.session_options(arguments))),
+        scores = several.measure(
+            lambda: several.session_for_drafts(engine, context, **own),
             partial(writer_for, tokenizer=engine.tokenizer),
             engine.tokenizer,
             asked,
@@ -221,7 +218,7 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
             counts,
             progress,
         )
-        found = list(rows)
+    found = [own.row(method, k) for (method, k), own in scores.items()]
     report = {"task": "drafts"} | _head(engine, context)
     return _show(arguments, report | {"length": length, "n": len(asked), "rows": found}, _print)
 

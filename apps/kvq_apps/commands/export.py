@@ -27,11 +27,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
+        "kv-policy", "kv-predict", "no-quality", "no-calibrate", "force", "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
+        kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
+        "auto: the fewest that lose little, by measurement",
     )  # fmt: skip
 
 
@@ -62,7 +64,13 @@ def run(arguments: Namespace) -> int:
         )
     )
     export_options = ExportOptions(
-        **options.given(arguments, format="format", gguf_type="gguf-type", policy="kv-policy"),
+        **options.given(
+            arguments,
+            format="format",
+            gguf_type="gguf-type",
+            policy="kv-policy",
+            predict="kv-predict",
+        ),
         weights=weights,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
@@ -74,6 +82,9 @@ def run(arguments: Namespace) -> int:
     since = perf_counter()
     with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
         bundle = export_model(source, destination, export_options, progress)
+        if bundle.manifest.quality is not None and bundle.has_onnx:
+            progress(1, 1, "which way to write several drafts is best")
+            bundle = _with_drafts(bundle, export_options.threads)
     known_models.remember(bundle.path)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
@@ -81,6 +92,23 @@ def run(arguments: Namespace) -> int:
     else:
         _print(bundle, report)
     return 0
+
+
+def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
+    """The bundle with the method of several drafts in its report: what `auto` then means."""
+    from dataclasses import replace
+
+    from kvq_apps.engine import Engine
+    from kvq_apps.evaluation.several import candidates_compared
+    from kvq_export.quality import quality_text
+    from kvq_export.writer import write_manifest
+
+    with Engine(bundle, threads=threads) as engine:
+        found = candidates_compared(engine, engine.writer, quality_text())
+    quality = {**(bundle.manifest.quality or {}), "drafts": found}
+    bundle = replace(bundle, manifest=replace(bundle.manifest, quality=quality))
+    write_manifest(bundle.path, bundle.manifest)
+    return bundle
 
 
 def _refuse_unused(arguments: Namespace) -> None:
@@ -118,13 +146,41 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files.values()),
         **{
             key: manifest[key]
-            for key in ("name", "model_type", "weights", "gguf", "kv", "quality", "files")
+            for key in (
+                "name",
+                "model_type",
+                "weights",
+                "gguf",
+                "kv",
+                "quality",
+                "prediction",
+                "files",
+            )
         },
     }
 
 
+def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What predicting after so many layers costs, of all that were tried."""
+    found = report["prediction"] or (report["quality"] or {}).pop("prediction", None)
+    if found is None:
+        return []
+    rows = [
+        (
+            f"predicted after layer {row['layers']}",
+            f"{row['fitted']['nll']:.3f} nats a token ({row['own']['nll']:.3f} without maps), "
+            f"computed {row['exact_nll']:.3f}, no prompt {row['no_prompt_nll']:.3f}; KLD "
+            f"{row['fitted']['kld']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    chosen = found.get("layers")
+    kept = f"after layer {chosen}" if chosen else f"none: all lose over {found['limit_nats']} nats"
+    return [*rows, ("maps kept", kept)]
+
+
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
-    kv = report["kv"]
+    kv, predicted = report["kv"], _prediction_rows(report)
     shape = bundle.config.cache_shape
     rows = [
         ("bundle", report["path"]),
@@ -138,6 +194,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
         *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
+        *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)

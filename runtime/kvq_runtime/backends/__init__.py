@@ -83,6 +83,8 @@ class ModelFacts:
     `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
     `drafts_method` writes several drafts best on this model, where that was measured.
+    `fitted_layers`: the first layers after which the others' keys and values can be predicted by
+    matrices fitted for it, where there are such.
     """
 
     name: str
@@ -94,6 +96,7 @@ class ModelFacts:
     kv: KvPlan
     short_rope_tokens: int | None = None
     drafts_method: str | None = None
+    fitted_layers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,8 @@ class SequenceCache(Protocol):
     their `Mode`; in the layers of `silent` rows ask nothing and are only stored.
     `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
     stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
-    cache cannot. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
+    cache cannot, `crowded(n)` which tokens to open as gaps where what is gone takes the room of n
+    others. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
     parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
@@ -165,6 +169,8 @@ class SequenceCache(Protocol):
 
     def edit(self, start: int, stop: int, count: int, /) -> None: ...
 
+    def crowded(self, tokens: int, /) -> list[tuple[int, int]]: ...
+
     def commit(self, path: Sequence[int], /) -> None: ...
 
     def rewind(self, rows: int, /) -> None: ...
@@ -191,7 +197,8 @@ class Mode:
     whole model are guesses: they are rewound and never committed.
 
     Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
-    enters the first of them (`kvq_runtime.prediction`). Such rows may be committed, and have no
+    enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
+    that the bundle has for that. Such rows may be committed, and have no
     logits worth asking for.
     """
 
@@ -199,6 +206,7 @@ class Mode:
     skipped: tuple[int, ...] = ()
     head_tokens: int = 0
     predicted: tuple[int, ...] = ()
+    fitted: bool = False
 
     @property
     def guesses(self) -> bool:
@@ -273,7 +281,8 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
-    `takes_trees`: rows of a branch may follow any earlier row, not only the newest.
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `rows_agree`: a
+    row's logits are the same, bit for bit, however many rows its pass has.
     """
 
     name: str
@@ -281,6 +290,7 @@ class Backend(Protocol[C]):
     model: ModelFacts
     weight_bytes_per_step: int
     takes_trees: bool
+    rows_agree: bool
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

@@ -70,7 +70,10 @@ class OnnxBackend(PagedBackend):
         optional = {node.name for node in self._session.get_overridable_initializers()}
         self.ranks_by_halves = "exact_rows" in optional
         self._has_modes = "layer_modes" in optional
+        # Our own products do not mix rows; a graph that has modes has no others.
+        self.rows_agree = self._has_modes
         self._has_head_rows = "head_rows" in optional
+        self._maps = bundle.maps() if "layers.1.map" in optional else {}
 
     @staticmethod
     def missing() -> str | None:
@@ -115,7 +118,7 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
-    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[np.int64]]:
+    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[Any]]:
         """What the graph is told of how much to read; nothing where that is all."""
         if mode == WHOLE:
             return {}
@@ -124,8 +127,10 @@ class OnnxBackend(PagedBackend):
         layers[list(mode.predicted)] = KEYS_AND_VALUES
         view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
         head = np.array([mode.head_tokens], np.int64)
-        return {"layer_modes": layers, "weights_view": view} | (
-            {"head_rows": head} if mode.head_tokens else {}
+        return (
+            {"layer_modes": layers, "weights_view": view}
+            | ({"head_rows": head} if mode.head_tokens else {})
+            | (self._maps if mode.fitted else {})
         )
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ Knows no engine.
 """
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_READ
@@ -22,6 +24,7 @@ class PagedBackend:
 
     cache_kind: str
     takes_trees = True
+    rows_agree = False  # matrix products of a library, which rounds as it likes
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
@@ -57,6 +60,11 @@ class PagedBackend:
         wrong = next((layer for layer in mode.silent if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
+        if mode.fitted and mode.predicted[:1] != (self.model.fitted_layers,):
+            raise BackendError(
+                f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
+                "export it again with --kv-predict"
+            )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
                 f"a head of {mode.head_tokens} tokens is not possible: 0 (all) to "
@@ -116,7 +124,18 @@ def _facts(bundle: Bundle) -> ModelFacts:
         fingerprint=_fingerprint(bundle),
         kv=manifest.kv,
         short_rope_tokens=_short_rope_tokens(config),
+        fitted_layers=bundle.fitted_layers,
+        drafts_method=_drafts_method(manifest.quality or {}),
     )
+
+
+def _drafts_method(quality: Mapping[str, Any]) -> str | None:
+    """What the export's report recommends."""
+    found: object = quality.get("drafts")
+    if not isinstance(found, Mapping):
+        return None
+    method: object = cast(Mapping[str, object], found).get("method")
+    return method if isinstance(method, str) else None
 
 
 def _fingerprint(bundle: Bundle) -> str:

@@ -26,6 +26,7 @@ class ReferenceBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self._weight = cache(bundle.read_weight)
         self._half_weight = cache(self._read_half)
+        self._maps = bundle.restored_maps()
 
     @staticmethod
     def missing() -> str | None:
@@ -50,6 +51,7 @@ class ReferenceBackend(PagedBackend):
                 long_rope=one_pass.rope_long,
                 skipped=mode.skipped,
                 predicted=mode.predicted,
+                maps=self._maps if mode.fitted else None,
             )
             for rows in one_pass.rows
         ]

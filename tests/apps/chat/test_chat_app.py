@@ -316,6 +316,13 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
         note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
         assert note in shown(app)
         assert 0 < stats.encoded_tokens < stats.prompt_tokens
+        (edited,) = [one.edited for one in client.turns if one.edited]
+        assert [row.text for row in edited] == before[:3]
+        left = client.stale
+        await say(app, pilot, "/exact")
+        assert f"{left} tokens were encoded again" in shown(app)
+        await say(app, pilot, "/exact")
+        assert "all of it is exact already" in shown(app)
         await pilot.press("alt+p")
         await until(
             pilot, lambda: app.controller.idle and len(app.controller.conversation.messages) == 6

@@ -4,6 +4,8 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,13 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_specdraft.lookup import Lookup
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
+FLOATS = {"k_bits": 16, "v_bits": 16}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,33 @@ def test_only_what_differs_is_encoded(bundle: str) -> None:
     fresh.close()
 
 
+def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
+    """CHAT-16; and `/exact` makes the chat one that was never edited."""
+    client, fresh = local(bundle, **FLOATS), local(bundle, **FLOATS)
+    client.open()
+    fresh.open()
+    question = "one two three " + "four five six seven eight nine ten " * 8
+    edited = question.replace("one", "ONE")
+    first, _ = answer(client, question)
+    answer(client, question, first, "more")
+    stream = Stream()
+    asked = replace(turn(edited), edited=turn(question).messages)
+    client.reply(asked, stream)
+    stats = stream.take().stats
+    assert stats is not None
+    assert 0 < stats.encoded_tokens < stats.prompt_tokens / 4
+    session = client._session
+    assert session is not None
+    held = session.tokens
+    assert client.reread(Stream()) > stats.prompt_tokens / 2
+    assert client.reread(Stream()) == 0
+    assert session.tokens == held
+    text, _ = answer(client, edited)
+    assert text == answer(fresh, edited)[0]
+    client.close()
+    fresh.close()
+
+
 def test_the_statistics_are_the_sessions_own(bundle: str) -> None:
     client = local(bundle)
     facts = client.open()
@@ -177,6 +208,21 @@ def test_a_conversation_that_does_not_fit_is_refused_before_it_starts(bundle: st
     _, stats = answer(client, "hi", max_tokens=200)
     assert stats.context_tokens == 64
     client.close()
+
+
+def test_the_meter_shows_what_was_drafted_for_the_newest_reply(bundle: str) -> None:
+    told: list[tuple[int, int]] = []
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("again and again and again", "once more"):
+            await say(app, pilot, text)
+            stats = app.controller.engine.stats
+            told.append((stats.accepted_tokens, stats.drafted_tokens))
+            assert f"drafts {stats.accepted_tokens}/{stats.drafted_tokens}" in meter(app)
+
+    drafter = partial(Lookup, min_ngram=1)
+    run(script, local(bundle, draft=drafter), sampling=GREEDY, max_tokens=40, size=(160, 24))
+    assert all(0 <= right <= guessed <= 280 and guessed for right, guessed in told)
 
 
 def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
