@@ -6,6 +6,7 @@ import {
   type CloseHandlerResult,
   ErrorAction,
   type ErrorHandler,
+  InlineCompletionTriggerKind,
   LanguageClient,
   type Middleware,
   RevealOutputChannelOn,
@@ -93,8 +94,30 @@ export class Server {
     const report = await this.explain(document);
     this.#status.nothing(explained(report));
     if (report?.whyNot?.includes("loading")) {
-      setTimeout(() => askAgain(document, position), LOADING_MS);
+      this.#askOnceLoaded(document, position);
     }
+  }
+
+  /**
+   * Lets the editor ask again where the cursor still stands, once there is a model. The editor would
+   * not repeat a request that had an answer, so the server is asked here until it has another one.
+   */
+  #askOnceLoaded(document: vscode.TextDocument, position: vscode.Position): void {
+    setTimeout(async () => {
+      if (!standsAt(document, position) || this.#client.state !== State.Running) {
+        return;
+      }
+      const { code2ProtocolConverter: converter } = this.#client;
+      await this.#client.sendRequest("textDocument/inlineCompletion", {
+        ...converter.asTextDocumentPositionParams(document, position),
+        context: { triggerKind: InlineCompletionTriggerKind.Invoked },
+      });
+      if ((await this.explain(document))?.whyNot?.includes("loading")) {
+        this.#askOnceLoaded(document, position);
+      } else if (standsAt(document, position)) {
+        await vscode.commands.executeCommand("editor.action.inlineSuggest.trigger");
+      }
+    }, LOADING_MS);
   }
 
   #failed(error: unknown): boolean {
@@ -121,10 +144,7 @@ export class Server {
   }
 }
 
-/** Asks once more where the cursor still stands where nothing could be answered. */
-function askAgain(document: vscode.TextDocument, position: vscode.Position): void {
+function standsAt(document: vscode.TextDocument, position: vscode.Position): boolean {
   const editor = vscode.window.activeTextEditor;
-  if (editor?.document === document && editor.selection.active.isEqual(position)) {
-    void vscode.commands.executeCommand("editor.action.inlineSuggest.trigger");
-  }
+  return editor?.document === document && editor.selection.active.isEqual(position);
 }

@@ -20,6 +20,7 @@ const data = mkdtempSync(join(tmpdir(), "kvq-vscode-"));
 const folder = join(data, "work");
 const settingsFile = join(data, "server/data/Machine/settings.json");
 const pidFile = join(data, "pid");
+const loaded = join(data, "loaded");
 
 const STATUS = '[id="kvq.kvq.kvq"]';
 const GHOST = ".monaco-editor [class*='ghost-text']";
@@ -55,11 +56,20 @@ function change(changes) {
 }
 
 const scenarios = {
-  async "a draft is shown, others are gone through, one is taken"(code) {
+  async "while the model loads it says so, and then shows"(code) {
     file("a.txt", "one\n");
     await open(code, "a.txt");
     await code.press("Control", "End");
     await code.type("gre");
+    await says(code, "kvq: no completion: the model is loading");
+    writeFileSync(loaded, "");
+    await shows(code, "et(name, loudly=True)");
+  },
+
+  async "a draft is shown, others are gone through, one is taken"(code) {
+    await code.type("e");
+    await shows(code, "t(name, loudly=True)");
+    await code.press("Backspace");
     await shows(code, "et(name, loudly=True)");
     await says(code, "kvq: 3 drafts; Alt+] and Alt+[ go through them");
     await code.press("Alt", "BracketRight");
@@ -104,7 +114,7 @@ const scenarios = {
     await code.page.click(`${STATUS} a`);
     await says(code, "kvq: switched off");
     await code.page.click(`${STATUS} a`);
-    await says(code, "kvq: nothing was asked for yet");
+    await until(async () => (await said(code)) !== "kvq: switched off", "switched on");
   },
 
   async "a server that is killed comes back"(code) {
@@ -168,7 +178,13 @@ const scenarios = {
 /** Opens a file in a fresh page, and waits until the extension has a server. */
 async function open(code, name) {
   await code.openFile(name);
-  await says(code, "kvq: nothing was asked for yet");
+  await until(async () => !["", "kvq: the server is starting"].includes(await said(code)), "kvq");
+}
+
+/** What the status bar says of kvq; nothing before the extension is there. */
+function said(code) {
+  const label = (of) => document.querySelector(of)?.getAttribute("aria-label") ?? "";
+  return code.page.evaluate(label, STATUS);
 }
 
 /** The ghost text, which may be drawn in several pieces. */
@@ -181,8 +197,7 @@ async function shows(code, wanted) {
 }
 
 async function says(code, wanted) {
-  const label = (of) => document.querySelector(of)?.getAttribute("aria-label");
-  await until(async () => (await code.page.evaluate(label, STATUS)) === wanted, `"${wanted}"`);
+  await until(async () => (await said(code)) === wanted, `"${wanted}"`);
 }
 
 /** Waits until a line of the document is this, without what is ghost text. */
@@ -212,6 +227,7 @@ const code = await VisualStudioCode.open({
   data: join(data, "server"),
   extension: join(here, "../dist/kvq.vsix"),
   settings,
+  environment: { FAKE_LSP_LOADS: loaded },
   chromium: process.env.KVQ_CHROMIUM ?? "/usr/bin/chromium",
 });
 try {
