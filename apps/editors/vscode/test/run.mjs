@@ -114,7 +114,7 @@ const scenarios = {
     await code.page.click(`${STATUS} a`);
     await says(code, "kvq: switched off");
     await code.page.click(`${STATUS} a`);
-    await until(async () => (await said(code)) !== "kvq: switched off", "switched on");
+    await ready(code);
   },
 
   async "a server that is killed comes back"(code) {
@@ -178,7 +178,12 @@ const scenarios = {
 /** Opens a file in a fresh page, and waits until the extension has a server. */
 async function open(code, name) {
   await code.openFile(name);
-  await until(async () => !["", "kvq: the server is starting"].includes(await said(code)), "kvq");
+  await ready(code);
+}
+
+async function ready(code) {
+  const not = ["", "kvq: switched off", "kvq: the server is starting"];
+  await until(async () => !not.includes(await said(code)), "the extension with a server");
 }
 
 /** What the status bar says of kvq; nothing before the extension is there. */
