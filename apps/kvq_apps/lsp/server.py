@@ -107,6 +107,7 @@ class LanguageServer:
         self._told_loading = False
         self._gone = threading.Event()
         self._numbers = itertools.count()
+        self._failure: str | None = None
         self._work: SimpleQueue[_Request | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
@@ -358,7 +359,7 @@ class LanguageServer:
         if known.binary:
             return "the document is no text"
         if self._completer is None:
-            return "the model is loading"
+            return self._failure or "the model is loading"
         return None
 
     def _nothing(self, known: _Open | None, why_not: str) -> None:
@@ -375,6 +376,7 @@ class LanguageServer:
             completer = self._load()
         except Exception as error:  # noqa: BLE001  the editor goes on without completions
             self._log(f"no completions: {error}")
+            self._failure = f"there is no model: {error}"
             completer = None
         with self._lock:
             self._completer = completer

@@ -66,20 +66,25 @@ class FakeCompleter:
 class Client:
     """An editor on two pipes."""
 
-    def __init__(self, completer: FakeCompleter, loads: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        completer: FakeCompleter,
+        loads: threading.Event | None = None,
+        load: Callable[[], FakeCompleter] | None = None,
+    ) -> None:
         ours, self._to = os.pipe()
         self._from, theirs = os.pipe()
         self.log: list[str] = []
         self.code: int | None = None
 
-        def load() -> FakeCompleter:
+        def wait() -> FakeCompleter:
             if loads is not None:
                 assert loads.wait(PATIENCE_S)
             return completer
 
         def serve() -> None:
             with open(ours, "rb") as source, open(theirs, "wb") as sink:
-                self.code = LanguageServer(source, sink, load, self.log.append).run()
+                self.code = LanguageServer(source, sink, load or wait, self.log.append).run()
 
         self._thread = threading.Thread(target=serve)
         self._thread.start()
@@ -300,6 +305,22 @@ def test_while_the_model_loads_the_answer_is_nothing(completer: FakeCompleter) -
     assert why["result"]["whyNot"] == "the model is loading"
     loads.set()
     assert texts(ready(editor, 0, 1))[0] == "a<a>"
+    editor.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
+    def load() -> FakeCompleter:
+        raise OSError("no such bundle")
+
+    editor = Client(FakeCompleter(), load=load)
+    editor.open("a\n")
+    reason, wanted = "", "there is no model: no such bundle"
+    for _ in range(100_000):
+        assert editor.complete(0, 1)["result"] is None
+        why = editor.ask("workspace/executeCommand", {"command": "kvq.explain", "arguments": [URI]})
+        if (reason := why["result"]["whyNot"]) == wanted:
+            break
+    assert reason == wanted
     editor.close()
 
 
