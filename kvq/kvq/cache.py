@@ -162,6 +162,8 @@ class Cache:
                 f"{tokens} were given; split them"
             )
         short, columns = self.engine.missing(tokens)
+        if (short or columns) and not self.arena.probes:
+            short, columns = self._give_up_sparse(tokens)
         if short or columns:
             entering = self.arena.closing_pages(self.engine.tail_rows, rows)
             evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
@@ -169,6 +171,8 @@ class Cache:
             self.engine.demote(relief.actions)
             if relief.entering is not None:
                 self.engine.demote_entering(relief.entering)
+            if relief.close_gap:
+                self.engine.shift_sinks(self._gap)
             short, columns = self.engine.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -177,6 +181,13 @@ class Cache:
             )
         self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
+
+    @property
+    def _gap(self) -> int:
+        """Tokens that are gone between the sinks and what follows them."""
+        sinks = self.plan.sink_tokens
+        behind = [*self.engine.columns()[0][:1, 2], *self.engine.places()[sinks : sinks + 1, 0]]
+        return int(behind[0]) - sinks if behind else 0
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
         if view not in VIEWS:
@@ -303,6 +314,49 @@ class Cache:
         would move, the context would overflow, or the views the budget has room for are used up.
         """
         self.engine.edit(start, stop, count)
+
+    def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
+        """Evicts pages that edits have left least of; (bytes, columns) that are missing then.
+
+        A budget that holds the context gathers no evidence for a policy, and is short only of what
+        `crowded` would have told to encode again.
+        """
+        while any(missing := self.engine.missing(tokens)):
+            left = self._tokens_left()
+            if not len(left) or left.min() == PAGE_TOKENS:
+                break
+            layers, heads = np.indices((self.shape.num_layers, self.shape.num_kv_heads))
+            pages = np.zeros((layers.size, 5), np.int32)
+            pages[:, 0], pages[:, 1], pages[:, 2] = layers.ravel(), heads.ravel(), left.argmin()
+            self.engine.demote(pages)
+        return missing
+
+    def _tokens_left(self) -> NDArray[np.int64]:
+        """Int64 [C]: of each page's 64 tokens those that any view shows; 64 where none does."""
+        masks = np.ascontiguousarray(self.engine.columns()[0][:, 3:]).view(np.uint8)
+        left = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
+        return np.where(left == 0, PAGE_TOKENS, left)
+
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """What to encode again where edits have left too little room for `tokens` more rows.
+
+        Runs (first, after the last) of the tokens in the page that has the fewest left: once they
+        are gaps the page is free. None where there is room, and none where no page has lost any;
+        in a budget that gives pages up anyway, only those of a page that is half gone.
+        """
+        if not any(self.engine.missing(max(0, min(tokens, self.context_tokens)))):
+            return []
+        left = self._tokens_left()
+        most = PAGE_TOKENS // 2 if self.arena.probes else PAGE_TOKENS - 1
+        if not len(left) or left.min() > most:
+            return []
+        views = self.engine.views()
+        own = views[views[:, 0] == left.argmin()]
+        masks = np.ascontiguousarray(own[:, 4:]).view(np.uint8)
+        view, slot = np.nonzero(np.unpackbits(masks, axis=1, bitorder="little"))
+        held = np.sort(own[view, 3] + slot)
+        runs = np.split(held, np.flatnonzero(np.diff(held) > 1) + 1)
+        return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
 MOST_GAPS = 16
+# After an edit there is room for so many tokens more, or for what the context takes.
+TOKENS_AHEAD = 256
 
 Ids = collections.abc.Sequence[int]
 Logits = NDArray[np.float32]
@@ -229,7 +231,19 @@ class Sequence(Generic[C]):
         if self.cache.tokens > last:
             self._trim(last)
         self._logits = None
+        self._compact()
         return self.cache.tokens - self._staleness.missing
+
+    def _compact(self) -> None:
+        """Opens what edits have left of a page, until the next tokens fit without giving any up."""
+        while len(self.gaps) < MOST_GAPS:
+            room = self.config.context_tokens - self.cache.tokens
+            ahead = min(room, TOKENS_AHEAD) + self._staleness.missing
+            runs = self.cache.crowded(ahead)
+            if not runs or len(self.gaps) + len(runs) > MOST_GAPS:
+                return
+            for start, stop in reversed(runs):
+                self._open(start, stop)
 
     def _moved(self, start: int, stop: int, count: int) -> bool:
         """Whether what follows an edit in the middle of what is cached was kept and moved."""
@@ -285,7 +299,11 @@ class Sequence(Generic[C]):
     def _open_stale(self, max_tokens: int) -> None:
         """Stale tokens are pending again."""
         start, end = self._staleness.next_to_refresh()
-        stop, held = min(end, start + min(max_tokens, self.chunk_tokens)), self.cache.tokens
+        self._open(start, min(end, start + min(max_tokens, self.chunk_tokens)))
+
+    def _open(self, start: int, stop: int) -> None:
+        """Cached tokens `start` to `stop` are pending again; what follows stays if it can."""
+        held = self.cache.tokens
         try:
             if stop < held and self.cache.why_not_edit() is None:
                 self.cache.edit(start, stop, stop - start)

@@ -34,7 +34,7 @@ from kvq_runtime.generation import (
     Vocabulary,
     never,
 )
-from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
+from kvq_runtime.metrics import Meter, Rounds, SessionStats, Stopwatch
 from kvq_runtime.prediction import prediction_named
 from kvq_runtime.sequence import Passed, Work
 
@@ -133,10 +133,14 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafted(self) -> tuple[int, int, float]:
-        """Tokens drafted, tokens of these kept and milliseconds for it, as `stats` has them."""
-        meter = self._meter
-        return meter.drafted_tokens, meter.accepted_tokens, meter.draft_s * 1e3
+    def rounds(self) -> Rounds:
+        """What its rounds guessed and how long each part took, as `stats` has it."""
+        return self._meter.rounds
+
+    @property
+    def draft_bytes(self) -> int:
+        """What its drafter holds beside the cache; any thread may ask."""
+        return self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
 
     @property
     def kv_bytes_peak(self) -> int:
@@ -451,9 +455,7 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
-            draft_bytes=(
-                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
-            ),
+            draft_bytes=self.draft_bytes,
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
+    from kvq_runtime.metrics import Rounds
     from kvq_runtime.session import Session
 
 
@@ -28,16 +29,15 @@ class LocalClient:
         self._model = model
         self._engine_options = engine_options
         self._session_options = dict(session_options)
-        self._drafted_before = (0, 0, 0.0)
+        self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
         self._session: Session | None = None
 
     def open(self) -> Facts:
         """Loads the model and opens a session."""
-        from kvq_apps.model_path import resolve_model
-        from kvq_runtime.engine import Engine
+        from kvq_apps.engine import Engine
 
-        engine = Engine.open(resolve_model(self._model), **self._engine_options)
+        engine = Engine.open(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:
             engine.close()
             name = self._model or engine.model.name
@@ -55,7 +55,7 @@ class LocalClient:
             raise ContextFullError(len(prompt), limit)
         if turn.seed is not None:
             session.reseed(turn.seed)
-        self._drafted_before = session.drafted
+        self._rounds_before = session.rounds
         cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
         if cached < len(prompt) and not session.prefill(
@@ -75,7 +75,7 @@ class LocalClient:
         engine, session = self._opened()
         session.close()
         self._session = engine.session(**self._session_options)
-        self._drafted_before = (0, 0, 0.0)
+        self._rounds_before = None
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
@@ -103,7 +103,7 @@ class LocalClient:
             raise UsageError("the KV settings stay as they were: encoding again was stopped")
         old.close()
         self._session, self._session_options = session, options
-        self._drafted_before = (0, 0, 0.0)
+        self._rounds_before = None
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
@@ -164,9 +164,14 @@ class LocalClient:
             keeps_kv=True,
         )
 
+    def _rounds(self, session: "Session") -> "Rounds":
+        """Those of the newest reply."""
+        before = self._rounds_before
+        return session.rounds if before is None else session.rounds.since(before)
+
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
         _, session = self._opened()
-        stats, (drafted, accepted, _) = session.stats(), self._drafted_before
+        stats, rounds = session.stats(), self._rounds(session)
         return ReplyStats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
@@ -178,8 +183,8 @@ class LocalClient:
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
             evicted_share=stats.evicted_share,
-            drafted_tokens=stats.drafted_tokens - drafted,
-            accepted_tokens=stats.accepted_tokens - accepted,
+            drafted_tokens=rounds.drafted_tokens,
+            accepted_tokens=rounds.accepted_tokens,
             predicted_tokens=stats.predicted_tokens,
         )
 

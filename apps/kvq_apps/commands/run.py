@@ -47,13 +47,11 @@ def run(arguments: Namespace) -> int:
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
-    from kvq_apps.model_path import resolve_model
-    from kvq_runtime.engine import Engine
+    from kvq_apps.engine import Engine
 
-    path = resolve_model(model)
     engine_options = options.engine_options(arguments)
     with (
-        Engine.open(path, **engine_options) as engine,
+        Engine.open(model, **engine_options) as engine,
         engine.session(**session_options) as session,
         interruptible() as cancel,
     ):

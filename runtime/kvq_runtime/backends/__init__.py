@@ -119,7 +119,8 @@ class SequenceCache(Protocol):
     their `Mode`; in the layers of `silent` rows ask nothing and are only stored.
     `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
     stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
-    cache cannot. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
+    cache cannot, `crowded(n)` which tokens to open as gaps where what is gone takes the room of n
+    others. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
     parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
@@ -167,6 +168,8 @@ class SequenceCache(Protocol):
     def why_not_edit(self) -> str | None: ...
 
     def edit(self, start: int, stop: int, count: int, /) -> None: ...
+
+    def crowded(self, tokens: int, /) -> list[tuple[int, int]]: ...
 
     def commit(self, path: Sequence[int], /) -> None: ...
 
@@ -278,7 +281,8 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
-    `takes_trees`: rows of a branch may follow any earlier row, not only the newest.
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `rows_agree`: a
+    row's logits are the same, bit for bit, however many rows its pass has.
     """
 
     name: str
@@ -286,6 +290,7 @@ class Backend(Protocol[C]):
     model: ModelFacts
     weight_bytes_per_step: int
     takes_trees: bool
+    rows_agree: bool
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

@@ -252,6 +252,10 @@ class LlamaCppCache:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """None: what is gone leaves its room at once."""
+        return []
+
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens [start, stop) and moves what follows to leave room for `count` others.
 

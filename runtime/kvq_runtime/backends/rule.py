@@ -137,6 +137,10 @@ class RuleCache:
         assert 0 <= start <= stop <= len(self.ids)
         self.ids[start:stop] = [-1] * count
 
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """What is gone takes no room."""
+        return []
+
     def state(self) -> bytes:
         """The ids as JSON."""
         return json.dumps(self.ids).encode()
@@ -161,6 +165,7 @@ class RuleBackend:
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
     takes_trees = True
+    rows_agree = True
 
     def __init__(
         self,
