@@ -89,8 +89,9 @@ def run(arguments: Namespace) -> int:
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
     model, files = _model_and_files(arguments)
-    mode = {"task": _one_task, "table": _table, "sweep": _sweep}[modes[0]]
-    mode = {"drafts": _drafts, "predict": _predict}.get(arguments.task, mode)
+    by_task = {"drafts": _drafts, "predict": _predict}
+    by_mode = {"task": by_task.get(arguments.task, _one_task), "table": _table, "sweep": _sweep}
+    mode = by_mode[modes[0]]
 
     from kvq_apps.model_path import resolve_model
     from kvq_runtime.engine import Engine
