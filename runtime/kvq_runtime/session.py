@@ -359,11 +359,13 @@ class Session(Generic[C]):
 
     @contextmanager
     def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; nothing of them is kept in the end."""
+        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's."""
         generators = map(np.random.default_rng, seeds)
         answers = [self.begin(options, generator) for generator in generators]
         with self.sequence.branch() as branch:
-            yield Beside(branch, answers)
+            beside = Beside(branch, answers)
+            yield beside
+            self.sequence.append(beside.commit())
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
