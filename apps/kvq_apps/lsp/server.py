@@ -90,6 +90,7 @@ class LanguageServer:
         self._initialized = self._shut_down = False
         self._enabled = True
         self._completer: Completer | None = None
+        self._failure: str | None = None
         self._work: SimpleQueue[_Request | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
@@ -259,7 +260,7 @@ class LanguageServer:
         if not self._enabled:
             return "completion is switched off"
         if self._completer is None:
-            return "the model is loading"
+            return self._failure or "the model is loading"
         return None
 
     def _nothing(self, known: _Open | None, why_not: str) -> None:
@@ -276,6 +277,7 @@ class LanguageServer:
             completer = self._load()
         except Exception as error:  # noqa: BLE001  the editor goes on without completions
             self._log(f"no completions: {error}")
+            self._failure = f"there is no model: {error}"
             completer = None
         self._completer = completer
         while (request := self._work.get()) is not None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,25 @@ class FakeCompleter:
 class Client:
     """An editor on two pipes."""
 
-    def __init__(self, completer: FakeCompleter, loads: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        completer: FakeCompleter,
+        loads: threading.Event | None = None,
+        load: Callable[[], FakeCompleter] | None = None,
+    ) -> None:
         ours, self._to = os.pipe()
         self._from, theirs = os.pipe()
         self.log: list[str] = []
         self.code: int | None = None
 
-        def load() -> FakeCompleter:
+        def wait() -> FakeCompleter:
             if loads is not None:
                 assert loads.wait(PATIENCE_S)
             return completer
 
         def serve() -> None:
             with open(ours, "rb") as source, open(theirs, "wb") as sink:
-                self.code = LanguageServer(source, sink, load, self.log.append).run()
+                self.code = LanguageServer(source, sink, load or wait, self.log.append).run()
 
         self._thread = threading.Thread(target=serve)
         self._thread.start()
@@ -293,6 +299,22 @@ def test_while_the_model_loads_the_answer_is_nothing(completer: FakeCompleter) -
     editor.close()
 
 
+def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
+    def load() -> FakeCompleter:
+        raise OSError("no such bundle")
+
+    editor = Client(FakeCompleter(), load=load)
+    editor.open("a\n")
+    reason, wanted = "", "there is no model: no such bundle"
+    for _ in range(100_000):
+        assert editor.complete(0, 1)["result"] is None
+        why = editor.ask("workspace/executeCommand", {"command": "kvq.explain", "arguments": [URI]})
+        if (reason := why["result"]["whyNot"]) == wanted:
+            break
+    assert reason == wanted
+    editor.close()
+
+
 def test_a_document_that_is_no_source_text_is_left_alone(
     editor: Client, completer: FakeCompleter
 ) -> None:
@@ -332,6 +354,7 @@ def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:
         number += 1
         result = ask(number, "textDocument/inlineCompletion", at(3, 14))
         assert number < 50_000
+        time.sleep(0.01)
     assert 1 <= len(result["items"]) <= 2
     assert all(item["insertText"].strip() for item in result["items"])
     process.stdin.close()
