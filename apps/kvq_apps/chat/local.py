@@ -37,7 +37,7 @@ class LocalClient:
         self._engine_options = engine_options
         # A drafter of guesses would make them as long as there is room for.
         room = {} if "draft" in session_options else {"draft_tokens": DRAFT_TOKENS}
-        self._session_options = room | dict(session_options)
+        self._session_options: dict[str, Any] = {**room, **session_options}
         self._beside: Beside[Any] | None = None
         self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
