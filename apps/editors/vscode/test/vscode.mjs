@@ -82,6 +82,7 @@ export class VisualStudioCode {
       args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
       defaultViewport: { width: 1000, height: 600 },
       userDataDir: join(data, "browser"),
+      env: { ...process.env, XDG_CONFIG_HOME: join(data, "browser-settings") },
     });
     own.page = (await own.browser.pages())[0];
     own.page.on("dialog", (dialog) => dialog.accept()); // of a page that is left with changes
