@@ -51,9 +51,7 @@ def _compare(sequence, window, first, differing) -> None:
         sequence.append(piece)
         branch.commit(range(len(piece)))
     for name, sampling in MODES.items():
-        for row, (some, every) in enumerate(
-            zip(found[sampling.exact_rows], found[0], strict=True)
-        ):
+        for row, (some, every) in enumerate(zip(found[sampling.exact_rows], found[0], strict=True)):
             history = window[: first + row + 1]
             both = [candidates(logits, sampling, history) for logits in (some, every)]
             differing[name] += not all(map(np.array_equal, *both))

@@ -7,13 +7,14 @@ the history each have their own thread; nothing here waits for them on the scree
 from asyncio import Event, sleep, wait_for
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from kvq.errors import KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.chat import interchange
-from kvq_apps.chat.client import ChatClient
+from kvq_apps.chat.client import ChatClient, News
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import FRAME_S, EngineLink
 from kvq_apps.chat.history import History, SavedChat
@@ -26,6 +27,8 @@ from kvq_apps.chat.view import View
 
 LEAVE_WITHIN_S = 3.0
 SAVE_AFTER_S = 2.0
+# Nobody waits for the engine: what it predicted is computed.
+REFINE_AFTER_S = 0.3
 _Job = Callable[[], Awaitable[None]]
 
 
@@ -51,6 +54,8 @@ class ChatController:
         self._jobs: list[_Job] = []
         self._wake = Event()
         self._busy = False
+        self._refining = False
+        self._refined = True
 
     @property
     def idle(self) -> bool:
@@ -72,18 +77,48 @@ class ChatController:
         await self._open_engine()
         while True:
             while (job := self._next_job()) is not None:
+                self._refined = False
                 await self._run(job)
             self._wake.clear()
             await self._rest()
 
     async def _rest(self) -> None:
-        """Waits until something is asked for; once that takes a while, the KV is saved."""
-        if self.engine.kv_changed:
-            try:
-                await wait_for(self._wake.wait(), SAVE_AFTER_S)
-            except TimeoutError:
-                await self._run(self._kv_files.save)
+        """Waits until something is asked for; once that takes a while, the KV is saved.
+
+        Before that, what was predicted of the conversation is computed.
+        """
+        if self.engine.stats.predicted_tokens and not self._refined:
+            if not await self._asked_within(REFINE_AFTER_S):
+                await self._run(self._refine)
+            return
+        if self.engine.kv_changed and not await self._asked_within(SAVE_AFTER_S):
+            await self._run(self._kv_files.save)
         await self._wake.wait()
+
+    async def _asked_within(self, seconds: float) -> bool:
+        """Whether something is asked for before so many seconds are over."""
+        try:
+            await wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _refine(self) -> None:
+        """Has what was predicted computed, until somebody asks for something."""
+        self._refining, self._refined, before = True, True, self.engine.stats
+        try:
+            left = await self.engine.follow(self._show_refining, self.engine.client.refine)
+        finally:
+            self._refining = False
+        stopped = self.engine.stream is not None and self.engine.stream.cancelled()
+        self._refined = not stopped
+        self.engine.stats = replace(before, predicted_tokens=self.engine.stats.predicted_tokens)
+        if not (stopped or left or self.engine.stats.predicted_tokens):
+            self._view.say(f"{before.predicted_tokens} predicted tokens are computed: all is exact")
+
+    def _show_refining(self, news: News) -> None:
+        self.engine.measure(news)
+        self.engine.activity = "computing what was predicted"
 
     def _next_job(self) -> _Job | None:
         """What was asked for first; a lost engine is looked for before messages are answered."""
@@ -115,6 +150,8 @@ class ChatController:
     def enqueue(self, text: str) -> None:
         """Queues a message of the user."""
         self.queue.append(text)
+        if self._refining:
+            self.engine.cancel()
         self._view.changed()
         self._wake.set()
 
@@ -150,6 +187,8 @@ class ChatController:
         await self.history.open(self.settings.history_path)
         theme = await self.history.read(lambda history: history.setting("theme"))
         self._view.set_theme(theme or "")
+        sidebar = await self.history.read(lambda history: history.setting("sidebar"))
+        self._view.set_sidebar(shown=bool(sidebar))
         chat_id = self.settings.chat_id
         if chat_id is None and self.settings.latest:
             chat_id = await self.history.read(History.latest)
@@ -222,23 +261,44 @@ class ChatController:
         """Answers the last question until there are `count` answers, the one there included."""
         if self.conversation.last("user") is None:
             raise UsageError("there is nothing to answer yet; write a message first")
-        answered = self.conversation.messages[-1].role == "assistant"
-        self._jobs += [self.retry] * (count - answered)
-        self._wake.set()
+        if count > (self.conversation.answered is not None):
+            self._jobs.append(partial(self._make_drafts, count))
+            self._wake.set()
+
+    async def _make_drafts(self, count: int) -> None:
+        if self.engine.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        taken = await self._replies.drafts(count)
+        await self._choose(taken.id)
+
+    async def choose_draft(self, message: Message, step: int) -> None:
+        """Shows the replies beside `message`, the one `step` further marked; one is kept."""
+        chat_id = self.conversation.id
+        siblings = await self.history.read(lambda history: history.beside(chat_id, message.id))
+        ids = [sibling.id for sibling in siblings]
+        marked = (ids.index(message.id) + step) % len(ids)
+        self.engine.doing("choose a draft")
+        number = await self._view.open_drafts(siblings, marked)
+        if number is not None and ids[number] != message.id:
+            await self._choose(ids[number])
 
     async def switch_branch(self, message: Message, step: int) -> None:
         """Shows the branch `step` siblings after `message`."""
         chat_id = self.conversation.id
+        siblings = await self.history.read(lambda history: history.siblings(chat_id, message.id))
+        await self._choose(siblings[(siblings.index(message.id) + step) % len(siblings)])
 
-        def switch(history: History) -> SavedChat:
-            siblings = history.siblings(chat_id, message.id)
-            index = (siblings.index(message.id) + step) % len(siblings)
-            history.choose(chat_id, siblings[index])
+    async def _choose(self, message_id: str) -> None:
+        """Shows the branch that this message is in."""
+        chat_id = self.conversation.id
+
+        def choose(history: History) -> SavedChat:
+            history.choose(chat_id, message_id)
             saved = history.saved_chat(chat_id)
             assert saved is not None
             return saved
 
-        self.conversation.show(await self.history.read(switch))
+        self.conversation.show(await self.history.read(choose))
         self._view.show(self.conversation.messages)
 
     async def new_chat(self) -> None:
@@ -247,6 +307,21 @@ class ChatController:
         self.conversation.begin(self.settings.system)
         self._view.show([])
         self.engine.stats = ReplyStats()
+
+    async def rename_chat(self, chat_id: str, title: str) -> None:
+        """Gives a chat another title."""
+        if chat_id == self.conversation.id:
+            self.conversation.rename(title)
+        else:
+            self.history.write(lambda history: history.rename(chat_id, title))
+
+    async def delete_chat(self, chat_id: str) -> None:
+        """Removes a chat and its KV for good; the open one makes way for another."""
+        await self._kv_files.forget(chat_id)
+        if chat_id == self.conversation.id:
+            self.engine.kv_changed = False
+            await self.new_chat()
+        self.history.write(lambda history: history.delete(chat_id))
 
     def _begin_anew(self, question: str) -> None:
         """Has `question` answered in a new chat."""

@@ -81,9 +81,10 @@ class FakeClient:
             keeps_kv=True,
         )
         self.tokens: list[int] = []
-        self.stale = 0
+        self.stale = self.predicted = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
+        self._drafts: list[str] = []
 
     def open(self) -> Facts:
         """Ready after `load_ms`."""
@@ -121,6 +122,27 @@ class FakeClient:
                 return "length"
         return "stop"
 
+    def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
+        """The script's answers, a piece of each in turn."""
+        self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
+        scripts = [iter(self._script(turn)) for _ in range(count)]
+        reasons = ["cancelled"] * count
+        self._drafts = ["" for _ in scripts]
+        while "cancelled" in reasons and not stream.cancelled():
+            sleep(self.options.tok_ms / 1e3)
+            for draft, script in enumerate(scripts):
+                piece = next(script, None)
+                if piece is None:
+                    reasons[draft] = "stop"
+                else:
+                    stream.write(piece, draft)
+                    self._drafts[draft] += piece
+        return reasons
+
+    def keep(self, draft: int) -> None:
+        """The tokens are those of this draft, too."""
+        self.tokens += _tokens_of(self._drafts[draft])
+
     def begin(self) -> None:
         """Forgets the tokens."""
         self.tokens = []
@@ -145,6 +167,14 @@ class FakeClient:
         """What an edit has left behind it."""
         stale, self.stale = self.stale, 0
         return stale
+
+    def refine(self, stream: Stream) -> int:
+        """A token at a time."""
+        while self.predicted and not stream.cancelled():
+            sleep(self.options.tok_ms / 1e3)
+            self.predicted -= 1
+            stream.measured(ReplyStats(predicted_tokens=self.predicted))
+        return self.predicted
 
     def save(self, path: Path) -> str | None:
         """Writes the tokens and the plan."""
@@ -195,6 +225,7 @@ class FakeClient:
             ttft_ms=self.options.prefill_ms + self.options.tok_ms,
             decode_tok_s=1e3 / self.options.tok_ms if self.options.tok_ms else 0.0,
             context_tokens=len(self.tokens),
+            predicted_tokens=self.predicted,
             kv_bytes=len(self.tokens) * BYTES_PER_TOKEN,
         )
 

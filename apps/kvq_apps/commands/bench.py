@@ -49,7 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
-        cache, "kv-read", "kv-policy", "kv-budget",
+        cache, "kv-read", "kv-policy", "kv-budget", "kv-predict",
+        kv_predict="suite ttft: what of prompts is predicted (default: "
+        "{kvq_apps.bench.ttft:TtftJob.predict})",
         kv_read="also time steps that read less, each of several: 25%%,exact",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
@@ -79,7 +81,7 @@ def run(arguments: Namespace) -> int:
         raise UsageError("--chats needs --suite serve, the pool that answers them")
     suites = {
         "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several,
-        "edit": _run_edit,
+        "edit": _run_edit, "ttft": _run_ttft,
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
@@ -215,6 +217,15 @@ def _run_edit(arguments: Namespace) -> int:
     else:
         editing.print_report(data)
     return 0
+
+
+def _run_ttft(arguments: Namespace) -> int:
+    """The suite `ttft`."""
+    _refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
+    from kvq_apps.bench import ttft
+
+    given = options.given(arguments, repeat="repeat", contexts="context", predict="kv-predict")
+    return _run_sessions(arguments, ttft, ttft.TtftJob(**given))
 
 
 def _run_chat(arguments: Namespace) -> int:

@@ -132,6 +132,10 @@ def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     piped = text_input.piped_input()
     prompt = text_input.check_argument(prompt)
     text = f"{piped.rstrip()}\n\n{prompt}" if piped.strip() and prompt else piped + prompt
+    from kvq_apps.model_path import EMBEDDED
+
+    if prompt in EMBEDDED and not models and not piped:
+        output.print_note(f"{prompt} is taken for the prompt; to run it: kvq run {prompt} PROMPT")
     if not text:
         raise UsageError("the prompt is empty; write `kvq run [MODEL] PROMPT` or pipe text in")
     return model, text

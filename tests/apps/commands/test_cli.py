@@ -581,6 +581,15 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
 
 
+def test_a_models_name_alone_is_a_prompt_and_that_is_said(
+    bundle: str, home: dict[str, str]
+) -> None:
+    said = kvq("run", "-n", "1", "nano", home=home, KVQ_MODEL=bundle)
+    assert said.returncode == 0
+    assert b"nano is taken for the prompt; to run it: kvq run nano PROMPT" in said.stderr
+    assert kvq("run", "-n", "1", "nanos", home=home, KVQ_MODEL=bundle).stderr == b""
+
+
 def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:
     found = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
     assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
