@@ -9,29 +9,36 @@ tokens' predictions is the price. Divided by the error the probes saw, it is nat
 of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
 
 The graph rounds activations, and answers every change of the cache with noise of its own, next to
-which all but the dearest layers look alike. A model whose weights fit memory as float32 is
-therefore computed exactly, over a longer text; a larger one by its graph, and what that noise makes
-is subtracted.
+which all but the dearest layers look alike. A small model is therefore computed exactly, over as
+much text as a minute or two allow; a larger one by its graph, and what that noise makes is
+subtracted. What was measured of a checkpoint may lie beside it and is then taken as it is.
 
 Before that it is found how every head's pages are best encoded, `kvq.config.PageForm`.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
+from kvq.files import replace_file
+from kvq.formats import PAGE_VERSION
 from kvq.policies import MEASURED_WIDTHS, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
+from kvq_export.config import WeightFormat
+from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
 from kvq_runtime.backends import forward_chain
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle import Bundle, file_sha256
 
 READ_TOKENS = 768
 # Tokens whose predictions are compared: at least, and where they are computed exactly at most.
@@ -39,8 +46,11 @@ LEAST_SCORED_TOKENS, SCORED_TOKENS = 128, 1024
 CHUNK_TOKENS = 128
 # Rounding in float32 moves predictions by this much whatever the cache holds.
 NOISE_NATS = 1e-8
-# Stored weights up to here are computed with exactly: four to eight times the bytes as float32.
-EXACT_WEIGHT_BYTES = 128 << 20
+# Stored weights times layers times scored tokens that are computed with exactly: of the embedded
+# model 1024 tokens.
+EXACT_WORK_BYTES = 48 << 30
+# What was measured of the checkpoint it lies beside.
+KEPT_FILE = "calibration.json"
 # An eviction error below this share of the output's square is as good as none.
 FAINT = 1e-4
 
@@ -48,6 +58,7 @@ EVERY_FORM = PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES
 
 Floats = NDArray[np.float64]
 Forms = tuple[PageForm, ...]
+Calibration = tuple[Forms, Sensitivity | None]
 
 
 def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int64] | None:
@@ -58,13 +69,50 @@ def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int
     return np.array(ids, np.int64) if len(ids) >= 4 * PAGE_TOKENS + LEAST_SCORED_TOKENS else None
 
 
+def kept(checkpoint: Path, weights: WeightFormat, config: ModelConfig) -> Calibration | None:
+    """What lies beside the checkpoint and was measured of these weights at these widths, if any."""
+    try:
+        found = json.loads((checkpoint / KEPT_FILE).read_bytes())
+        if found["of"] != _identity(checkpoint, weights):
+            return None
+        forms = tuple(map(PageForm, found["forms"]))
+        shape = config.num_layers, config.num_kv_heads
+        return forms, Sensitivity.from_json(found["sensitivity"], *shape)
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def keep(checkpoint: Path, weights: WeightFormat, found: Calibration) -> None:
+    """Puts what was measured beside the checkpoint, for `kept`."""
+    forms, sensitivity = found
+    written = {
+        "of": _identity(checkpoint, weights),
+        "forms": [int(form) for form in forms],
+        "sensitivity": None if sensitivity is None else sensitivity.to_json(),
+    }
+    with replace_file(checkpoint / KEPT_FILE, private=False) as file:
+        file.write(f"{json.dumps(written)}\n".encode())
+
+
+def _identity(checkpoint: Path, weights: WeightFormat) -> dict[str, Any]:
+    """What prices are true of: pages, widths and the checkpoint's weights."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {
+        "pages": PAGE_VERSION,
+        "weights": json.loads(json.dumps(asdict(weights))),
+        "sha256": {file.name: file_sha256(file) for file in files},
+    }
+
+
 class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
-        exact = bundle.weights_json()["bytes"] <= EXACT_WEIGHT_BYTES
+        per_token = bundle.weights_json()["bytes"] * bundle.config.num_layers
+        affordable = min(SCORED_TOKENS, EXACT_WORK_BYTES // per_token)
+        exact = affordable >= LEAST_SCORED_TOKENS
         self._backend = backends.open_backend("float" if exact else "auto", bundle, threads=threads)
-        most = min(SCORED_TOKENS, quality.MAX_LOGITS // bundle.config.vocab_size) if exact else 0
+        most = min(affordable, quality.MAX_LOGITS // bundle.config.vocab_size) if exact else 0
         scored = max(min(len(ids) - READ_TOKENS, most), LEAST_SCORED_TOKENS)
         ids = ids[: READ_TOKENS + scored]
         asked = CacheSpec(

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq.config import PageForm
 from kvq.errors import CheckpointError, UsageError
-from kvq.policies import Sensitivity
 from kvq_export import calibration, prediction, quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
@@ -167,7 +165,7 @@ def _measured(
     if model.tokenizer is None:
         return manifest
     if options.calibrate and options.onnx:
-        forms, sensitivity = _calibrate(partial, model.tokenizer, options, step)
+        forms, sensitivity = _calibrate(partial, model, model.tokenizer, options, step)
         manifest = replace(manifest, forms=forms, sensitivity=sensitivity)
         write_manifest(partial, manifest)
     if options.quality:
@@ -268,8 +266,15 @@ def _measure(
 
 
 def _calibrate(
-    folder: Path, tokenizer: Tokenizer, options: ExportOptions, step: Callable[[str], None]
-) -> tuple[tuple[PageForm, ...], Sensitivity | None]:
+    folder: Path,
+    model: _Model,
+    tokenizer: Tokenizer,
+    options: ExportOptions,
+    step: Callable[[str], None],
+) -> calibration.Calibration:
+    known = calibration.kept(model.located.folder, options.weights, model.original.config)
+    if known is not None:
+        return known
     bundle = Bundle.open(folder, verify="size")
     ids = calibration.calibration_ids(tokenizer, bundle.config.context_length)
     if ids is None:

@@ -1,6 +1,7 @@
 """Calibration at export: what errors cost in each layer, in the bundle and in its sessions."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvq.errors import BundleError
 from kvq.policies import Sensitivity, policy_named
 from kvq_apps.cli import main
 from kvq_export import calibration
-from kvq_export.config import ExportOptions
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.quality import compare, log_softmax
 from kvq_runtime import backends
@@ -326,3 +327,29 @@ def test_an_unknown_policy_is_refused_before_anything_is_written(
     assert main(["export", str(source), "-o", str(made), "--kv-policy", "newest"]) == 2
     assert "--kv-policy 'newest' is unknown; possible: a2sf, budget, " in capsys.readouterr().err
     assert not made.exists()
+
+
+# What lies beside a checkpoint
+
+
+def test_what_was_measured_is_taken_for_the_same_weights_and_widths_only(
+    source: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+    found = bundle.manifest.forms, bundle.manifest.sensitivity
+    options = ExportOptions(quality=False, threads=1)
+    calibration.keep(folder, options.weights, found)
+    wide = WeightFormat(bits=8)
+    assert calibration.kept(folder, wide, bundle.config) is None
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("measured again"))
+    made = export(folder)
+    assert (made.manifest.forms, made.manifest.sensitivity) == found
+    kept = (folder / calibration.KEPT_FILE).read_bytes()
+    for damage in (kept[:-9], b"[]", kept.replace(b"forms", b"norms")):
+        (folder / calibration.KEPT_FILE).write_bytes(damage)
+        assert calibration.kept(folder, options.weights, bundle.config) is None
+    (folder / calibration.KEPT_FILE).write_bytes(kept)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\0\1")
+    assert calibration.kept(folder, options.weights, bundle.config) is None
