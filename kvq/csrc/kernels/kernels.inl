@@ -186,6 +186,13 @@ inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int 
     return granules[second] + (octet - second * half) * octet_bytes<Bits>(n);
 }
 
+template <int Bits>
+inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
+    if constexpr (Bits < 8) return to_float(high.sum());
+    const F coarse = to_float(times16(high.sum()) + low.sum());
+    return fma(to_float(fine.sum()), set1(16.0f / 254.0f), coarse);
+}
+
 // Sums of code products over one group, fine parts included.
 template <int Bits, int N>
 struct Sums {
@@ -207,14 +214,6 @@ struct Sums {
             }
         }
     }
-    F of(int r) const {
-        if constexpr (kWide) {
-            const F coarse = to_float(times16(high[r].sum()) + low[r].sum());
-            return fma(to_float(fine[r].sum()), set1(16.0f / 254.0f), coarse);
-        } else {
-            return to_float(high[r].sum());
-        }
-    }
 };
 
 // Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
@@ -234,8 +233,11 @@ inline void multiply_group(const uint8_t* const* hi, const uint8_t* const* lo, c
             sums.template add<3>(high, low, x, first, at + 12);
         }
     }
-    for (int r = 0; r < N; r++)
-        total[r] = fma(sums.of(r), set1(x.scale[base / 32][first + r]), total[r]);
+    for (int r = 0; r < N; r++) {
+        const int wide = Bits == 8 ? r : 0;
+        const F sum = combine<Bits>(sums.high[r], sums.low[wide], sums.fine[wide]);
+        total[r] = fma(sum, set1(x.scale[base / 32][first + r]), total[r]);
+    }
 }
 
 // Products of N folded rows, from `first` on, of n numbers with the codes of `outputs` tokens or
