@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What a developer has set for himself is not what is tested.
 os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-settings")
+# Nor does he want the models that tests ran among his.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"kvq-tests-{os.getuid()}")
 
 _connect = socket.socket.connect
 
@@ -60,7 +63,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 @pytest.fixture
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs and notes about running servers stay here."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "STATE"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 re
 
 import errno
 import os
+import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -15,7 +16,12 @@ from typing import Any, NoReturn
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError, named_by_flags
-from kvq.settings import encode_in_one_thread, environment, stay_offline
+from kvq.settings import (
+    encode_in_one_thread,
+    environment,
+    environment_name,
+    stay_offline,
+)
 from kvq_apps import flags, layers, output
 from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
 from kvq_apps.owners import HelpText
@@ -134,7 +140,7 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
         epilog="`kvq COMMAND --help` lists a command's flags; each has the KVQ_* twin shown there.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kvq {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"kvq {__version__}")
     parser.add_argument(
         "--completion",
         action=PrintCompletion,
@@ -159,7 +165,10 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
 def parse(argv: list[str]) -> Namespace:
     """What a command line says; a wrong one ends the program as argparse does."""
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    arguments, unknown = build_parser(chosen).parse_known_args(argv)
+    if chosen is not None and chosen == argv[0] and chosen not in COMMANDS:
+        meant = output.did_you_mean(chosen, COMMANDS)
+        raise UsageError(f"there is no command {chosen!r}{meant}; `kvq --help` lists all")
+    arguments, unknown = build_parser(chosen).parse_known_args(argv or ["--help"])
     if unknown:
         raise UsageError(
             f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
@@ -177,21 +186,32 @@ def parse(argv: list[str]) -> Namespace:
 
 def _nearest(word: str, arguments: Namespace) -> str:
     """The command's flag that `word` may have meant, as a question, or nothing."""
-    from difflib import get_close_matches
-
     known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
-    found = get_close_matches(word.partition("=")[0], known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    return output.did_you_mean(word.partition("=")[0], known)
 
 
 def _report(error: Exception, argv: list[str]) -> int:
     try:
-        output.print_error(error, as_json=_asked("json", argv))
+        output.print_error(_as_typed(error, argv), as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
     except OSError:
         _forget_output()
     return error.exit_code if isinstance(error, KvqError) else 1
+
+
+def _as_typed(error: Exception, argv: list[str]) -> Exception:
+    """The error with the names of flags that were typed, or set in the environment, for ours."""
+    if not isinstance(error, KvqError):
+        return error
+    words = {word.partition("=")[0] for word in argv}
+    message = str(error)
+    for name, flag in flags.FLAGS.items():
+        variable = environment_name(name)
+        typed = [*words.intersection(flag.synonyms), variable]
+        if f"--{name}" not in words and (len(typed) > 1 or environment(name) is not None):
+            message = re.sub(rf"--{name}(?![\w-])", typed[0], message)
+    return type(error)(message)
 
 
 def _asked(switch: str, argv: list[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvq.errors import UsageError
 from kvq.settings import config_folder
-from kvq_apps import layers, options
+from kvq_apps import layers, options, output
 from kvq_apps.flags import FLAGS
 from kvq_apps.layers import Found
 
@@ -144,12 +144,9 @@ def _rows(file: TomlFile, warnings: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(section: str, key: str) -> str:
-    from difflib import get_close_matches
-
     known = [name.partition(".")[2] for name in FLAG_OF if name.startswith(f"{section}.")]
-    near = get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none yet'}"
-    return f"[{section}] has no key {key}; {hint}"
+    hint = output.did_you_mean(key, known) or f"; known: {', '.join(known) or 'none yet'}"
+    return f"[{section}] has no key {key}{hint}"
 
 
 def _found(file: TomlFile, name: str, value: Any, *, personal: bool) -> Found:

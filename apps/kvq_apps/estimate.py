@@ -11,8 +11,9 @@ from kvq_apps import output
 from kvq_runtime import backends, device
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.config import SessionRequest
+from kvq_runtime.engine import warn_beyond_training
 
-WIDTHS = ((FLOAT_WIDTH, FLOAT_WIDTH), (8, 8), (8, 4), (4, 4), (4, 2), (2, 2))
+WIDTHS = ((FLOAT_WIDTH, FLOAT_WIDTH), (8, 8), (8, 4), (6, 6), (6, 4), (4, 4), (4, 2), (2, 2))
 UNIT_TOKENS = 1024
 
 
@@ -32,6 +33,7 @@ def estimate(
     threads = device.default_threads() if threads is None else threads
     asked = SessionRequest(kv_budget=budget, **request)
     held = backends.estimate(files, asked, threads=threads)
+    warn_beyond_training(held.context_tokens, files.context_length)
     weight_bytes = files.weights_json()["bytes"]
     free_bytes = device.probe().memory_free_bytes
     at = {

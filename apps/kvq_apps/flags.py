@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from kvq.config import PAGE_WIDTHS
 from kvq.settings import environment_name
 from kvq_apps.flag_values import READERS
 from kvq_apps.owners import Owned
@@ -20,7 +21,8 @@ class Flag:
 
     `setting` is its `section.key` in a configuration file; None: only a command line says it.
     `default` is what holds without a value; there, as in `help`, `{owner}` stands for what it owns.
-    `metavar` decides how a value is read.
+    `metavar` decides how a value is read. Shells offer what it `suggests`, and other values are
+    possible.
     """
 
     help: str
@@ -29,6 +31,7 @@ class Flag:
     setting: str | None = None
     metavar: str = ""
     choices: Collection[str] | None = None
+    suggests: Collection[str] = ()
     synonyms: tuple[str, ...] = ()
     switch: bool = False
     repeats: bool = False
@@ -41,7 +44,8 @@ class Flag:
 
 FLAGS: dict[str, Flag] = {
     # the model
-    "model": Flag("bundle, GGUF file, checkpoint folder, hub id, `nano`", "`default`",
+    "model": Flag("bundle, GGUF file, checkpoint folder, hub id, `nano`, or a name that "
+        "`kvq inspect` lists", "`default`",
         setting="model.name", metavar="MODEL", synonyms=("-m",)),
     "backend": Flag("engine to run on: %(choices)s", "auto, the fastest present",
         setting="model.backend", metavar="NAME",
@@ -50,25 +54,31 @@ FLAGS: dict[str, Flag] = {
         metavar="N"),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
     # the cache
-    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.kbits", metavar="BITS", synonyms=("-ctk", "--cache-type-k")),
-    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 2", "the model's plan",
+    "vbits": Flag("bits of cached values: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
         setting="kv.vbits", metavar="BITS", synonyms=("-ctv", "--cache-type-v")),
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
-        metavar="K:V"),
+        metavar="K:V", suggests=("fp", *(f"{k}:{v}" for k in PAGE_WIDTHS for v in PAGE_WIDTHS))),
     "kv-budget": Flag("bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size",
         "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
-        metavar="NAME[:OPTION=VALUE,..]"),
+        metavar="NAME[:OPTION=VALUE,..]", suggests=Owned("kvq.policies:POLICIES")),
     "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
         "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
-        setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]"),
+        setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]",
+        suggests=Owned("kvq.selectors:SELECTORS")),
+    "kv-predict": Flag("share of the layers whose keys and values are predicted for a prompt, not "
+        "computed: 50%%; lossy, for a faster first token", "off", setting="kv.predict",
+        metavar="SHARE|NAME[:OPTION=VALUE,..]",
+        suggests=Owned("kvq_runtime.prediction:PREDICTORS")),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
-    "predict": Flag("new tokens at most", "{kvq_runtime.config:DEFAULT_MAX_TOKENS}",
-        setting="model.predict", metavar="N", synonyms=("-n",)),
+    "predict": Flag("new tokens at most, -1: until the context is full",
+        "{kvq_runtime.config:DEFAULT_MAX_TOKENS}", setting="model.predict", metavar="N",
+        synonyms=("-n", "--max-tokens")),
     "stop": Flag("end before this text; may be repeated", metavar="TEXT", repeats=True),
     "system": Flag("system message; uses the model's chat template", setting="chat.system",
         metavar="TEXT", synonyms=("-s",)),
@@ -86,12 +96,12 @@ FLAGS: dict[str, Flag] = {
     "no-stream": Flag("print the answer when it is whole", switch=True),
     "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, recycle, "
         "lookahead, quantspec, skip, early, none; the answer stays the same", "none",
-        setting="model.draft",
-        metavar="NAME[:OPTION=VALUE,..]"),
+        setting="model.draft", metavar="NAME[:OPTION=VALUE,..]",
+        suggests=Owned("kvq_specdraft:DRAFTERS", "none")),
     "draft-model": Flag("guess with a smaller model of the same vocabulary", metavar="NAME"),
     # sampling
     "temp": Flag("temperature, 0: greedy", "{kvq_runtime.config:Sampling.temperature}",
-        setting="model.temp", metavar="T"),
+        setting="model.temp", metavar="T", synonyms=("--temperature",)),
     "top-k": Flag("keep the N most likely tokens, 0: off", "{kvq_runtime.config:Sampling.top_k}",
         setting="model.top-k", metavar="N"),
     "top-p": Flag("keep the most likely share P, 1: off", "{kvq_runtime.config:Sampling.top_p}",
@@ -129,6 +139,8 @@ FLAGS: dict[str, Flag] = {
     # inspecting
     "estimate": Flag("say what weights and cache take in memory, and whether that fits",
         switch=True),
+    "remove": Flag("delete a bundle", switch=True),
+    "names": Flag("print the names that -m takes, one a line", switch=True),
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
@@ -140,7 +152,8 @@ FLAGS: dict[str, Flag] = {
         "{kvq_apps.evaluation.asked:Asked.trials}", metavar="N"),
     "drafts": Flag("drafts to write, so many side by side", "3", metavar="N,.."),
     "drafts-method": Flag("how several drafts are written: auto, branches, superposed, spliced; "
-        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True),
+        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True,
+        suggests=Owned("kvq_specdraft:WRITERS")),
     "limit": Flag("lines to fill in at most",
         "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
         "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),
@@ -162,8 +175,8 @@ FLAGS: dict[str, Flag] = {
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
-        "several: several drafts at once against one",
-        choices=("speed", "serve", "chat", "drafts", "several")),
+        "several: several drafts at once against one; edit: recorded typing in a file",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
@@ -221,9 +234,9 @@ FLAGS: dict[str, Flag] = {
     "no-log": Flag("keep this chat in memory only", setting="chat.no-log", switch=True),
     "list": Flag("list the chats and end", switch=True),
     "search": Flag("list the chats with a message that has these words", metavar="TEXT"),
-    "export": Flag("write a chat (--cid, or the last): .md Markdown, else JSON lines",
+    "export": Flag("write a chat (--cid, or the last): .md Markdown, else JSON lines; -: stdout",
         metavar="FILE"),
-    "import": Flag("read a chat: JSON lines, Markdown or ChatGPT's JSON", metavar="FILE"),
+    "import": Flag("read a chat: JSON lines, Markdown or ChatGPT's JSON; -: stdin", metavar="FILE"),
     # output
     "json": Flag("print one JSON object on stdout", switch=True),
     "debug": Flag("show tracebacks and debug logs", switch=True),
@@ -259,7 +272,9 @@ def add_flags(
             options |= {"type": flag.read, "metavar": flag.metavar or None, "choices": flag.choices}
             if flag.repeats:
                 options["action"] = "append"
-        parser.add_argument(f"--{name}", *flag.synonyms, **options)
+        # `kvq eval` has a --max-tokens of its own.
+        own = [word for word in flag.synonyms if word not in parser._option_string_actions]
+        parser.add_argument(f"--{name}", *own, **options)
     return parser
 
 

@@ -4,12 +4,13 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import BundleError, ModelError
-from kvq.settings import cache_folder
-from kvq_apps import output
+from kvq_apps import known_models, output
+from kvq_runtime.bundle import MANIFEST_FILE
 from kvq_runtime.gguf_format import SUFFIX, is_gguf
 
 DEFAULT = "default"
@@ -22,24 +23,42 @@ def resolve_model(name: str | None) -> Path:
     """The bundle folder or GGUF file that `name` means.
 
     `name` is one of them, a checkpoint folder, a hub id, or an embedded model: `default` (also
-    meant by None) or `nano`, unless a folder of that name is there. A checkpoint is
-    exported into the user's cache folder the first time, with progress on stderr. Raises
-    `ModelError` naming what is possible.
+    meant by None) or `nano`, unless a folder of that name is there; else a model that was made or
+    run before and is called so. A checkpoint is exported into the user's cache folder the first
+    time, with progress on stderr. Raises `ModelError` naming what is possible.
     """
     place = _locate(name)
-    return place.path if place.source is None else _exported(place.path, place.source, place.name)
+    if place.source is not None:
+        return _exported(place.path, place.source, place.name)
+    if is_gguf(place.path) or (place.path / MANIFEST_FILE).exists():
+        known_models.remember(place.path)
+    return place.path
+
+
+def resolve_checkpoint(name: str) -> str:
+    """The checkpoint folder or hub id that `name` means: itself, or an embedded model's folder."""
+    embedded = name in EMBEDDED and not Path(name).is_dir()
+    return _embedded_checkpoint(name) if embedded else name
 
 
 def ready_model(name: str | None) -> Path | None:
     """As `resolve_model`, but None for a checkpoint that is not exported yet."""
     place = _locate(name)
-    ready = place.source is None or (place.path / "kvq.json").exists()
+    ready = place.source is None or (place.path / MANIFEST_FILE).exists()
     return place.path if ready else None
 
 
-def bundles_folder() -> Path:
-    """Where checkpoints used by name are exported to."""
-    return cache_folder() / "bundles"
+def known_names() -> dict[str, Path]:
+    """The models that were made or run, by what means each: its name, else its path."""
+    found: dict[str, Path] = {}
+    for path in known_models.paths():
+        name = known_models.called(path)
+        with suppress(ModelError):
+            if _locate(name).path.resolve() == path.resolve():
+                found[name] = path
+                continue
+        found[str(path)] = path
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,29 +73,34 @@ class _Place:
 def _locate(name: str | None) -> _Place:
     name = DEFAULT if name is None else name
     path = Path(name).expanduser()
-    if name in EMBEDDED and not (path / "kvq.json").exists():
+    if name in EMBEDDED and not (path / MANIFEST_FILE).exists():
         return _bundle_of(_embedded_checkpoint(name), name)
-    if path.is_dir():
-        if (path / "config.json").exists() and not (path / "kvq.json").exists():
-            return _bundle_of(str(path.resolve()), path.resolve().name)
+    if (path / MANIFEST_FILE).exists():
         return _Place(path=path)
-    if path.exists():
+    if (path / "config.json").exists():
+        return _bundle_of(str(path.resolve()), path.resolve().name)
+    if path.is_file():
         if is_gguf(path):
             return _Place(path=path)
         raise ModelError(
             f"{name} is a file, and no GGUF file; a model is a bundle, a GGUF file, a checkpoint "
             "folder or a hub id"
         )
-    if _HUB_ID.fullmatch(name) and path.suffix != SUFFIX:
+    if not path.exists() and _HUB_ID.fullmatch(name) and path.suffix != SUFFIX:
         return _bundle_of(name, name.replace("/", "--"))
+    known = known_models.named(name)
+    if known is not None or path.exists():
+        return _Place(path=known or path)
+    known_names = (*EMBEDDED, *map(known_models.called, known_models.paths()))
     raise ModelError(
-        f"there is no model at {name}; give a bundle made by `kvq export`, a GGUF file, a Hugging "
-        "Face checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
+        f"there is no model at {name}{output.did_you_mean(name, known_names)}; give a bundle made "
+        "by `kvq export`, a GGUF file, a Hugging Face checkpoint folder, a hub id such as "
+        "Qwen/Qwen3-0.6B, or a name that `kvq inspect` lists"
     )
 
 
 def _bundle_of(source: str, name: str) -> _Place:
-    folder = bundles_folder() / f"{name}-{_fingerprint(source)}"
+    folder = known_models.bundles_folder() / f"{name}-{_fingerprint(source)}"
     return _Place(path=folder, source=source, name=name)
 
 
@@ -110,7 +134,7 @@ def made_once(destination: Path, note: str, make: Callable[[Path, output.Progres
 
     Raises `ModelError` when the folder cannot be written.
     """
-    if (destination / "kvq.json").exists():
+    if (destination / MANIFEST_FILE).exists():
         return destination
     output.print_note(f"{note} {destination}")
     progress = output.Progress()
@@ -119,7 +143,7 @@ def made_once(destination: Path, note: str, make: Callable[[Path, output.Progres
         return make(destination, progress)
     except BundleError:
         # Another process may have finished the same bundle meanwhile.
-        if (destination / "kvq.json").exists():
+        if (destination / MANIFEST_FILE).exists():
             return destination
         raise
     except OSError as error:

@@ -12,6 +12,9 @@ SAMPLING_FIELDS = {
     "repeat-penalty": "repeat_penalty", "repeat-last-n": "repeat_window_tokens",
 }  # fmt: skip
 
+# What `--predict` says for no limit but the context.
+UNTIL_FULL = -1
+
 # What `--draft` says for no drafter.
 NO_DRAFTER = "none"
 
@@ -58,6 +61,18 @@ def model_name(arguments: Namespace) -> str | None:
     return arguments.model if arguments.name is None else arguments.name
 
 
+def max_tokens(predict: int | None, default: int | None) -> int | None:
+    """New tokens at most as `--predict` says it; None, its -1: until the context is full."""
+    if predict is None:
+        return default
+    if predict < 1 and predict != UNTIL_FULL:
+        raise UsageError(
+            f"--predict {predict} is not possible: give 1 or more, or {UNTIL_FULL} (until the "
+            "context is full)"
+        )
+    return None if predict == UNTIL_FULL else predict
+
+
 def engine_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.open`, all but the model."""
     return given(arguments, threads="threads", backend="backend")
@@ -68,7 +83,7 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     return (
         kv_bits(arguments)
         | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
-        | given(arguments, policy="kv-policy", kv_read="kv-read")
+        | given(arguments, policy="kv-policy", kv_read="kv-read", predict="kv-predict")
         | drafter(arguments)
     )
 
@@ -122,7 +137,7 @@ def serve_options(arguments: Namespace) -> dict[str, Any]:
 
 
 # The least of each number whose owner is met only once a model is loaded.
-_LEAST = {"threads": 1, "predict": 1, "ctx-size": 2, "seed": 0}
+_LEAST = {"threads": 1, "ctx-size": 2, "seed": 0}
 
 
 def check(name: str, value: Any) -> None:
@@ -133,6 +148,8 @@ def check(name: str, value: Any) -> None:
     alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
     sampling(alone)
     match name:
+        case "predict":
+            max_tokens(value, None)
         case "kv" | "kbits" | "vbits":
             from kvq.config import KvPlan
 
@@ -145,6 +162,10 @@ def check(name: str, value: Any) -> None:
             from kvq.selectors import rule_named
 
             rule_named(value)
+        case "kv-predict":
+            from kvq_runtime.prediction import predictor_named
+
+            predictor_named(value)
         case "draft":
             drafter(alone)
         case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):

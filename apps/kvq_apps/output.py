@@ -91,6 +91,14 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The word of `known` that `word` may have meant, as a question, or nothing."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def error_code(error: BaseException) -> str:
     """Short lasting name of an error's class: `BudgetError` -> `budget`."""
     return type(error).__name__.removesuffix("Error").lower()

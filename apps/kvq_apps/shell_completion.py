@@ -8,15 +8,35 @@ from argparse import Action, ArgumentParser, _HelpAction, _SubParsersAction
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kvq_apps.flags import FLAGS
+
+# Prints what a model may be called, one name a line.
+NAMES = "kvq inspect --names 2>/dev/null"
+MODEL = "MODEL"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Flag:
-    """One flag as a shell sees it; `value` is None for a switch, else what it is called."""
+    """One flag as a shell sees it; `value` is None for a switch, else what it is called.
+
+    Its value is one of `choices`, or else may be one of those it `suggests`.
+    """
 
     names: tuple[str, ...]
     help: str
     value: str | None
     choices: tuple[str, ...]
+    suggests: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is offered for its value."""
+        return self.choices or self.suggests
+
+    @property
+    def offered(self) -> bool:
+        """Whether anything but files is."""
+        return bool(self.words) or self.value == MODEL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +44,7 @@ class _Command:
     name: str
     help: str
     flags: tuple[_Flag, ...]
+    takes_model: bool = False
 
 
 def script(shell: str, parsers: Mapping[str, ArgumentParser]) -> str:
@@ -37,7 +58,9 @@ def _command(name: str, parser: ArgumentParser) -> _Command:
     actions = (action for action in parser._actions if isinstance(action, _SubParsersAction))
     commands = next(actions)
     summary = next(str(one.help) for one in commands._choices_actions if one.dest == name)
-    return _Command(name=name, help=summary, flags=_flags(commands.choices[name]))
+    chosen = commands.choices[name]
+    words = [str(one.metavar).strip("[]") for one in chosen._actions if not one.option_strings]
+    return _Command(name=name, help=summary, flags=_flags(chosen), takes_model=MODEL in words)
 
 
 def _flags(parser: ArgumentParser) -> tuple[_Flag, ...]:
@@ -47,10 +70,16 @@ def _flags(parser: ArgumentParser) -> tuple[_Flag, ...]:
             help=_help(parser, action),
             value=_value(action),
             choices=tuple(map(str, action.choices or ())),
+            suggests=_suggested(action.option_strings[0]),
         )
         for action in parser._actions
         if action.option_strings and action.help != "==SUPPRESS=="
     )
+
+
+def _suggested(name: str) -> tuple[str, ...]:
+    flag = FLAGS.get(name.lstrip("-"))
+    return () if flag is None else tuple(flag.suggests)
 
 
 def _help(parser: ArgumentParser, action: Action) -> str:
@@ -67,20 +96,22 @@ def _value(action: Action) -> str | None:
 
 def _bash(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     rows = [
-        f"        {command.name}) flags={shlex.quote(_names(command.flags))} ;;"
+        f"        {command.name}) flags={shlex.quote(_names(command.flags))}"
+        + f'; words="${{words:-$({NAMES})}}"' * command.takes_model
+        + " ;;"
         for command in commands
     ]
     choices = [
-        f"        {shlex.quote(f'{command.name} {name}')}) words={shlex.quote(_words(flag))} ;;"
+        f"        {shlex.quote(f'{command.name} {name}')}) words={_bash_words(flag)} ;;"
         for command in [*commands, _Command(name="", help="", flags=top)]
         for flag in command.flags
         for name in flag.names
-        if flag.choices
+        if flag.offered
     ]
     values = [
         f"        {'|'.join(shlex.quote(f'{command.name} {name}') for name in names)}) return ;;"
         for command in commands
-        if (names := [name for flag in command.flags if flag.value and not flag.choices
+        if (names := [name for flag in command.flags if flag.value and not flag.offered
                       for name in flag.names])
     ]  # fmt: skip
     names = " ".join(command.name for command in commands)
@@ -88,11 +119,16 @@ def _bash(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
         [
             "# What `kvq --completion bash` printed; empty answers are completed as files.",
             "_kvq() {",
-            '    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"',
-            '    local command="" flags="" words="" word',
-            '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
+            # As typed: the shell's own words end at each colon of 4:2 and at each = of --kv=4:2.
+            '    local line="${COMP_LINE:0:COMP_POINT}" command="" flags="" words="" word',
+            '    local current="${line##*[[:space:]]}" before; local -a typed',
+            '    read -ra typed <<< "${line%"$current"}"; before="${typed[*]: -1}"',
+            '    for word in "${typed[@]:1}"; do',
             '        case "$word" in -*) ;; *) command="$word"; break ;; esac',
             "    done",
+            '    case "$current" in',
+            '        --*=*) before="${current%%=*}"; current="${current#*=}" ;;',
+            "    esac",
             "    COMPREPLY=()",
             '    case "$command $before" in',
             *choices,
@@ -104,10 +140,15 @@ def _bash(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
             "    esac",
             '    case "$current" in -*) words="$flags" ;; esac',
             '    COMPREPLY=($(compgen -W "$words" -- "$current"))',
+            '    COMPREPLY=("${COMPREPLY[@]#"${current%"${current##*:}"}"}")',
             "}",
             "complete -o default -F _kvq kvq",
         ]
     )
+
+
+def _bash_words(flag: _Flag) -> str:
+    return f'"$({NAMES})"' if flag.value == MODEL else shlex.quote(_words(flag))
 
 
 def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
@@ -119,12 +160,18 @@ def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
         shlex.quote(f"{command.name}:{_zsh_text(command.help)}") for command in commands
     )
     rows = [
-        f"        {command.name})\n            {arguments(command.flags, '*:file:_files')} ;;"
+        f"        {command.name})\n            "
+        + arguments(command.flags, "*:file:" + ("_kvq_models" if command.takes_model else "_files"))
+        + " ;;"
         for command in commands
     ]
     return "\n".join(
         [
             "#compdef kvq",
+            "_kvq_models() {",
+            f'    local -a names=(${{(f)"$({NAMES})"}})',
+            "    _alternative 'models:model:compadd -a names' 'files:file:_files'",
+            "}",
             "_kvq() {",
             f"    local -a commands=({described})",
             "    if (( CURRENT == 2 )) && [[ $words[2] != -* ]]; then",
@@ -145,8 +192,10 @@ def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
 
 def _zsh_specs(flag: _Flag) -> Iterator[str]:
     value = ""
-    if flag.choices:
-        value = f":{_zsh_text(flag.value or 'value')}:({' '.join(flag.choices)})"
+    if flag.words:
+        value = f":{_zsh_text(flag.value or 'value')}:({_words(flag)})"
+    elif flag.value == MODEL:
+        value = f":{MODEL}:_kvq_models"
     elif flag.value is not None:
         value = f":{_zsh_text(flag.value)}:_files"
     for name in flag.names:
@@ -169,6 +218,8 @@ def _fish(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     for command in commands:
         condition = f"'__fish_seen_subcommand_from {command.name}'"
         lines += [_fish_flag(condition, flag) for flag in command.flags]
+        if command.takes_model:
+            lines.append(f"complete -c kvq -n {condition} -a {_fish_text(f'({NAMES})')}")
     return "\n".join(lines)
 
 
@@ -177,8 +228,10 @@ def _fish_flag(condition: str, flag: _Flag) -> str:
     for name in flag.names:
         kind = "-l" if name.startswith("--") else "-s" if len(name) == 2 else "-o"
         words.append(f"{kind} {name.lstrip('-')}")
-    if flag.choices:
+    if flag.words:
         words.append(f"-x -a {_fish_text(_words(flag))}")
+    elif flag.value == MODEL:
+        words.append(f"-r -a {_fish_text(f'({NAMES})')}")
     elif flag.value is not None:
         words.append("-r")
     return " ".join([*words, f"-d {_fish_text(flag.help)}"])
@@ -193,7 +246,7 @@ def _names(flags: tuple[_Flag, ...]) -> str:
 
 
 def _words(flag: _Flag) -> str:
-    return " ".join(flag.choices)
+    return " ".join(flag.words)
 
 
 SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
-from kvq.policies import Sensitivity
+from kvq.policies import MEASURED_WIDTHS, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
@@ -33,7 +33,6 @@ SCORED_TOKENS = 128
 CHUNK_TOKENS = 128
 # Rounding of activations moves predictions by this much whatever the cache holds.
 NOISE_NATS = 1e-6
-WIDTHS = (8, 4, 2)
 # An eviction error below this share of the output's square is as good as none.
 FAINT = 1e-4
 
@@ -147,17 +146,17 @@ def calibrate(
     reading = _Reading(bundle, ids, threads, forms)
     try:
         layers, _, count, _ = reading.widths.shape
-        nats = np.zeros((layers, 2, len(WIDTHS)))
+        nats = np.zeros((layers, 2, len(MEASURED_WIDTHS)))
         evict = np.zeros(layers)
         half = range(count // 2)
         for layer in range(layers):
-            for index, bits in enumerate(WIDTHS[1:], start=1):
+            for index, bits in enumerate(MEASURED_WIDTHS[1:], start=1):
                 nats[layer, 0, index] = reading.divergence(layer, range(count), bits, 8)
                 nats[layer, 1, index] = reading.divergence(layer, range(count), 8, bits)
             evict[layer] = reading.divergence(layer, half, 0, 0)
             progress(layer + 1, layers)
         attention = reading.attention
-        narrow = 4.0 ** (WIDTHS[0] - WIDTHS[-1])
+        narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
         # Whatever changes in the cache, rounded activations change with it: what the least harmful
         # of all changes does is no price of it.
         noise = nats[..., 1].min()

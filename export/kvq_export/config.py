@@ -62,7 +62,8 @@ class ExportOptions:
     from there. `policy` is the bundle's default one, or a spelling of it with options. `name`
     defaults to the destination's folder name. `force` replaces an existing bundle. `calibrate`
     measures what errors cost in each layer, for policies that ask. `tokenizer` False exports a
-    checkpoint that has none: the bundle then takes ids only.
+    checkpoint that has none: the bundle then takes ids only. `predict`: fit matrices that predict a
+    prompt's later layers from what leaves so many first ones, or auto, which measures how many.
     """
 
     weights: WeightFormat = field(default_factory=WeightFormat)
@@ -75,6 +76,7 @@ class ExportOptions:
     quality: bool = True
     calibrate: bool = True
     tokenizer: bool = True
+    predict: str | None = None
     threads: int = 2
 
     def __post_init__(self) -> None:
@@ -84,6 +86,13 @@ class ExportOptions:
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is not possible: choose {', '.join(choices)}")
+        if self.predict not in (None, "auto") and not self.predict.isdecimal():
+            raise UsageError(
+                f"--kv-predict {self.predict} is not possible: give auto, or how many of the first "
+                "layers are computed"
+            )
+        if self.predict is not None and not (self.onnx and self.weights.linear == "kvq"):
+            raise UsageError("--kv-predict is of a graph with --linear kvq; leave one of them out")
         # Evaluated for its refusals.
         _ = policy_named(self.policy)
         if self.threads < 1:

@@ -16,7 +16,7 @@ import numpy as np
 from kvq.config import PageForm
 from kvq.errors import CheckpointError, UsageError
 from kvq.policies import Sensitivity
-from kvq_export import calibration, quality
+from kvq_export import calibration, prediction, quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.gguf_export import GgufExport
@@ -78,6 +78,7 @@ def export_model(
     model = _open_model(locate(source), options)
     config, sources = model.original.config, model.original.sources
     weights = _weight_format(model, options, progress)
+    _check_prediction(model, options)
     layout = plan_layout(config, sources, weights) if options.onnx else None
     graph_bytes = 0 if layout is None else layout.num_bytes
     total = graph_bytes + (0 if model.gguf is None else model.gguf.written_bytes)
@@ -114,6 +115,23 @@ def export_model(
         )
         write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _check_prediction(model: _Model, options: ExportOptions) -> None:
+    """Raises `UsageError` for maps that this model cannot have."""
+    layers, asked = model.original.config.num_layers, options.predict
+    if asked is None:
+        return
+    if model.tokenizer is None:
+        raise UsageError(
+            "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "
+            "leave it out"
+        )
+    if asked != "auto" and not 1 <= int(asked) < layers:
+        raise UsageError(
+            f"--kv-predict {asked} is not possible: 1 to {layers - 1} of this model's {layers} "
+            "layers can be computed while the others are predicted"
+        )
 
 
 def _weight_format(model: _Model, options: ExportOptions, progress: Progress) -> WeightFormat:
@@ -154,6 +172,10 @@ def _measured(
     if options.quality:
         quality = _measure(model, model.tokenizer, partial, options, step)
         manifest = replace(manifest, quality=quality)
+    if options.predict is not None:
+        manifest = prediction.predicting(
+            partial, manifest, options.predict, model.tokenizer, options.threads, step
+        )
     return manifest
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from kvq.errors import BackendError
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.gguf_blocks import Kind, StoredKind
 from kvq_export.gguf_file import GgufHeader, gguf_package, tensor_bytes, write_gguf
-from kvq_export.gguf_llama import FILE_TYPES, quantize_file
+from kvq_export.gguf_llama import FILE_TYPES, llama_missing, quantize_file
 from kvq_export.gguf_model import GgufModel, GgufTensor
 from kvq_export.gguf_vocabulary import Vocabulary
 from kvq_export.writer import Progress
 from kvq_models.family import WeightSource
-from kvq_runtime.backends.llama_library import library
 from kvq_runtime.bundle import GGUF_FILE, GgufInfo
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,12 @@ class GgufExport:
     def check(self) -> None:
         """Refuses, before anything is written, what is not installed. Raises `BackendError`."""
         gguf_package()
-        if self._requantized:
-            library()
+        missing = llama_missing() if self._requantized else None
+        if missing is not None:
+            raise BackendError(
+                f"--gguf-type {self.options.gguf_type} is made by llama.cpp's own quantiser, and "
+                f"{missing}; --gguf-type q8_0, q4_0, f16 and bf16 work without it"
+            )
         if self.model.context_length < self.model.config.context_length:
             logger.warning(
                 "llama.cpp computes no window of %d tokens for this family: the GGUF file says "

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvq.errors import BackendError
-from kvq_runtime.backends.llama_library import LlamaModel, library
+from kvq_runtime.backends.llama_library import LlamaModel, library, missing
 
 # llama.cpp pads a context to a multiple of this.
 _CONTEXT_STEP = 256
@@ -23,10 +23,9 @@ FILE_TYPES: Mapping[str, str] = {"q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
 def llama_missing() -> str | None:
     """Why llama.cpp cannot be asked, or None."""
     try:
-        library()
+        return missing() or (library() and None)
     except BackendError as error:
         return str(error)
-    return None
 
 
 def quantize_file(source: Path, destination: Path, kind: str, threads: int) -> None:

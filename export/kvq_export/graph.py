@@ -11,7 +11,9 @@ Four inputs say how much of the weights a pass reads; left out, it reads all: `w
 [1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
 whole weights; else the upper nibbles rank all and what can be the best so many is exact),
 `layer_modes` int64 [layers] (0 full, 1 skip, 2 keys and values only) and `head_rows` int64 [1] (0:
-the logits of all tokens; else those of the first so many alone).
+the logits of all tokens; else those of the first so many alone). Two more of every layer but the
+first, `layers.N.map` uint8 [panels, bytes] and `layers.N.map_bias` float32 [rows], are weights its
+keys and values are made by in mode 2, empty: its own.
 Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
 computed: no later token needs the others.
 """
@@ -35,6 +37,7 @@ ACCURACY_LEVEL = 4
 FLOAT_ATTRIBUTES = ("scale", "softcap", "rope_factor", "norm_eps")
 
 _DTYPES = {"uint8": ir.DataType.UINT8, "float32": ir.DataType.FLOAT}
+_FLOAT = ir.DataType.FLOAT
 
 
 def build_graph(config: ModelConfig, layout: Layout) -> ir.Model:
@@ -82,6 +85,7 @@ class _Builder:
             layers = self.config.num_layers
             self.layer_modes = self._input("layer_modes", integer, [layers], optional=True)
             self.head_rows = self._input("head_rows", integer, [1], optional=True)
+            self.maps = [self._map(layer) for layer in range(layers)]
 
     def embedding(self) -> ir.Value:
         """Ids and their weights -> hidden states [T, hidden]."""
@@ -207,6 +211,7 @@ class _Builder:
             self.exact_rows if weight == "head" else None,
             None if weight == "head" else self.layer_modes,
             self.head_rows if weight == "head" else None,
+            *(self.maps[int(weight.split(".")[1])] if weight.endswith(".qkv") else ()),
         ]
         while inputs[-1] is None:
             inputs.pop()
@@ -288,6 +293,22 @@ class _Builder:
             self.initializers[name] = value
         self.inputs.append(value)
         return value
+
+    def _map(self, layer: int) -> tuple[ir.Value, ...]:
+        """The inputs that other weights of a layer's keys and values come by."""
+        if layer == 0:
+            return ()
+        kinds = (("map", ir.DataType.UINT8, np.uint8, 2), ("map_bias", _FLOAT, np.float32, 1))
+        found: list[ir.Value] = []
+        for kind, dtype, numpy_type, rank in kinds:
+            name = f"layers.{layer}.{kind}"
+            shape = ir.Shape([f"{kind}.{axis}" for axis in range(rank)])
+            value = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype))
+            value.const_value = ir.Tensor(np.zeros([0] * rank, numpy_type), name=name)
+            self.initializers[name] = value
+            self.inputs.append(value)
+            found.append(value)
+        return tuple(found)
 
     def _stored(self, name: str) -> ir.Value:
         """The initializer `name`, which refers into the data file."""

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq.errors import CheckpointError
+from kvq.files import replace_file
 from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, pack
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.graph import build_graph
@@ -137,9 +138,10 @@ def weight_info(layout: Layout) -> WeightInfo:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes or rewrites `kvq.json`. Raises OSError."""
+    """Writes or replaces `kvq.json`. Raises OSError."""
     text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n"
-    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    with replace_file(folder / MANIFEST_FILE, private=False) as stream:
+        stream.write(text.encode())
 
 
 class _DataStream:
@@ -160,7 +162,7 @@ class _DataStream:
         all_scales: list[np.ndarray] = []
         for codes, scales in chunks:
             if ours:
-                self._write(pack(replace(form, rows=len(codes)), codes, _half_scales(scales)))
+                self._write(pack(replace(form, rows=len(codes)), codes, half_scales(scales)))
             else:
                 self._write(_pairs(codes) if form.bits == NIBBLE_BITS else codes)
                 all_scales.append(scales)
@@ -202,7 +204,7 @@ def _whole_panels(chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield rest
 
 
-def _half_scales(scales: np.ndarray) -> np.ndarray:
+def half_scales(scales: np.ndarray) -> np.ndarray:
     """Scales as a panel keeps them, float16. Raises `CheckpointError` beyond its range."""
     with np.errstate(over="ignore"):
         halves = (scales / SCALE_UNIT).astype(np.float16)

@@ -93,8 +93,10 @@ int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* c
                       [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
 }
 int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int32_t view,
-                    int32_t at) {
-    return with_cache(handle, [&](Cache& cache) { return cache.begin(tokens, parents, view, at); });
+                    int32_t at, const uint8_t* silent) {
+    return with_cache(handle, [&](Cache& cache) {
+        return cache.begin(tokens, parents, view, at, silent);
+    });
 }
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
@@ -181,7 +183,8 @@ int kvq_pack(int32_t values, int32_t channels, const float* x, int32_t head_dim,
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
     const bool packed = kernel.pack(x, head_dim, values, channels, planes, grid);
-    if (packed && bits == 2) kernel.narrow(planes, head_dim);
+    if (packed && kvq::halves_plane(bits))
+        kernel.narrow(planes + kvq::halved(bits) * kvq::granule_bytes(head_dim), head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;
 }
 

@@ -66,7 +66,7 @@ int Cache::missing(int tokens, int64_t& bytes, int32_t& columns) const {
     return KVQ_OK;
 }
 
-int Cache::begin(int tokens, const int32_t* parents, int view, int at) {
+int Cache::begin(int tokens, const int32_t* parents, int view, int at, const uint8_t* silent) {
     const BranchState& branch = tail_.branch();
     if (state().broken || tail_.unattended() || branch.staged) return KVQ_BAD_STATE;
     const bool in_gap = tail_.open() ? branch.in_gap : at >= 0 && at != state().tokens;
@@ -83,7 +83,10 @@ int Cache::begin(int tokens, const int32_t* parents, int view, int at) {
     if (bytes || columns) return KVQ_SHORT;
     const bool staged = tail_.used() + branch.rows + tokens > config().tail_rows;
     if (staged && !quantized(config())) return KVQ_SHORT;
-    return tail_.add(tokens, parents, staged, view == 1, in_gap ? at : -1);
+    if (const int status = tail_.add(tokens, parents, staged, view == 1, in_gap ? at : -1))
+        return status;
+    silent_.assign(silent, silent ? silent + config().layers : silent);
+    return KVQ_OK;
 }
 
 bool Cache::begins_at(int at, int rows) const {
@@ -143,7 +146,8 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     if (const int status = store_keys_values(a, in)) return status;
     if (branch.staged && !fits(pages_.views(), tail_.stretches(nullptr, in.tokens, 0, 0, 0)))
         return KVQ_BAD_ARGUMENT;
-    if (probes_.kept())
+    if (probes_.kept() && !silent_.empty()) probes_.forget_from(tail_, tail_.first_row());
+    else if (probes_.kept())
         probes_.keep(tail_, a, in.tokens, in.qkv, in.positions, in.inv_freq, in.q_norm);
     return KVQ_OK;
 }
@@ -174,7 +178,7 @@ void run_all(std::vector<AttendJob>& jobs, const Parallel& parallel) {
     } share{jobs, {}};
     for (const AttendJob& job : jobs)
         share.ends.push_back((share.ends.empty() ? 0 : share.ends.back()) + (job.*Units)());
-    if (share.ends.back() == 0) return;
+    if (share.ends.empty() || share.ends.back() == 0) return;
     const auto work = [](void* user, size_t unit) {
         Share& share = *static_cast<Share*>(user);
         const auto end = std::upper_bound(share.ends.begin(), share.ends.end(), unit);
@@ -191,13 +195,16 @@ int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* 
     std::vector<AttendJob> jobs;
     for (size_t s = 0; s < count; s++) {
         if (const int status = caches[s]->prepare(a, inputs[s])) return status;
-        jobs.push_back(caches[s]->job(a, inputs[s]));
+        if (caches[s]->is_silent(a.layer))
+            std::fill_n(inputs[s].out, int64_t{inputs[s].tokens} * a.heads * a.head_dim, 0.0f);
+        else
+            jobs.push_back(caches[s]->job(a, inputs[s]));
     }
     run_all<&AttendJob::choices, &AttendJob::choose>(jobs, parallel);
     run_all<&AttendJob::units, &AttendJob::run>(jobs, parallel);
+    for (const AttendJob& job : jobs) job.merge();
     int status = KVQ_OK;
     for (size_t s = 0; s < count; s++) {
-        jobs[s].merge();
         const int closed = caches[s]->finish(a.layer);
         if (!status) status = closed;
     }

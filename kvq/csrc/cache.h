@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "attend.h"
 #include "layout.h"
@@ -25,10 +26,14 @@ public:
 
     int read_by(const kvq_read& rule);
     int missing(int tokens, int64_t& bytes, int32_t& columns) const;
-    int begin(int tokens, const int32_t* parents, int view, int at);
+    int begin(int tokens, const int32_t* parents, int view, int at, const uint8_t* silent);
     // What one layer does: `prepare` stores keys and values, the job's units run, `finish` closes.
     int prepare(const kvq_attention& a, const Inputs& in);
     AttendJob job(const kvq_attention& a, const Inputs& in);
+    // Whether the rows of the pass under way ask nothing in this layer.
+    bool is_silent(int layer) const {
+        return !silent_.empty() && silent_[static_cast<size_t>(layer)];
+    }
     int finish(int layer);
     int attend(const kvq_attention& a, const Inputs& in);
     int commit(const int32_t* rows, int count);
@@ -83,6 +88,7 @@ private:
     Tail tail_;
     Probes probes_;
     Reading reading_;
+    std::vector<uint8_t> silent_;  // per layer, or empty: none
 };
 
 // One layer over several sequences, in one dispatch: `caches` are all held, no two the same.

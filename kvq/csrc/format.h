@@ -4,8 +4,10 @@
 // A page holds 64 tokens of one (layer, KV head). A code is an unsigned 8-bit number kept as two
 // nibble planes, hi4 and lo4; a read at b bits means
 //     x = mid + step * (code_b - (2^b - 1) / 2),   step = scale * 2^(8-b)
-// where code_8 = 16*hi + lo, code_4 = hi, code_2 = hi >> 2. What is encoded lies within 120 scales
-// of its mid, not 127.5: that is as far as the outermost levels of a 4-bit read reach.
+// where code_8 = 16*hi + lo, code_6 = 4*hi + (lo >> 2), code_4 = hi, code_2 = hi >> 2. What is
+// encoded lies within 120 scales of its mid, not 127.5: that is as far as the outermost levels of a
+// 4-bit read reach. 8 bits store hi4 and lo4, 6 bits hi4 and the top bits of lo4 as a 2-bit plane,
+// 4 bits hi4, 2 bits its top bits as a 2-bit plane.
 //
 //   K nibble plane  [8 token groups][D/8][32 bytes]   byte 4*t + c of vector j in group g:
 //                   token 8g + t; low nibble channel 8j + c, high nibble channel 8j + 4 + c
@@ -37,6 +39,10 @@ constexpr int kMaxHeadDim = 256;
 constexpr float kReach = 120.0f;  // scales from a group's mid to its ends
 constexpr int64_t kMaxPosition = INT32_MAX - 2 * kPageTokens;  // a page's last one stays an int32
 constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3
+constexpr bool valid_width(int bits) { return bits == 8 || bits == 6 || bits == 4 || bits == 2; }
+// Widths that keep the top half of a plane, and the granule it begins at: hi4's, or lo4's.
+constexpr bool halves_plane(int bits) { return bits == 6 || bits == 2; }
+constexpr size_t halved(int bits) { return bits == 6 ? 2 : 0; }
 
 constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }
 constexpr int granules(int bits) { return bits / 2; }

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 9
+#define KVQ_ABI 10
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -99,11 +99,14 @@ KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
 KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes, int32_t *columns);
 /* Adds a pass of `tokens` rows. parents[i] < the row's own number: the row it follows, -1: the last
    committed token; NULL: a chain that goes on from the newest row. A row sees the committed tokens,
-   its ancestors and itself. `view` 0 reads pages as they are, 1 8-bit sides by their hi plane.
+   its ancestors and itself. `view` 0 reads pages as they are, 1 wider sides than 4 bits by
+   their hi plane.
    `at`: the token that the branch's first row is, in a gap an edit left that has room for all its
-   rows; -1: it goes on from the end, or as the open branch does. */
+   rows; -1: it goes on from the end, or as the open branch does. `silent`: uint8 [layers], or NULL
+   for none: layers in which the rows ask nothing; their keys and values are stored, `out` is zeros,
+   and no probes are kept of such a pass. */
 KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,
-                               int32_t at);
+                               int32_t at, const uint8_t *silent);
 /* One layer of the pass: qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens,
    heads * head_dim]. Every layer must have seen a pass before the next begins. */
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
@@ -128,6 +131,7 @@ KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32
 /* Lowers what the pages to come close at: uint8 [layers, kv_heads, 2], as kvq_cache_entering tells. */
 KVQ_EXPORT int kvq_cache_demote_entering(int64_t handle, const uint8_t *widths);
 KVQ_EXPORT int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta);
+/* Hides the slots that `mask` leaves out, for good: what was rolled back does not come back. */
 KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);
 
 /* `columns` and `rows` below are the counts the caller has room for: refused unless they are those of

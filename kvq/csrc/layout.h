@@ -13,9 +13,6 @@ constexpr int64_t kAlign = 64;
 inline bool quantized(const kvq_config& c) {
     return c.k_bits <= 8;
 }
-inline bool valid_width(int bits) {
-    return bits == 8 || bits == 4 || bits == 2;
-}
 
 // The rows after the committed tokens: they stand behind the tail's, or in the staging rows.
 struct BranchState {
@@ -24,7 +21,7 @@ struct BranchState {
     int32_t attended;   // layers that have seen those
     uint8_t staged;     // the rows of one chunk that does not fit the tail
     uint8_t chain;      // every row follows the one before it
-    uint8_t hi_view;    // the pass reads 8-bit sides by their hi plane
+    uint8_t hi_view;    // the pass reads 8- and 6-bit sides by their hi plane
     uint8_t in_gap;     // the rows fill a gap that an edit left, not the end
     int32_t at;         // token of the first row
 };

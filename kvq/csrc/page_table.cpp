@@ -177,24 +177,25 @@ void PageTable::release(Entry& e) {
     e.k_bits = e.v_bits = e.peak_weight = e.mean_mass = 0;
 }
 
-// Stores one side of a page from its hi4 and lo4 planes, which are changed at 2 bits.
+// Stores one side of a page from its hi4 and lo4 planes, of which 6 and 2 bits change one.
 void PageTable::write_side(Entry& e, int side, int bits, uint8_t* planes) {
     const size_t bytes = granule_bytes(dim());
-    if (bits == 2) kernels().narrow(planes, dim());
+    if (halves_plane(bits)) kernels().narrow(planes + halved(bits) * bytes, dim());
     for (int g = 0; g < granules(bits); g++)
         std::memcpy(pool_.granule(e.granule[side * kGranulesPerSide + g]),
                     planes + static_cast<size_t>(g) * bytes, bytes);
 }
 
-// Drops planes of one side. 4 to 2 narrows both granules into the first.
+// Drops planes of one side; of the one that is halved both granules go into the first.
 void PageTable::lower_side(Entry& e, int side, int from, int to) {
     const size_t bytes = granule_bytes(dim());
     uint32_t* granule = e.granule + side * kGranulesPerSide;
-    if (to == 2 && from > 2) {
+    if (halves_plane(to) && from > to) {
         alignas(64) uint8_t plane[32 * kMaxHeadDim];
-        std::memcpy(plane, pool_.granule(granule[0]), bytes);
-        std::memcpy(plane + bytes, pool_.granule(granule[1]), bytes);
-        write_side(e, side, to, plane);
+        const uint32_t* of = granule + halved(to);
+        for (int i = 0; i < 2; i++) std::memcpy(plane + i * bytes, pool_.granule(of[i]), bytes);
+        kernels().narrow(plane, dim());
+        std::memcpy(pool_.granule(of[0]), plane, bytes);
     }
     for (int g = granules(to); g < granules(from); g++) {
         pool_.give_granule(granule[g]);
@@ -280,7 +281,7 @@ int PageTable::shift(int column, int32_t delta) {
 int PageTable::mask(int column, uint64_t mask) {
     if (column < 0 || column >= columns() || first_view(column + 1) - first_view(column) != 1)
         return KVQ_BAD_ARGUMENT;
-    arena_.views[first_view(column)].mask = mask;
+    arena_.views[first_view(column)].mask &= mask;
     return KVQ_OK;
 }
 

@@ -48,7 +48,7 @@ public:
     // What was seen of a page: its history of attention received.
     void remember(int stream, int column, uint8_t peak_weight, uint8_t mean_mass);
 
-    // `hi_view`: 8-bit sides are read by their hi plane, which is how 4 bits are read.
+    // `hi_view`: 8- and 6-bit sides are read by their hi plane, which is how 4 bits are read.
     PageView view(int stream, const Entry& e, bool hi_view) const;
     void prefetch(const Entry& e, bool hi_view) const;
     const uint8_t* constants(const Entry& e) const { return pool_.constant(e.constants); }

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.cache_engine import open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.formats import REACH, bytes_per_token, format_bytes
+from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
 from kvq.selectors import rule_named
@@ -58,13 +58,13 @@ class Cache:
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         self.sensitivity = sensitivity
-        self._engine = open_engine(engine, arena)
-        self._engine.read_by(rule_named(spec.read))
+        self.engine = open_engine(engine, arena)
+        self.engine.read_by(rule_named(spec.read))
 
     @property
     def handle(self) -> int:
         """What a `kvq::Attention` node is given. Raises `BackendError` on the numpy path."""
-        handle = self._engine.handle
+        handle = self.engine.handle
         if handle is None:
             native.library()
             raise UsageError("this cache was opened with engine='numpy' and has no handle")
@@ -78,22 +78,22 @@ class Cache:
     @property
     def tokens(self) -> int:
         """Committed tokens, evicted ones included."""
-        return self._engine.tokens
+        return self.engine.tokens
 
     @property
     def used_bytes(self) -> int:
         """Bytes in use now: tables, tail, scratch and pages."""
-        return self._engine.used_bytes
+        return self.engine.used_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes ever in use; never above `budget_bytes`."""
-        return self._engine.peak_bytes
+        return self.engine.peak_bytes
 
     @property
     def read_share(self) -> float:
         """Of the pages that steps could see so far the share they have read; 1 before any."""
-        return self._engine.pages_read / self._engine.pages_seen if self._engine.pages_seen else 1.0
+        return self.engine.pages_read / self.engine.pages_seen if self.engine.pages_seen else 1.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -103,7 +103,7 @@ class Cache:
     @property
     def branch_rows(self) -> int:
         """Rows after the committed tokens that are neither kept nor forgotten yet."""
-        return self._engine.branch_rows
+        return self.engine.branch_rows
 
     @property
     def draft_room(self) -> int:
@@ -115,7 +115,7 @@ class Cache:
         if not self.plan.quantized:
             return self.arena.draft_tokens
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
-        return max(1, min(self.arena.draft_tokens, floats - 1 - self._engine.tail_rows))
+        return max(1, min(self.arena.draft_tokens, floats - 1 - self.engine.tail_rows))
 
     @property
     def tree_room(self) -> int:
@@ -124,7 +124,7 @@ class Cache:
         Within it a row's result does not depend on where it stands, so that a path through a tree
         has, bit for bit, what it would have alone.
         """
-        return min(self.draft_room, PAGE_TOKENS - self._engine.tail_rows % PAGE_TOKENS)
+        return min(self.draft_room, PAGE_TOKENS - self.engine.tail_rows % PAGE_TOKENS)
 
     def begin(
         self,
@@ -133,6 +133,7 @@ class Cache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
@@ -143,9 +144,12 @@ class Cache:
         bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
         their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
         `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
-        open branch does.
+        open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
+        stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view)
+        if any(not 0 <= layer < self.shape.num_layers for layer in silent):
+            raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
         rows = self.branch_rows + tokens
         if at is None and self.tokens + rows > self.context_tokens:
             raise BudgetError(
@@ -157,22 +161,24 @@ class Cache:
                 f"one forward pass takes 1 to {self.chunk_tokens} tokens in this budget, "
                 f"{tokens} were given; split them"
             )
-        short, columns = self._engine.missing(tokens)
+        short, columns = self.engine.missing(tokens)
+        if (short or columns) and not self.arena.probes:
+            short, columns = self._give_up_sparse(tokens)
         if short or columns:
-            entering = self.arena.closing_pages(self._engine.tail_rows, rows)
+            entering = self.arena.closing_pages(self.engine.tail_rows, rows)
             evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
             relief = self.policy.relieve(evidence, short, columns)
-            self._engine.demote(relief.actions)
+            self.engine.demote(relief.actions)
             if relief.entering is not None:
-                self._engine.demote_entering(relief.entering)
-            short, columns = self._engine.missing(tokens)
+                self.engine.demote_entering(relief.entering)
+            short, columns = self.engine.missing(tokens)
         if short or columns:
             raise BudgetError(
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
-                f"once; {self.budget_bytes + short} bytes can"
+                f"once; {sized(self.budget_bytes + short)} can"
             )
-        self._engine.begin(tokens, parents, view=view, at=at)
-        assert self._engine.used_bytes <= self.budget_bytes
+        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
+        assert self.engine.used_bytes <= self.budget_bytes
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
         if view not in VIEWS:
@@ -192,7 +198,7 @@ class Cache:
         A draft makes room for the page it closes up to its length early, and must decide what
         decoding one by one decides: close to a page's end, attention is as of where that begins.
         """
-        facts, widths = self._engine.columns()
+        facts, widths = self.engine.columns()
         return Evidence(
             facts=facts,
             widths=widths,
@@ -202,7 +208,7 @@ class Cache:
             value_groups=self.arena.value_groups,
             attention=self._attention() if self.arena.probes else None,
             constants=self._constants,
-            key_squares=self._engine.key_squares,
+            key_squares=self.engine.key_squares,
             sensitivity=self.sensitivity,
         )
 
@@ -215,12 +221,12 @@ class Cache:
         return max(0, self.tokens - (past if past < draft else 0))
 
     def _attention(self) -> Attention:
-        facts, queries = self._engine.evidence(self._boundary)
+        facts, queries = self.engine.evidence(self._boundary)
         names = (field.name for field in fields(Attention))
         return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
 
     def _constants(self, layer: int) -> Constants:
-        keys, values = self._engine.constants(layer)
+        keys, values = self.engine.constants(layer)
         return Constants(
             key_min=keys[..., 1, :] - REACH * keys[..., 0, :],
             key_range=2 * REACH * keys[..., 0, :],
@@ -243,7 +249,7 @@ class Cache:
         float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D].
         """
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
-        return self._engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+        return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
 
     def _check_shapes(
         self,
@@ -274,16 +280,16 @@ class Cache:
         `rows`: row numbers, root first, each the parent of the next; or how many of the first rows,
         which must be a chain. 0 forgets all.
         """
-        self._engine.commit(rows)
-        assert self._engine.used_bytes <= self.budget_bytes
+        self.engine.commit(rows)
+        assert self.engine.used_bytes <= self.budget_bytes
 
     def rewind(self, rows: int = 0) -> None:
         """Keeps only the branch's first `rows` rows; pages and committed rows stay as they were."""
-        self._engine.rewind(rows)
+        self.engine.rewind(rows)
 
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens."""
-        self._engine.trim(tokens)
+        self.engine.trim(tokens)
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None: it always can."""
@@ -298,23 +304,66 @@ class Cache:
         fills the gap; until then its tokens are seen by nobody. Raises `CacheError` where a sink
         would move, the context would overflow, or the views the budget has room for are used up.
         """
-        self._engine.edit(start, stop, count)
+        self.engine.edit(start, stop, count)
+
+    def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
+        """Evicts pages that edits have left least of; (bytes, columns) that are missing then.
+
+        A budget that holds the context gathers no evidence for a policy, and is short only of what
+        `crowded` would have told to encode again.
+        """
+        while any(missing := self.engine.missing(tokens)):
+            left = self._tokens_left()
+            if not len(left) or left.min() == PAGE_TOKENS:
+                break
+            layers, heads = np.indices((self.shape.num_layers, self.shape.num_kv_heads))
+            pages = np.zeros((layers.size, 5), np.int32)
+            pages[:, 0], pages[:, 1], pages[:, 2] = layers.ravel(), heads.ravel(), left.argmin()
+            self.engine.demote(pages)
+        return missing
+
+    def _tokens_left(self) -> NDArray[np.int64]:
+        """Int64 [C]: of each page's 64 tokens those that any view shows; 64 where none does."""
+        masks = np.ascontiguousarray(self.engine.columns()[0][:, 3:]).view(np.uint8)
+        left = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
+        return np.where(left == 0, PAGE_TOKENS, left)
+
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """What to encode again where edits have left too little room for `tokens` more rows.
+
+        Runs (first, after the last) of the tokens in the page that has the fewest left: once they
+        are gaps the page is free. None where there is room, and none where no page has lost any;
+        in a budget that gives pages up anyway, only those of a page that is half gone.
+        """
+        if not any(self.engine.missing(max(0, min(tokens, self.context_tokens)))):
+            return []
+        left = self._tokens_left()
+        most = PAGE_TOKENS // 2 if self.arena.probes else PAGE_TOKENS - 1
+        if not len(left) or left.min() > most:
+            return []
+        views = self.engine.views()
+        own = views[views[:, 0] == left.argmin()]
+        masks = np.ascontiguousarray(own[:, 4:]).view(np.uint8)
+        view, slot = np.nonzero(np.unpackbits(masks, axis=1, bitorder="little"))
+        held = np.sort(own[view, 3] + slot)
+        runs = np.split(held, np.flatnonzero(np.diff(held) > 1) + 1)
+        return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
-        self._engine.demote(actions)
+        self.engine.demote(actions)
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
-        self._engine.demote_entering(widths)
+        self.engine.demote_entering(widths)
 
     def shift(self, column: int, delta: int) -> None:
         """Moves a page by `delta` positions; the query turns back, the keys stay."""
-        self._engine.shift(column, delta)
+        self.engine.shift(column, delta)
 
     def mask(self, column: int, mask: int) -> None:
-        """Sets which of a page's 64 tokens are visible."""
-        self._engine.mask(column, mask)
+        """Hides those of a page's 64 tokens that `mask` leaves out; nothing shows them again."""
+        self.engine.mask(column, mask)
 
     def views(self) -> NDArray[np.int64]:
         """Int64 [V, 5]: column, pos0, delta, first token and mask of every view of every page.
@@ -322,11 +371,11 @@ class Cache:
         Slot i of a page is token first + i where bit i of the mask is set: its key was rotated to
         position pos0 + i and stands delta further now.
         """
-        return self._engine.views()
+        return self.engine.views()
 
     def places(self) -> NDArray[np.int64]:
         """Int64 [n, 3]: token, position now and how far it has moved, of the tail's rows."""
-        return self._engine.places()
+        return self.engine.places()
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2].
@@ -334,14 +383,14 @@ class Cache:
         Of a page with several views the first three are those of the view that stands last, the
         mask is what any of them shows.
         """
-        return self._engine.columns()
+        return self.engine.columns()
 
     def holdings(self) -> Holdings:
         """Mean widths and losses, counted from the page table."""
-        facts, widths = self._engine.columns()
+        facts, widths = self.engine.columns()
         masks = np.ascontiguousarray(facts[:, 3:]).view(np.uint8)
         visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
-        streams, tail = self.arena.streams, self._engine.tail_rows
+        streams, tail = self.arena.streams, self.engine.tail_rows
         held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
         k_bits, v_bits = (bits / max(1, held)).tolist()
@@ -354,26 +403,26 @@ class Cache:
 
     def entering(self) -> NDArray[np.uint8]:
         """Widths uint8 [L, Hk, 2] that the next pages close at: the plan's until they fall."""
-        return self._engine.entering()
+        return self.engine.entering()
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """Stored bytes of one page: constants, then planes."""
-        return self._engine.page(layer, head, column)
+        return self.engine.page(layer, head, column)
 
     def tail(
         self, layer: int, head: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
         """Floating-point rows (k, v) float16 [n, D] and their positions int32 [n]."""
-        return self._engine.tail(layer, head)
+        return self.engine.tail(layer, head)
 
     def state(self) -> bytes:
         """A snapshot of everything held; `load_state` of an equal cache restores it."""
-        return self._engine.state()
+        return self.engine.state()
 
     def load_state(self, state: bytes) -> None:
         """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
-        self._engine.load_state(state)
+        self.engine.load_state(state)
 
     def close(self) -> None:
         """Gives the arena back; the cache cannot be used afterwards."""
-        self._engine.close()
+        self.engine.close()

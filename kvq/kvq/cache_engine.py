@@ -75,6 +75,7 @@ class CacheEngine(Protocol):
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None: ...
 
     def attend(

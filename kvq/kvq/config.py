@@ -7,7 +7,7 @@ from enum import IntFlag
 from kvq.errors import UsageError
 
 PAGE_TOKENS = 64
-PAGE_WIDTHS = (8, 4, 2)
+PAGE_WIDTHS = (8, 6, 4, 2)
 FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -66,7 +66,7 @@ class CacheShape:
 class KvPlan:
     """Widths a page is closed at, and how many tokens stay in floating point.
 
-    `k_bits` and `v_bits` are each 8, 4 or 2, or both 16: nothing is quantised then and every
+    `k_bits` and `v_bits` are each 8, 6, 4 or 2, or both 16: nothing is quantised then and every
     token stays in the floating-point tail. The first `sink_tokens` always do, and the newest
     that do not fill a page yet; in a cache with bytes for its whole context also the `tail_tokens`
     before these.
@@ -96,19 +96,28 @@ def check_widths(k_bits: int, v_bits: int) -> None:
     for name, bits in (("kbits", k_bits), ("vbits", v_bits)):
         if bits not in PAGE_WIDTHS:
             hint = "; 16 is possible for both together (`--kv fp`)" if bits == FLOAT_WIDTH else ""
-            raise UsageError(f"--{name} {bits} is not possible: choose 8, 4 or 2{hint}")
+            raise UsageError(f"--{name} {bits} is not possible: choose 8, 6, 4 or 2{hint}")
 
 
-def parse_kv(text: str) -> tuple[int, int]:
-    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16). Raises `UsageError`."""
+def parse_kv(text: str, asked: str = "--kv ") -> tuple[int, int]:
+    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16).
+
+    Raises `UsageError`; `asked` is what was typed before `text`.
+    """
     if text.strip().lower() in ("fp", "f16", "fp16"):
         return FLOAT_WIDTH, FLOAT_WIDTH
     match = re.fullmatch(r"(\d+)(?:[:,](\d+))?", text.strip())
     if match is None:
-        raise UsageError(f"--kv {text!r} is not possible: write K:V widths such as 4:2, or fp")
+        raise UsageError(f"{asked}{text!r} is not possible: write K:V widths such as 4:2, or fp")
     k_bits = int(match[1])
     v_bits = int(match[2] or match[1])
-    check_widths(k_bits, v_bits)
+    whole = k_bits == v_bits == FLOAT_WIDTH
+    if not whole and not {k_bits, v_bits} <= set(PAGE_WIDTHS):
+        *others, last = map(str, PAGE_WIDTHS)
+        raise UsageError(
+            f"{asked}{text} is not possible: choose {', '.join(others)} or {last} for keys and for "
+            "values, such as 4:2, or fp (16 bits for both)"
+        )
     return k_bits, v_bits
 
 

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 
 _ARGUMENTS = {
     "kv fp": 'kv="fp"', "kv": "kv", "kbits": "k_bits", "vbits": "v_bits", "kv-budget": "kv_budget",
-    "kv-policy": "policy", "ctx-size": "context_tokens", "chunk-tokens": "chunk_tokens",
+    "kv-policy": "policy", "kv-predict": "predict",
+    "ctx-size": "context_tokens", "chunk-tokens": "chunk_tokens",
     "threads": "threads", "backend": "backend", "seed": "seed", "draft": "draft",
     "drafts-method": "method", "predict": "max_tokens", "temp": "temperature", "top-k": "top_k",
     "top-p": "top_p", "min-p": "min_p", "repeat-penalty": "repeat_penalty",

@@ -16,8 +16,9 @@ PROBE_ROWS = 16
 # Scales that what was encoded spans, and those from its middle to its ends.
 CODE_SPAN = 240
 REACH = CODE_SPAN // 2
-# Granules of one side of a page by its width: hi4 + lo4, hi4, the top 2 bits of hi4.
-GRANULES = {8: 4, 4: 2, 2: 1}
+# Granules of one side of a page by its width: hi4 + lo4, hi4 + the top 2 bits of lo4, hi4, the top
+# 2 bits of hi4.
+GRANULES = {8: 4, 6: 3, 4: 2, 2: 1}
 
 
 def newest_slots(draft_tokens: int) -> int:
@@ -73,6 +74,12 @@ def format_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
     return f"{count:.0f} bytes"
+
+
+def sized(count: int) -> str:
+    """A size to read and to type: `1.5 KiB (1536 bytes)`."""
+    text = format_bytes(count)
+    return text if text.endswith("bytes") else f"{text} ({count} bytes)"
 
 
 def aligned(size: int) -> int:

@@ -6,7 +6,7 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64
+from ctypes import c_int32, c_int64, c_uint8
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,146 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
-from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
+from kvq.formats import constant_bytes, grid_bytes
 from kvq.selectors import ReadRule
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions
 
 LIBRARY = "libkvq_native.so"
-# The `KVQ_ABI` this module was written for.
-ABI = 9
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
 log = logging.getLogger("kvq")
-
-
-class _Config(ctypes.Structure):
-    _fields_ = tuple(
-        (name, c_int32)
-        for name in (
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "k_bits",
-            "v_bits",
-            "sink_tokens",
-            "tail_tokens",
-            "tail_rows",
-            "chunk_tokens",
-            "context_tokens",
-            "splits",
-            "probes",
-            "draft_tokens",
-            "value_groups",
-            "page_version",
-        )
-    )
-
-
-class _Layout(ctypes.Structure):
-    _fields_ = (
-        ("fixed_bytes", c_int64),
-        ("pool_bytes", c_int64),
-        ("granule_bytes", c_int64),
-        ("constant_bytes", c_int64),
-        ("minimum_bytes", c_int64),
-        ("max_columns", c_int32),
-        ("reserved", c_int32),
-        ("regions", c_int64 * len(Regions._fields)),
-    )
-
-
-class _Stats(ctypes.Structure):
-    _fields_ = (
-        ("columns", c_int32),
-        ("views", c_int32),
-        ("tokens", c_int32),
-        ("tail_rows", c_int32),
-        ("branch_rows", c_int32),
-        ("reserved", c_int32),
-        ("used_bytes", c_int64),
-        ("peak_bytes", c_int64),
-        ("pages_seen", c_int64),
-        ("pages_read", c_int64),
-    )
-
-
-class _Read(ctypes.Structure):
-    _fields_ = (
-        ("share", c_float),
-        ("spread", c_float),
-        ("channels", c_int32),
-        ("exact", c_int32),
-    )
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        ("layer", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("rope_factor", c_float),
-        ("norm_eps", c_float),
-        ("window_tokens", c_int32),
-        ("rotary_pairs", c_int32),
-    )
-
-
-_FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
-_BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(_Stats)
-_POINTERS = {
-    np.dtype(kind): one
-    for kind, one in {
-        np.float32: _FLOATS, np.float16: _HALVES, np.int64: _INTS, np.int32: _INT32S,
-        np.uint8: _BYTES,
-    }.items()
-}  # fmt: skip
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "kvq_layout_of": (c_int32, (POINTER(_Config), c_int64, POINTER(_Layout))),
-    "kvq_cache_open": (c_int32, (POINTER(_Config), c_int64, _BYTES, POINTER(c_int64))),
-    "kvq_cache_close": (c_int32, (c_int64,)),
-    "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
-    "kvq_cache_read": (c_int32, (c_int64, POINTER(_Read))),
-    "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
-    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32)),
-    "kvq_cache_attend": (
-        c_int32,
-        (c_int64, POINTER(_Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
-    ),
-    "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
-    "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
-    "kvq_cache_trim": (c_int32, (c_int64, c_int32, _STATS)),
-    "kvq_cache_edit": (c_int32, (c_int64, c_int32, c_int32, c_int32, _STATS)),
-    "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
-    "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),
-    "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
-    "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
-    "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
-    "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
-    "kvq_cache_views": (c_int32, (c_int64, c_int32, _INTS)),
-    "kvq_cache_places": (c_int32, (c_int64, c_int32, _INTS)),
-    "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
-    "kvq_cache_key_squares": (c_int32, (c_int64, c_int32, c_int32, _FLOATS)),
-    "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
-    "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
-    "kvq_cache_state_bytes": (c_int64, (c_int64,)),
-    "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
-    "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
-    "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
-    "kvq_status_text": (c_char_p, (c_int32,)),
-    "kvq_abi": (c_int32, ()),
-    "kvq_isa": (c_char_p, ()),
-    "kvq_isa_available": (c_char_p, ()),
-    "kvq_isa_select": (c_int32, (c_char_p,)),
-}
 
 
 @cache
@@ -169,7 +42,8 @@ def library_path() -> Path | None:
 
 
 @cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library with its signatures, or None and the reason; looked for once."""
     path = library_path()
     if environment("native") == "0":
         return None, "KVQ_NATIVE=0 asks for the numpy path"
@@ -182,7 +56,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     # A library left over from another version would be called with arguments it does not take.
     if not hasattr(library, "kvq_abi") or library.kvq_abi() != ABI:
         return None, f"{path} belongs to another version of kvq: reinstall kvq-runtime"
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     wanted = environment("isa")
@@ -194,7 +68,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 def available() -> bool:
     """Whether the native library is used; the first refusal is logged with its reason."""
-    return _load()[0] is not None or _warn_once()
+    return load()[0] is not None or _warn_once()
 
 
 @cache
@@ -205,12 +79,12 @@ def _warn_once() -> bool:
 
 def why_not() -> str:
     """Why the native library is not used; empty if it is."""
-    return _load()[1]
+    return load()[1]
 
 
 def library() -> ctypes.CDLL:
     """The loaded library. Raises `BackendError` with the reason if there is none."""
-    loaded, reason = _load()
+    loaded, reason = load()
     if loaded is None:
         raise BackendError(f"the native cache is not available: {reason}")
     return loaded
@@ -249,48 +123,11 @@ def pack(
     return planes[: 64 * dim * bits // 8], grid
 
 
-def _config(arena: Geometry) -> _Config:
-    shape, plan = arena.shape, arena.plan
-    return _Config(
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        plan.k_bits,
-        plan.v_bits,
-        plan.sink_tokens,
-        plan.tail_tokens,
-        arena.tail_rows,
-        arena.pass_tokens,
-        arena.context_tokens,
-        arena.splits,
-        arena.probes,
-        arena.draft_tokens,
-        arena.value_groups,
-        PAGE_VERSION,
-    )
-
-
-def _attention(params: AttentionParams, rotary_pairs: int) -> _Attention:
-    return _Attention(
-        params.layer,
-        params.num_heads,
-        params.num_kv_heads,
-        params.head_dim,
-        params.scale,
-        params.softcap,
-        params.rope_factor,
-        params.norm_eps,
-        params.window_tokens,
-        rotary_pairs,
-    )
-
-
 def layout(geometry: Geometry, num_bytes: int) -> dict[str, Any]:
     """The library's own count of an arena's bytes, to be compared with `kvq.sizing`'s."""
-    out = _Layout()
-    library().kvq_layout_of(ctypes.byref(_config(geometry)), num_bytes, ctypes.byref(out))
-    found = {field[0]: getattr(out, field[0]) for field in _Layout._fields_}
+    out = Layout()
+    library().kvq_layout_of(ctypes.byref(as_config(geometry)), num_bytes, ctypes.byref(out))
+    found = {field[0]: getattr(out, field[0]) for field in Layout._fields_}
     return found | {"regions": Regions(*out.regions)}
 
 
@@ -304,11 +141,11 @@ class NativeCache:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._library = library()
-        self._stats = _Stats()
+        self._stats = Stats()
         handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
         _check(
             self._library.kvq_cache_open(
-                ctypes.byref(_config(arena)),
+                ctypes.byref(as_config(arena)),
                 arena.num_bytes,
                 pointer(forms) if len(forms) else None,
                 ctypes.byref(handle),
@@ -327,7 +164,7 @@ class NativeCache:
             self.close()
 
     @property
-    def _held(self) -> _Stats:
+    def _held(self) -> Stats:
         if not self.handle:
             raise CacheError("this cache was closed: open another one")
         return self._stats
@@ -361,7 +198,7 @@ class NativeCache:
         return self._held.pages_read
 
     def read_by(self, rule: ReadRule) -> None:
-        numbers = _Read(rule.share, rule.spread, rule.channels, rule.exact)
+        numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         _check(self._library.kvq_cache_read(self.handle, ctypes.byref(numbers)))
 
     def missing(self, tokens: int) -> tuple[int, int]:
@@ -380,10 +217,15 @@ class NativeCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         rows = None if parents is None else (c_int32 * tokens)(*parents)
         first = -1 if at is None else at
-        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first))
+        quiet = None
+        if silent:
+            layers = self.arena.shape.num_layers
+            quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
+        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first, quiet))
         self._stats.branch_rows += tokens
 
     def attend(
@@ -398,7 +240,7 @@ class NativeCache:
         qkv = np.ascontiguousarray(qkv, np.float32)
         positions = np.ascontiguousarray(positions, np.int64)
         inv_freq = np.ascontiguousarray(inv_freq, np.float32)
-        attention = _attention(params, len(inv_freq))
+        attention = as_attention(params, len(inv_freq))
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
         norms = [
             None if w is None else pointer(np.ascontiguousarray(w, np.float32))
@@ -530,7 +372,7 @@ class NativeCache:
 
 def pointer(x: NDArray[Any]) -> Any:
     """What C is given of a contiguous array, which it keeps alive: ctypes names no type for it."""
-    return x.ctypes.data_as(_POINTERS[x.dtype])
+    return x.ctypes.data_as(POINTERS[x.dtype])
 
 
 def _check(status: int) -> None:

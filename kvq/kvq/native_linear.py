@@ -68,7 +68,7 @@ def linear(
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
     call = _Linear(
-        _matrix(form), _pointer(panels), _pointer(x), _pointer(norm), _pointer(bias),
+        matrix(form), _pointer(panels), _pointer(x), _pointer(norm), _pointer(bias),
         _pointer(residual), _pointer(out), len(x), ACTIVATIONS.index(activation),
         VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Flo
     out = np.empty((len(ids), form.columns), np.float32)
     ids = np.ascontiguousarray(ids, np.int64)
     call = _Embed(
-        _matrix(form), _pointer(panels), _pointer(ids), _pointer(weights), _pointer(out), *ids.shape
+        matrix(form), _pointer(panels), _pointer(ids), _pointer(weights), _pointer(out), *ids.shape
     )
     _check(native.library().kvq_embed_run(ctypes.byref(call)))
     return out
@@ -97,7 +97,8 @@ def weight_bytes_read() -> int:
     return int(call())
 
 
-def _matrix(form: PanelFormat) -> _Matrix:
+def matrix(form: PanelFormat) -> _Matrix:
+    """The shape of a matrix as the library is told it."""
     return _Matrix(form.rows, form.columns, form.bits, form.block)
 
 

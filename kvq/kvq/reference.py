@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError
-from kvq.formats import REACH, SAMPLED_PROBES
+from kvq.formats import REACH, SAMPLED_PROBES, granule_bytes
 
 Float = NDArray[Any]  # float32
 Half = NDArray[Any]  # float16
@@ -155,23 +155,31 @@ def two_bit_plane(top: Bytes, side: int) -> Bytes:
 
 
 def planes(codes: Bytes, bits: int, side: int) -> Bytes:
-    """Bytes a page's side is stored in at `bits`: hi4 + lo4, hi4, or the 2-bit plane."""
+    """Bytes a page's side is stored in at `bits`: hi4 and lo4, of either only its top bits, hi4."""
     if bits == 2:
         return two_bit_plane(codes >> 6, side)
-    high = nibble_plane(codes >> 4, side)
-    return np.concatenate([high, nibble_plane(codes & 15, side)]) if bits == 8 else high
+    stored = [nibble_plane(codes >> 4, side)]
+    if bits == 8:
+        stored.append(nibble_plane(codes & 15, side))
+    elif bits == 6:
+        stored.append(two_bit_plane(codes >> 2 & 3, side))
+    return np.concatenate(stored)
 
 
 def codes_of(stored: Bytes, bits: int, side: int, head_dim: int) -> Bytes:
     """8-bit codes [64, D] from stored planes; bits that were dropped are 0."""
+
+    def fields(plane: Bytes, width: int) -> Bytes:
+        parts = [plane >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
+        return _untile(np.stack(parts, axis=-1), side, 8 // width, head_dim)
+
     if bits == 2:
-        tiled = np.stack([stored >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
-        return _untile(tiled, side, 4, head_dim) << 6
-    nibbles = [
-        _untile(np.stack([plane & 15, plane >> 4], axis=-1), side, 2, head_dim)
-        for plane in np.split(stored, bits // 4)
-    ]
-    return nibbles[0] << 4 | nibbles[1] if bits == 8 else nibbles[0] << 4
+        return fields(stored, 2) << 6
+    high, low = np.split(stored, [2 * granule_bytes(head_dim)])
+    codes = fields(high, 4) << 4
+    if bits == 4:
+        return codes
+    return codes | (fields(low, 4) if bits == 8 else fields(low, 2) << 2)
 
 
 # ---- attention -------------------------------------------------------------------------------

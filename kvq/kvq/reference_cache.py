@@ -83,7 +83,7 @@ class Page:
     mean_mass: int = 0
 
     def read(self, side: int, view: str) -> Float:
-        """Values as seen; the view "hi" reads 8 bits as 4, by their hi plane."""
+        """Values as seen; the view "hi" reads 8 and 6 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
         return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
 
@@ -310,6 +310,7 @@ class ReferenceCache:
         self._pass_rows = 0
         self._attended: set[int] = set()
         self._view = "full"
+        self._silent: frozenset[int] = frozenset()
 
     @property
     def branch_rows(self) -> int:
@@ -332,6 +333,7 @@ class ReferenceCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         rows = self.branch_rows
         if self._unattended:
@@ -349,7 +351,7 @@ class ReferenceCache:
             raise CacheError("a row's parent must be -1 or an earlier row of the branch")
         self._begin_at(at, rows + tokens)
         self._parents += added
-        self._pass_rows, self._view = tokens, view
+        self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
         self._attended = set()
 
     def _begin_at(self, at: int | None, rows: int) -> None:
@@ -391,8 +393,12 @@ class ReferenceCache:
         q = rotate(q, positions, inv_freq, params.rope_factor)
         k = rotate(k, positions, inv_freq, params.rope_factor)
         self._store(params.layer, k, v, positions)
-        if self.arena.probes:
+        if self._silent:
+            self._forget_probes(self.branch_rows - self._pass_rows)
+        elif self.arena.probes:
             self._keep_probes(params, q, positions, inv_freq)
+        if params.layer in self._silent:
+            return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         group = params.num_heads // params.num_kv_heads
         sees = ancestry(self._parents)[-self._pass_rows :]
         out = np.empty_like(q)
@@ -889,7 +895,7 @@ class ReferenceCache:
         views = self._column(column).views
         if len(views) != 1:
             raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
-        views[0].mask = mask & _ALL
+        views[0].mask &= mask
 
     def _check_idle(self) -> None:
         if self._parents:

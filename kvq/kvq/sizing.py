@@ -28,6 +28,7 @@ from kvq.formats import (
     granule_bytes,
     page_bytes,
     probe_slots,
+    sized,
     value_groups,
 )
 from kvq.policies import policy_named
@@ -389,7 +390,7 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
     if num_bytes < minimum_bytes:
         raise BudgetError(
             f"{format_bytes(num_bytes)} of KV budget cannot hold this model's sinks, tail "
-            f"and one page; {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) can"
+            f"and one page; {sized(minimum_bytes)} can"
         )
 
 

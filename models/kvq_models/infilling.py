@@ -28,14 +28,19 @@ def infill_prompt(
     suffix: str,
     max_tokens: int,
     encode: Callable[[str], list[int]] | None = None,
+    *,
+    step: int = 1,
+    suffix_first: bool | None = None,
 ) -> list[int]:
     """At most `max_tokens` ids of `prefix` and `suffix` in the model's order, the middle to follow.
 
     Prefix, suffix, middle; or suffix, middle, prefix, which the middle then simply goes on from.
     What is too long loses the beginning of the prefix and the end of the suffix: the text near
-    the gap stays. `encode` encodes a text as the tokenizer does, which is the default. Source:
-    Bavarian et al., arXiv 2207.14255. Raises `ModelError` for a model without fill-in-the-middle
-    tokens, or when `max_tokens` leaves no room for text.
+    the gap stays. The prefix loses a multiple of `step` tokens, so that its beginning stays where
+    it is while somebody types. `encode` encodes a text as the tokenizer does, which is the default;
+    `suffix_first` chooses an order other than the model's own. Source: Bavarian et al., arXiv
+    2207.14255. Raises `ModelError` for a model without fill-in-the-middle tokens, or when
+    `max_tokens` leaves no room for text.
     """
     fim = infill_tokens(tokenizer)
     start = tokenizer.control.start
@@ -49,7 +54,8 @@ def infill_prompt(
     encode = tokenizer.encode if encode is None else encode
     before, after = encode(prefix[-near:]), encode(suffix[:near])
     after = after[: max(int(room * SUFFIX_SHARE), room - len(before))]
-    before = before[max(0, len(before) - (room - len(after))) :]
-    if fim.suffix_first:
+    too_many = max(0, len(before) - (room - len(after)))
+    before = before[-(-too_many // step) * step :]
+    if fim.suffix_first if suffix_first is None else suffix_first:
         return [*start, fim.prefix, fim.suffix, *after, fim.middle, *before]
     return [*start, fim.prefix, *before, fim.suffix, *after, fim.middle]

@@ -7,7 +7,7 @@ can stand in for the exact one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -50,13 +50,18 @@ def forward(
     *,
     long_rope: bool = False,
     skipped: Collection[int] = (),
+    predicted: Collection[int] = (),
+    maps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
+    watch: Callable[[int, np.ndarray], None] | None = None,
 ) -> np.ndarray:
     """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
     `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
     weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
     `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
-    stream as it is; `attend` is given zeros for them.
+    stream as it is; `attend` is given zeros for them. Those of `predicted` do so too, but `attend`
+    is given their keys and values, by `maps` where it has one: of a layer float32 [2 Hk D, hidden]
+    and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden].
     """
     table = weight("embed")
     if mixed is None:
@@ -65,8 +70,20 @@ def forward(
         hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
     hidden = hidden * np.float32(config.embedding_scale)
     for layer in range(config.num_layers):
+        if watch is not None:
+            watch(layer, hidden)
         if layer in skipped:
             _attend_to_zeros(config, layer, positions, attend)
+            continue
+        if layer in predicted:
+            qkv = _qkv(config, weight, layer, hidden)
+            first = config.num_heads * config.head_dim
+            qkv[:, :first] = 0
+            if maps is not None and layer in maps:
+                norm = weight(f"layers.{layer}.attn_norm")
+                product = normalize(hidden, norm, config.norm_eps) @ maps[layer][0].T
+                qkv[:, first:] = product + maps[layer][1]
+            _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         hidden = _mlp(config, weight, layer, hidden)
@@ -87,10 +104,34 @@ def _attention(
     long_rope: bool,
 ) -> np.ndarray:
     name = f"layers.{layer}."
+    qkv = _qkv(config, weight, layer, hidden)
+    attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
+    output = attended @ weight(name + "o").T
+    if config.output_bias:
+        output = output + weight(name + "o_bias")
+    if config.sandwich_norms:
+        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
+    return hidden + output
+
+
+def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
+    name = f"layers.{layer}."
     qkv = normalize(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
-    if config.qkv_bias:
-        qkv = qkv + weight(name + "qkv_bias")
-    attended = attend(
+    return qkv + weight(name + "qkv_bias") if config.qkv_bias else qkv
+
+
+def _attend_with(
+    config: ModelConfig,
+    weight: Weights,
+    layer: int,
+    qkv: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    *,
+    long_rope: bool,
+) -> np.ndarray:
+    name = f"layers.{layer}."
+    return attend(
         config.attention(layer),
         qkv,
         positions,
@@ -98,12 +139,6 @@ def _attention(
         weight(name + "q_norm") if config.qk_norm else None,
         weight(name + "k_norm") if config.qk_norm else None,
     )
-    output = attended @ weight(name + "o").T
-    if config.output_bias:
-        output = output + weight(name + "o_bias")
-    if config.sandwich_norms:
-        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
-    return hidden + output
 
 
 def _attend_to_zeros(
@@ -181,7 +216,12 @@ class PlainAttention:
         keys = self._append(self._keys, params.layer, key)
         values = self._append(self._values, params.layer, value)
         seen = self._append(self._positions, params.layer, positions)
-        return _attend(params, query, keys, values, positions[:, None] - seen[None, :])
+        weights = _weights(params, query, keys, positions[:, None] - seen[None, :])
+        self.saw(params.layer, weights)
+        return _mixed(weights, values)
+
+    def saw(self, layer: int, weights: np.ndarray) -> None:
+        """What a layer's queries looked at, float32 [Hk, H / Hk, T, S]; for those who watch."""
 
     @staticmethod
     def _append(store: dict[int, np.ndarray], layer: int, new: np.ndarray) -> np.ndarray:
@@ -195,14 +235,10 @@ class PlainAttention:
                 store[layer] = store[layer][:tokens]
 
 
-def _attend(
-    params: AttentionParams,
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    distance: np.ndarray,
+def _weights(
+    params: AttentionParams, query: np.ndarray, keys: np.ndarray, distance: np.ndarray
 ) -> np.ndarray:
-    """Attended values [T, H * D] of query [T, H, D] over keys and values [S, Hk, D].
+    """Weights [Hk, H / Hk, T, S] of query [T, H, D] over keys [S, Hk, D].
 
     distance: int64 [T, S] = query position - key position.
     """
@@ -216,9 +252,13 @@ def _attend(
         visible &= distance < params.window_tokens
     scores = np.where(visible, scores, np.float32(-np.inf))
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    scores /= scores.sum(axis=-1, keepdims=True)
-    mixed = scores @ values.transpose(1, 0, 2)[:, None]
-    return mixed.transpose(2, 0, 1, 3).reshape(tokens, heads * dim)
+    return scores / scores.sum(axis=-1, keepdims=True)
+
+
+def _mixed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Attended values [T, H * D] of `weights` over values [S, Hk, D]."""
+    mixed = weights @ values.transpose(1, 0, 2)[:, None]
+    return mixed.transpose(2, 0, 1, 3).reshape(weights.shape[2], -1)
 
 
 def plain_attention() -> PlainAttention:

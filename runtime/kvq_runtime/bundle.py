@@ -9,6 +9,7 @@ A manifest of this version may carry keys unknown here; they are kept in the fil
 import contextlib
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,7 +22,15 @@ from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
 from kvq.errors import BundleError, KvqError
 from kvq.files import replace_file
 from kvq.policies import Sensitivity
-from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, View, dequantize, unpack
+from kvq.reference_linear import (
+    PANEL_ROWS,
+    SCALE_UNIT,
+    PanelFormat,
+    View,
+    dequantize,
+    restore,
+    unpack,
+)
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.family import layer_shapes
@@ -40,6 +49,7 @@ MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 GGUF_FILE = "model.gguf"
+MAPS_FILE = "predict.npz"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -136,7 +146,8 @@ class Manifest:
     """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives.
 
     `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
-    file.
+    file. `prediction`: `layers`, the first layers after which the maps of `MAPS_FILE` predict the
+    others, and what that costs.
     """
 
     name: str
@@ -152,6 +163,7 @@ class Manifest:
     policy: str = DEFAULT_POLICY
     sensitivity: Sensitivity | None = None
     forms: tuple[PageForm, ...] = ()
+    prediction: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object written to `kvq.json`, its own checksum included."""
@@ -175,6 +187,7 @@ class Manifest:
             },
             "page_forms": [int(form) for form in self.forms],
             "sensitivity": None if self.sensitivity is None else self.sensitivity.to_json(),
+            "prediction": None if self.prediction is None else dict(self.prediction),
             "tokens": dict(self.tokens),
             "source": dict(self.source),
             "quality": None if self.quality is None else dict(self.quality),
@@ -205,6 +218,7 @@ class Manifest:
             if sensitivity is None
             else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
             forms=_page_forms(data["page_forms"], config),
+            prediction=_prediction(data.get("prediction"), config),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
                 for name, row in data["files"].items()
@@ -258,6 +272,11 @@ class Bundle:
         return self.manifest.name
 
     @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
+        return self.config.context_length
+
+    @property
     def kv(self) -> KvPlan:
         """The default plan."""
         return self.manifest.kv
@@ -295,7 +314,7 @@ class Bundle:
         stored = self._graph_weights
         if self.config.tied_head:
             return stored.num_bytes
-        form = self._form("embed")
+        form = self.form("embed")
         if stored.linear == "kvq":
             return stored.num_bytes - (form.panels - 1) * form.panel_bytes
         row_bytes = form.blocks * (form.block * form.bits // 8 + 4)
@@ -326,7 +345,7 @@ class Bundle:
         if name in self._stored:
             return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
         codes, scales = self.read_codes(name, rows)
-        form = self._form(name)
+        form = self.form(name)
         return dequantize(codes, scales, form.bits, view)[:, : form.columns]
 
     def read_codes(
@@ -345,21 +364,21 @@ class Bundle:
             raise BundleError(f"{self.path} has no weight {name!r}")
         picked: Any = slice(None) if rows is None else rows
         codes = np.asarray(self._stored[f"{name}.codes"][picked])
-        if self._form(name).bits == NIBBLE_BITS:
+        if self.form(name).bits == NIBBLE_BITS:
             codes = np.stack((codes & 15, codes >> 4), axis=-1)
         return codes.reshape(len(codes), -1), np.array(self._stored[f"{name}.scales"][picked])
 
     def _panel_codes(
         self, name: str, rows: slice | np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        form, stored = self._form(name), self._stored[f"{name}.panels"]
+        form, stored = self.form(name), self._stored[f"{name}.panels"]
         index = np.arange(form.rows)[slice(None) if rows is None else rows]
         panels, places = np.unique(index // PANEL_ROWS, return_inverse=True)
         codes, scales = unpack(form, np.asarray(stored[panels]))
         lanes = places * PANEL_ROWS + index % PANEL_ROWS
         return codes[lanes], scales[lanes].astype(np.float32) * SCALE_UNIT
 
-    def _form(self, name: str) -> PanelFormat:
+    def form(self, name: str) -> PanelFormat:
         """Shape and widths of a canonical matrix."""
         weights, config = self._graph_weights, self.config
         outside = name in ("embed", "head")
@@ -370,6 +389,52 @@ class Bundle:
         )
         bits, block = weights.width(name), weights.block
         return PanelFormat(rows=rows, columns=columns, bits=bits, block=block)
+
+    @property
+    def fitted_layers(self) -> int | None:
+        """The first layers from which those after them can be predicted by fitted matrices."""
+        told = self.manifest.prediction
+        return None if told is None else int(told["layers"])
+
+    def map_form(self) -> PanelFormat:
+        """Shape and widths of every map: a layer's keys and values from the stream."""
+        config, block = self.config, self._graph_weights.block
+        rows = 2 * config.num_kv_heads * config.head_dim
+        return PanelFormat(rows=rows, columns=config.hidden_size, bits=8, block=block)
+
+    def maps(self) -> dict[str, np.ndarray]:
+        """`layers.N.map` uint8 [panels, bytes] and `layers.N.map_bias` float32 of fitted layers.
+
+        Empty where there are none. Raises `BundleError` for a file that does not hold them.
+        """
+        if self.fitted_layers is None:
+            return {}
+        form, path = self.map_form(), self.path / MAPS_FILE
+        shapes = {"map": (form.panels, form.panel_bytes), "map_bias": (form.rows,)}
+        found: dict[str, np.ndarray] = {}
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                for layer in range(self.fitted_layers, self.config.num_layers):
+                    for kind, shape in shapes.items():
+                        name = f"layers.{layer}.{kind}"
+                        found[name] = np.ascontiguousarray(file[name])
+                        dtype = np.uint8 if kind == "map" else np.float32
+                        if found[name].shape != shape or found[name].dtype != dtype:
+                            raise ValueError(f"{name} is of shape {found[name].shape}")
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise BundleError(f"{path} holds no maps ({error}); export the model again") from error
+        return found
+
+    def restored_maps(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """The same as float32 [rows, columns] and [rows] by layer."""
+        stored, form = self.maps(), self.map_form() if self.fitted_layers else None
+        layers = range(self.fitted_layers or 0, self.config.num_layers) if stored else ()
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for layer in layers:
+            assert form is not None
+            weights = restore(form, stored[f"layers.{layer}.map"])[: form.rows]
+            found[layer] = weights, stored[f"layers.{layer}.map_bias"]
+        return found
 
     @property
     def _graph_weights(self) -> WeightInfo:
@@ -498,6 +563,13 @@ def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...
     return forms
 
 
+def _prediction(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
+    """Raises KeyError, TypeError or ValueError for what is none of this model."""
+    if data is not None and not 1 <= int(data["layers"]) < config.num_layers:
+        raise ValueError(f"{data['layers']} layers predict nothing of this model")
+    return None if data is None else dict(data)
+
+
 def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -525,7 +597,8 @@ def _promised(manifest: Manifest) -> set[str]:
     """The files that what the manifest says of the weights needs."""
     gguf = {GGUF_FILE} if manifest.gguf is not None else set[str]()
     graph = {MODEL_FILE, DATA_FILE} if manifest.weights is not None or not gguf else set[str]()
-    return gguf | graph
+    maps = {MAPS_FILE} if manifest.prediction is not None else set[str]()
+    return gguf | graph | maps
 
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:

@@ -182,6 +182,7 @@ class Engine:
         draft_tokens: int | None = None,
         seed: int | None = None,
         draft: Callable[[], Drafter] | None = None,
+        predict: str | None = None,
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
@@ -190,7 +191,9 @@ class Engine:
         shorter context) need. `kv_read` is what steps read of the cache's pages: 25%, `exact`, or a
         row of `kvq.selectors` with options; None: all. `draft` makes the drafter, such as
         `kvq_specdraft.lookup.Lookup`; None: every token takes a pass of its own. `draft_tokens`:
-        rows that drafts may take. Raises `UsageError`, `BackendError` for what the
+        rows that drafts may take. `predict`: predict the keys and values of such a share of the
+        layers of a prompt, 50%, instead of computing them, see `kvq_runtime.prediction`; lossy, and
+        None or `off`: none. Raises `UsageError`, `BackendError` for what the
         backend cannot do, and `BudgetError` for a budget too small, naming the smallest that works.
         """
         self._check_open()
@@ -215,6 +218,7 @@ class Engine:
             vocabulary=self.vocabulary,
         )
         session.drafter = None if draft is None else draft()
+        session.predict = predict
         session.writers = self.writer
         return session
 
@@ -267,12 +271,18 @@ class Engine:
         """Warns once per length of a context longer than the model knows."""
         if context_tokens > self._longest_context:
             self._longest_context = context_tokens
-            logger.warning(
-                "a context of %d tokens is more than the %d this model was made for; expect "
-                "worse text beyond that",
-                context_tokens,
-                self.model.context_length,
-            )
+            warn_beyond_training(context_tokens, self.model.context_length)
+
+
+def warn_beyond_training(context_tokens: int, model_tokens: int) -> None:
+    """Warns of a context longer than the model's own."""
+    if context_tokens > model_tokens:
+        logger.warning(
+            "a context of %d tokens is more than the %d this model was made for; expect "
+            "worse text beyond that",
+            context_tokens,
+            model_tokens,
+        )
 
 
 def check_text(what: str, text: object) -> None:

@@ -1,6 +1,7 @@
 """What has changed between two texts of tokens, as edits. Knows no cache."""
 
 import collections.abc
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -8,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = collections.abc.Sequence[int]
+Array = NDArray[np.int64]
 
-# Texts that differ over more tokens than this are compared at their two ends only.
-MOST_COMPARED_TOKENS = 1024
+# Texts are compared token by token in windows of so many; what begins alike goes on for nothing.
+COMPARED_TOKENS = 256
 # Fewer equal tokens than this between two changes are not worth a view of their own.
 LEAST_KEPT_TOKENS = 8
 # More places than this are not edits of one text but another text.
-MOST_HUNKS = 8
+MOST_HUNKS = 16
 
 
 class Hunk(NamedTuple):
@@ -25,37 +27,81 @@ class Hunk(NamedTuple):
     new_ids: list[int]
 
 
-def hunks(before: Ids, after: Ids) -> list[Hunk]:
+def hunks(before: Ids, after: Ids, *, window: int = COMPARED_TOKENS) -> list[Hunk]:
     """The changes that make `after` of `before`, left to right in places of `before`.
 
-    What the two begin and end with alike is found exactly; the middle is compared token by token
-    where it is short enough, and stays as a whole else.
+    What the two begin and end with alike is found exactly. The middle is compared window by window
+    from the left; where a window has nothing in common, what one text goes on with is looked for in
+    all of the other, and the rest stays as a whole where that is not found either.
     """
-    start = common_prefix(before, after)
-    same_end = common_prefix(before[start:][::-1], after[start:][::-1])
-    if same_end < LEAST_KEPT_TOKENS:
-        same_end = 0
-    old, new = before[start : len(before) - same_end], after[start : len(after) - same_end]
-    if not old and not new:
+    old, new = np.asarray(before, np.int64), np.asarray(after, np.int64)
+    start = common_prefix(old, new)
+    old, new = old[start:], new[start:]
+    same_end = common_prefix(old[::-1], new[::-1])
+    if same_end >= LEAST_KEPT_TOKENS:
+        old, new = old[:-same_end], new[:-same_end]
+    if not len(old) and not len(new):
         return []
-    found = [Hunk(start, start + len(old), list(new))]
-    if max(len(old), len(new)) <= MOST_COMPARED_TOKENS:
-        inner = _compared(start, old, new)
-        found = inner if len(inner) <= MOST_HUNKS else found
-    return found
+    found = _compared(start, old, new, window)
+    return found if len(found) <= MOST_HUNKS else [Hunk(start, start + len(old), new.tolist())]
 
 
-def _compared(start: int, old: Ids, new: Ids) -> list[Hunk]:
-    matcher: SequenceMatcher[int] = SequenceMatcher(None, old, new, autojunk=False)
+def _compared(start: int, old: Array, new: Array, window: int) -> list[Hunk]:
+    """The changes that make `new` of `old`, which begins at token `start` and is not equal."""
     found: list[Hunk] = []
     done_old = done_new = 0
-    for block in matcher.get_matching_blocks():
-        if 0 < block.size < LEAST_KEPT_TOKENS:
-            continue
-        if block.a > done_old or block.b > done_new:
-            found.append(Hunk(start + done_old, start + block.a, list(new[done_new : block.b])))
-        done_old, done_new = block.a + block.size, block.b + block.size
+    for at_old, at_new, size in _alike(old, new, window):
+        if at_old > done_old or at_new > done_new:
+            found.append(Hunk(start + done_old, start + at_old, new[done_new:at_new].tolist()))
+        done_old, done_new = at_old + size, at_new + size
     return found
+
+
+def _alike(old: Array, new: Array, window: int) -> Iterator[tuple[int, int, int]]:
+    """Runs (place in old, place in new, tokens) that both have, left to right, and the end."""
+    at_old = at_new = 0
+    while at_old < len(old) and at_new < len(new):
+        a = old[at_old : at_old + window].tolist()
+        b = new[at_new : at_new + window].tolist()
+        blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+        runs = [
+            (at_old + x, at_new + y, size) for x, y, size in blocks if size >= LEAST_KEPT_TOKENS
+        ]
+        if not runs:
+            run = _farther(old, at_old, new, at_new)
+            if run is None:
+                break
+            runs = [run]
+        yield from runs[:-1]
+        x, y, size = runs[-1]
+        size += common_prefix(old[x + size :], new[y + size :])
+        yield x, y, size
+        at_old, at_new = x + size, y + size
+    yield len(old), len(new), 0
+
+
+def _farther(old: Array, at_old: int, new: Array, at_new: int) -> tuple[int, int, int] | None:
+    """Where one text goes on as the other does here, beyond the window, as in `_alike`."""
+    room = min(len(old) - at_old, len(new) - at_new)
+    for size in (COMPARED_TOKENS, LEAST_KEPT_TOKENS):
+        if size > room:
+            continue
+        place = _place(old[at_old:], new[at_new : at_new + size])
+        if place is not None:
+            return at_old + place, at_new, size
+        place = _place(new[at_new:], old[at_old : at_old + size])
+        if place is not None:
+            return at_old, at_new + place, size
+    return None
+
+
+def _place(text: Array, part: Array) -> int | None:
+    """Where `part` stands in `text` first."""
+    whole, wanted, width = text.tobytes(), part.tobytes(), text.itemsize
+    at = whole.find(wanted)
+    while at > 0 and at % width:
+        at = whole.find(wanted, at + 1)
+    return at // width if at >= 0 else None
 
 
 def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:

@@ -47,6 +47,7 @@ class SessionStats:
     edited_tokens: int
     recomputed_edits: int
     stale_tokens: int
+    predicted_tokens: int
 
 
 class Meter:
@@ -144,6 +145,7 @@ class Meter:
             edited_tokens=edits.edited_tokens,
             recomputed_edits=edits.recomputed_edits,
             stale_tokens=edits.stale_tokens,
+            predicted_tokens=edits.predicted_tokens,
         )
 
 

@@ -25,12 +25,15 @@ from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.hunks import common_prefix, hunks
+from kvq_runtime.prediction import Prediction
 from kvq_runtime.staleness import Ages, EditCounts, Staleness
 
 logger = logging.getLogger(__name__)
 
 # A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
 MOST_GAPS = 16
+# After an edit there is room for so many tokens more, or for what the context takes.
+TOKENS_AHEAD = 256
 
 Ids = collections.abc.Sequence[int]
 Logits = NDArray[np.float32]
@@ -103,6 +106,8 @@ class Sequence(Generic[C]):
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
+        # What of the prompts to come may be predicted instead of computed.
+        self.prediction: Prediction | None = None
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -142,7 +147,11 @@ class Sequence(Generic[C]):
         edits, tokens, recomputed = self._edits
         stale = self._staleness.stale
         return EditCounts(
-            edits=edits, edited_tokens=tokens, recomputed_edits=recomputed, stale_tokens=stale
+            edits=edits,
+            edited_tokens=tokens,
+            recomputed_edits=recomputed,
+            stale_tokens=stale,
+            predicted_tokens=self._staleness.predicted,
         )
 
     @property
@@ -178,8 +187,11 @@ class Sequence(Generic[C]):
         """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
 
         What is not kept is pending afterwards. `edits`: what follows a change is kept as well, as
-        `edit` does; the places that changed are found by comparing the two texts.
+        `edit` does; the places that changed are found by comparing the two texts. Predicted
+        tokens are kept only where predictions are still wanted.
         """
+        if self.prediction is None and self._staleness.computed is not None:
+            self.keep(self._staleness.computed)
         if edits:
             for hunk in reversed(hunks(self._tokens, ids)):
                 self.edit(*hunk)
@@ -219,7 +231,19 @@ class Sequence(Generic[C]):
         if self.cache.tokens > last:
             self._trim(last)
         self._logits = None
+        self._compact()
         return self.cache.tokens - self._staleness.missing
+
+    def _compact(self) -> None:
+        """Opens what edits have left of a page, until the next tokens fit without giving any up."""
+        while len(self.gaps) < MOST_GAPS:
+            room = self.config.context_tokens - self.cache.tokens
+            ahead = min(room, TOKENS_AHEAD) + self._staleness.missing
+            runs = self.cache.crowded(ahead)
+            if not runs or len(self.gaps) + len(runs) > MOST_GAPS:
+                return
+            for start, stop in reversed(runs):
+                self._open(start, stop)
 
     def _moved(self, start: int, stop: int, count: int) -> bool:
         """Whether what follows an edit in the middle of what is cached was kept and moved."""
@@ -261,13 +285,25 @@ class Sequence(Generic[C]):
             self._open_stale(max_tokens)
         before = len(self.due())
         if before:
-            yield from self.advancing(max_tokens)
+            yield from self.advancing(max_tokens, exact=True)
         return before - len(self.due())
+
+    def drop_stale(self) -> int:
+        """Makes all from the first stale token on pending again; how many tokens are due then."""
+        first = self._staleness.first_stale
+        if first is None:
+            return 0
+        self._trim(first)
+        return len(self.due())
 
     def _open_stale(self, max_tokens: int) -> None:
         """Stale tokens are pending again."""
         start, end = self._staleness.next_to_refresh()
-        stop, held = min(end, start + min(max_tokens, self.chunk_tokens)), self.cache.tokens
+        self._open(start, min(end, start + min(max_tokens, self.chunk_tokens)))
+
+    def _open(self, start: int, stop: int) -> None:
+        """Cached tokens `start` to `stop` are pending again; what follows stays if it can."""
+        held = self.cache.tokens
         try:
             if stop < held and self.cache.why_not_edit() is None:
                 self.cache.edit(start, stop, stop - start)
@@ -308,18 +344,25 @@ class Sequence(Generic[C]):
         finally:
             branch.forget()
 
-    def advancing(self, max_tokens: int | None = None) -> Work[C, float]:
-        """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds."""
+    def advancing(self, max_tokens: int | None = None, *, exact: bool = False) -> Work[C, float]:
+        """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds.
+
+        `exact`: it is computed, whatever `prediction` says.
+        """
         self.due()
         end = self.cache.tokens, len(self._tokens)
-        start, stop = (self.gaps or [end])[0]
+        (start, stop), mode = (self.gaps or [end])[0], WHOLE
+        if self.prediction is not None and not (exact or self.gaps):
+            going_on = self._staleness.is_predicted(start - 1)
+            stop, mode = self.prediction.piece(start, stop, going_on=going_on)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
         with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]
-            passed = yield from branch.extend(self._tokens[start : start + count], rows=last)
+            ids = self._tokens[start : start + count]
+            passed = yield from branch.extend(ids, rows=last, mode=mode)
             branch.commit(range(count))
         return passed.seconds
 
@@ -389,11 +432,11 @@ class Sequence(Generic[C]):
     def _call(self, rows: Rows[C]) -> Call[C]:
         return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
 
-    def _commit(self, first: int, ids: list[int], logits: Logits | None) -> None:
+    def _commit(self, first: int, ids: list[int], logits: Logits | None, predicted: bool) -> None:
         """A branch's path, from token `first` on, is cached now."""
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
         self._tokens += ids[len(self._tokens) - first :]
-        self._staleness.encoded(first, first + len(ids))
+        self._staleness.encoded(first, first + len(ids), predicted=predicted)
         self._logits = logits if first + len(ids) == self.cache.tokens else None
 
     def _trim(self, num_tokens: int) -> None:
@@ -427,7 +470,7 @@ class Branch(Generic[C]):
         self,
         cache: C,
         held: Logits | None,
-        adopt: Callable[[int, list[int], Logits | None], None],
+        adopt: Callable[[int, list[int], Logits | None, bool], None],
         call: Callable[[Rows[C]], Call[C]],
         at: int | None = None,
     ) -> None:
@@ -441,6 +484,7 @@ class Branch(Generic[C]):
         self._depths: list[int] = []
         self._mixed = False
         self._guessed: list[bool] = []
+        self._predicted = False
         self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
 
@@ -465,8 +509,7 @@ class Branch(Generic[C]):
         chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
         of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
-        not all exact serve this pass only. Rows of a `mode` that is not `WHOLE` can only be
-        rewound.
+        not all exact serve this pass only. Rows of a `mode` that guesses can only be rewound.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
@@ -493,7 +536,8 @@ class Branch(Generic[C]):
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._of_row.get(last) if self._whole else None
-            self._adopt(self._first, [self._ids[row] for row in rows], logits)
+            ids = [self._ids[row] for row in rows]
+            self._adopt(self._first, ids, logits, self._predicted)
         self._ids = []
 
     def rewind(self, num_rows: int) -> None:
@@ -502,6 +546,7 @@ class Branch(Generic[C]):
         del self._ids[num_rows:], self._depths[num_rows:], self._guessed[num_rows:]
         self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
         self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
+        self._predicted &= num_rows > 0
 
     def forget(self) -> None:
         """Forgets every row that was not committed."""
@@ -519,12 +564,13 @@ class Branch(Generic[C]):
     ) -> Call[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
-        self._cache.begin(len(ids), parents, view=mode.view, at=self._at)
+        self._cache.begin(len(ids), parents, view=mode.view, at=self._at, silent=mode.silent)
         self._ids += ids
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._mixed |= mixed is not None
-        self._guessed.extend([mode != WHOLE] * len(ids))
+        self._guessed.extend([mode.guesses] * len(ids))
+        self._predicted |= bool(mode.predicted)
         self._whole &= exact_rows == 0
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
         return self._call(

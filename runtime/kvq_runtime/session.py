@@ -35,6 +35,7 @@ from kvq_runtime.generation import (
     never,
 )
 from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
+from kvq_runtime.prediction import prediction_named
 from kvq_runtime.sequence import Passed, Work
 
 Progress = Callable[[int, int], None]
@@ -68,6 +69,7 @@ class Session(Generic[C]):
         self._computing: ComputingDrafter | None = None
         # Rounds that the drafter is left alone for.
         self._pause = 0
+        self._predict: str | None = None
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -97,6 +99,28 @@ class Session(Generic[C]):
         self._close_drafter()
         self._drafter, self._drafter_is_new, self._pause = drafter, True, 0
         self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
+
+    @property
+    def predict(self) -> str | None:
+        """What of the prompts to come is predicted, as `Engine.session` takes it."""
+        return self._predict
+
+    @predict.setter
+    def predict(self, text: str | None) -> None:
+        prediction = None if text is None else prediction_named(text, self._backend.model)
+        if prediction is not None:
+            self._backend.check_mode(prediction.mode)
+        self._predict, self.sequence.prediction = text, prediction
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it may hold predicted keys and values for a prompt."""
+        return self.sequence.prediction is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether all it holds was computed, and none of it before a change on its left."""
+        return self.sequence.staleness.stale == 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -165,8 +189,9 @@ class Session(Generic[C]):
     def refresh(self, max_tokens: int | None = None, *, cancel: Cancel = never) -> int:
         """Encodes up to `max_tokens` stale tokens again, for idle time; how many are left.
 
-        A token is stale when text on its left has changed since it was encoded. `cancel` is asked
-        before each piece. See `Sequence.refresh`.
+        A token is stale when text on its left has changed since it was encoded, and when it was
+        predicted or computed from one that was. `cancel` is asked before each piece. See
+        `Sequence.refresh`.
         """
         return self.sequence.refresh(max_tokens, cancel)
 
@@ -219,6 +244,7 @@ class Session(Generic[C]):
         stop_strings: Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         begin_with: bytes = b"",
+        constraint: Constraint | None = None,
         cancel: Cancel = never,
     ) -> list[Alternative]:
         """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
@@ -226,7 +252,8 @@ class Session(Generic[C]):
         The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
         `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
         that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
-        Other arguments as in `generate`. Raises `UsageError`, and what a pass raises.
+        Other arguments as in `generate`: what is not cut short fits `constraint` as a whole.
+        Raises `UsageError`, and what a pass raises.
         """
         options = GenerationOptions(
             max_tokens=length,
@@ -234,6 +261,7 @@ class Session(Generic[C]):
             stop_strings=tuple(stop_strings),
             stop_ids=None if stop_ids is None else frozenset(stop_ids),
             begin_with=begin_with,
+            grammar=None if constraint is None else self._vocabulary.grammar(constraint),
         )
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):

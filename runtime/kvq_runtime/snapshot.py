@@ -8,10 +8,10 @@ header holds format, version, what the session must agree on, and the length of 
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from kvq_runtime.staleness import Ages
 FORMAT = "kvq-session"
 VERSION = 5
 MAGIC = b"kvq-sess"
-_PREFIX = struct.Struct("<8sI")
+PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
 # Of an item of each part: tokens, logits, ages, cache.
 _ITEM_BYTES = (8, 4, 4, 1)
@@ -101,7 +101,7 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
     }
     encoded = json.dumps(header).encode()
     try:
-        _replace(path, (_PREFIX.pack(MAGIC, len(encoded)) + encoded, *parts))
+        _replace(path, (PREFIX.pack(MAGIC, len(encoded)) + encoded, *parts))
     except OSError as error:
         raise SnapshotError(f"the session cannot be saved to {path}: {error.strerror}") from error
 
@@ -181,13 +181,13 @@ def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
     if content[: len(MAGIC)] != MAGIC:
         raise SnapshotError(f"{path} is not a saved session")
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if len(content) < _PREFIX.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != digest:
+    if len(content) < PREFIX.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != digest:
         raise SnapshotError(
             f"{path} is truncated or was altered after it was saved; save the session again"
         )
-    offset = _PREFIX.size + _PREFIX.unpack_from(content)[1]
+    offset = PREFIX.size + PREFIX.unpack_from(content)[1]
     try:
-        header: Any = json.loads(content[_PREFIX.size : offset])
+        header: Any = json.loads(content[PREFIX.size : offset])
         kind, version = header["format"], header["version"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise _damaged(path, "has a header that is none") from error
@@ -223,10 +223,24 @@ def check_agrees(path: Path | str, saved: Mapping[str, Any], wanted: Mapping[str
     """Raises `SnapshotError` when `saved`, found at `path`, is not what a session needs."""
     for key, value in wanted.items():
         if saved.get(key) != value:
+            theirs, ours = _what_differs(saved.get(key), value)
             raise SnapshotError(
-                f"{path} was saved with another {key}: {saved.get(key)}, this session has {value}; "
+                f"{path} was saved with another {key}: {theirs}, this session has {ours}; "
                 "open the session with the same model and KV settings, or prefill again"
             )
+
+
+def _what_differs(saved: Any, wanted: Any) -> tuple[str, str]:
+    """Both in words; of two tables only the rows that differ."""
+    theirs, ours = cast("dict[str, Any]", saved), cast("dict[str, Any]", wanted)
+    if not type(saved) is type(wanted) is dict:
+        return str(theirs), str(ours)
+    keys = [key for key in ours if theirs.get(key) != ours[key]]
+    return _rows(theirs, keys), _rows(ours, keys)
+
+
+def _rows(table: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {table.get(key)}" for key in keys)
 
 
 def _parts(path: Path, content: bytes, offset: int, lengths: list[Any]) -> list[bytes]:

@@ -1,7 +1,8 @@
 """How old the encoding of each token of an edited text is. Knows no model and no cache.
 
 An edit in the middle leaves the keys and values behind it as they were (PIE, 2407.03157): exact in
-position, while their content never saw the new text. That is what *stale* means here.
+position, while their content never saw the new text. That is what *stale* means here. So are keys
+and values that were predicted and not computed, and all that was computed from them.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ages = NDArray[np.int32]
+
+# In an age: the token was predicted, or computed from what was.
+PREDICTED, BEHIND = 1 << 30, 1 << 29
 
 # Runs of a text that edits have moved apart and that are let be until idle time reaches them.
 MOST_SEGMENTS = 16
@@ -22,18 +26,20 @@ class EditCounts:
 
     `edits` in the middle brought `edited_tokens` new tokens; `recomputed_edits` of them could not
     keep what follows and computed it again. `stale_tokens` were encoded before a change on their
-    left.
+    left, predicted (`predicted_tokens` of them), or after such a one.
     """
 
     edits: int
     edited_tokens: int
     recomputed_edits: int
     stale_tokens: int
+    predicted_tokens: int = 0
 
 
 class Staleness:
     """Of a text's tokens: -1 not encoded yet, else how many edits to its left there were since.
 
+    Added to that is `PREDICTED` or, of a token that saw one such, `BEHIND`.
     `ages` int32 [n] are those of the first tokens; all after them are 0. A text that was never
     edited has none.
     """
@@ -54,19 +60,41 @@ class Staleness:
 
     @property
     def stale(self) -> int:
-        """Tokens that were encoded before a change on their left."""
+        """Tokens that are to be encoded again before the text is exact."""
         return int((self.ages > 0).sum())
+
+    @property
+    def first_stale(self) -> int | None:
+        """The first of these tokens; None: there is none."""
+        found = np.flatnonzero(self.ages > 0)
+        return int(found[0]) if len(found) else None
+
+    @property
+    def predicted(self) -> int:
+        """Tokens whose keys and values were predicted."""
+        return int((self.ages >= PREDICTED).sum())
+
+    @property
+    def computed(self) -> int | None:
+        """The first token that was predicted, or computed from what was; None: there is none."""
+        found = np.flatnonzero(self.ages >= BEHIND)
+        return int(found[0]) if len(found) else None
+
+    def is_predicted(self, token: int) -> bool:
+        """Whether its keys and values were predicted."""
+        return 0 <= token < len(self.ages) and bool(self.ages[token] >= PREDICTED)
 
     def next_to_refresh(self) -> tuple[int, int]:
         """The stale run, as `gaps` are told, that is to be encoded first; there must be one.
 
         The leftmost, so that the text becomes exact from the left. Where more than `MOST_SEGMENTS`
         runs have moved apart, the smallest of these: each costs queries a rotation of their own.
+        Not where a token was predicted: what is computed from it would have to be computed again.
         """
         steps = np.flatnonzero(np.diff(self.ages, prepend=0, append=0))
         runs = list(pairwise([0, *steps.tolist()]))
         apart = [(start, stop) for start, stop in runs if start < stop and self.ages[start] > 0]
-        if len(apart) > MOST_SEGMENTS:
+        if len(apart) > MOST_SEGMENTS and self.computed is None:
             return min(apart, key=lambda run: (run[1] - run[0], run[0]))
         return _runs(self.ages > 0)[0]
 
@@ -88,11 +116,15 @@ class Staleness:
         ages[start:stop] = -1
         self._set(ages)
 
-    def encoded(self, start: int, stop: int) -> None:
-        """Tokens `start` to `stop` went through the model."""
-        if start < len(self.ages):
-            self.ages[start:stop] = 0
-            self._set(self.ages)
+    def encoded(self, start: int, stop: int, *, predicted: bool = False) -> None:
+        """Tokens `start` to `stop` went through the model, or were `predicted` by its beginning."""
+        first = self.computed
+        age = PREDICTED if predicted else BEHIND if first is not None and first < start else 0
+        if start < len(self.ages) or age:
+            ages = np.zeros(max(stop, len(self.ages)), np.int32)
+            ages[: len(self.ages)] = self.ages
+            ages[start:stop] = age
+            self._set(ages)
 
     def cut(self, num_tokens: int) -> int:
         """Only the first `num_tokens` are left, without a gap at their end; how many these are."""

@@ -11,17 +11,23 @@ from kvq_specdraft.recycle import Recycle
 
 # A draft must promise this much more than plain decoding: estimates are noisy.
 MARGIN = 1.02
-# Of the passes' time each drafter may lose this share, and at first what so many passes take; its
-# gains are put by for no more than so many passes, so that good times do not pay for long bad ones.
-_SHARE = 0.0015
-_FIRST_PASSES = 0.25
+# Of the passes' time this share may go into looking and, for each drafter, this one into wrong
+# guesses; at first what so many passes take. What is gained is put by for no more than so many
+# passes, so that good times do not pay for long bad ones.
+_LOOK_SHARE, _GUESS_SHARE = 0.003, 0.003
+_FIRST_LOOKS, _FIRST_GUESSES = 0.1, 0.3
 _MOST_PASSES = 4.0
-# A draft that promises a gain may cost this much of a pass more than is in the account.
-_OVERDRAFT = 0.5
-# Rounds that nobody is asked for at most.
-_MOST_PAUSE = 32
-# Classes of a drafter's own chances, and the least weight of the newest guess of a class.
+# Rounds without a look at most; a patient drafter misses up to 2 to the power of so many looks.
+_MOST_PAUSE = 64
+_MOST_MISSES = 6
+# What asking a drafter that makes a tree takes at first, and the weight of the newest such look.
+_TREE_S = 2e-4
+_NEWEST_LOOK = 0.2
+_PAUSES = tuple(Draft(pause=rounds) for rounds in range(_MOST_PAUSE + 1))
+# Classes of a drafter's own chances, how many guesses what is thought of a class at first counts
+# for, and the least weight of its newest guess.
 _CLASSES = 16
+_PRIOR_WEIGHT = 8
 _NEWEST = 0.02
 # How often what `lookup` thinks as likely came true in books, manuals, code, dialogues and sums,
 # none of which the bench has.
@@ -42,73 +48,77 @@ class Auto:
     shared with other sequences all tokens of the pass count, so that a draft must also pay for the
     time it takes from the others.
 
-    What is lost is bounded: every drafter has an account that is given a small share of the passes'
-    time and what its drafts save, and that pays for asking it and for its guesses that are wrong,
-    though not for reading a prompt, a millisecond for 8000 tokens. Whose account is empty is not
-    asked.
+    What is lost is bounded: two kinds of accounts are given a small share of the passes' time and
+    what drafts save. One pays for looking, though not for reading a prompt, a millisecond for 8000
+    tokens: where nothing is found a look is the rarer the shorter a pass is. Each drafter has one
+    that pays for its wrong guesses. Looking for repeats costs least; the others are left out of
+    twice as many looks each time that they were of no use.
     """
 
     branches = True
 
     def __post_init__(self) -> None:
-        self._candidates = (Candidate(Lookup(), _LOOKUP), Candidate(Recycle(), _AS_THOUGHT))
+        self._candidates = (
+            Candidate(Lookup(), _LOOKUP),
+            Candidate(Recycle(), _AS_THOUGHT, takes_s=_TREE_S),
+        )
         self._costs = PassCosts()
         self._rows = 1  # of a pass without a draft of ours
+        self._plain_s = self._passed_s = 0.0  # of such a pass, of all passes so far
+        self._looks = Account(_FIRST_LOOKS, _LOOK_SHARE)
         self._chosen: Candidate | None = None
-        self._pause = 0
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """See `Drafter`."""
+        since = perf_counter()
         for candidate in self._candidates:
-            candidate.follow(kept, new)
+            candidate.drafter.follow(kept, new)
+        if kept:
+            self._looks.pay(perf_counter() - since)
 
     def propose(self, room: int) -> Draft:
         """See `Drafter`. A draft that fills the room ends the search."""
-        best, self._chosen, rate = NO_DRAFT, None, 0.0
+        best, self._chosen, plain_s = NO_DRAFT, None, self._plain_s
+        if not plain_s:  # the first round tells
+            return NO_DRAFT
+        since, rate = perf_counter(), MARGIN * self._rows / plain_s
+        left_s = self._looks.left_s(self._passed_s, plain_s)
         for candidate in self._candidates:
-            if candidate.account_s <= 0:
-                continue
-            candidate.tell()
-            since = perf_counter()
-            draft = candidate.propose(room)
+            draft = candidate.propose(room, left_s)
             if draft.ids:
-                rate = rate or MARGIN * self._rows / self._costs.seconds(self._rows)
                 length, rate = self._worth(candidate, draft, rate)
                 if length:
                     best, self._chosen = draft.first(length), candidate
-            candidate.account_s -= perf_counter() - since
             if len(best.ids) == room:
                 break
-        self._pause = 0 if best.ids else self._rounds_until_one_is_asked()
-        return best if best.ids else Draft(pause=self._pause)
-
-    def _rounds_until_one_is_asked(self) -> int:
-        earned = _SHARE * self._costs.seconds(self._rows)
-        owed = -max(candidate.account_s for candidate in self._candidates)
-        return min(_MOST_PAUSE, int(owed / earned)) if owed > 0 and earned else 0
+        took_s = perf_counter() - since
+        self._looks.pay(took_s)
+        if best.ids or left_s > took_s:
+            return best
+        pause = min(_MOST_PAUSE, int((took_s - left_s) / (_LOOK_SHARE * plain_s)))
+        self._passed_s += pause * plain_s
+        return _PAUSES[pause]
 
     def observe(self, outcome: Round) -> None:
         """See `Drafter`."""
-        costs, drafted = self._costs, len(outcome.draft.ids)
-        costs.record(outcome.rows, outcome.seconds)
-        self._rows = outcome.rows - drafted
-        plain = costs.seconds(self._rows)
+        since, costs, rows, saved_s = perf_counter(), self._costs, outcome.rows, 0.0
+        costs.record(rows, outcome.seconds)
+        self._passed_s += outcome.seconds
+        self._rows = rows - len(outcome.draft.ids)
+        self._plain_s = plain_s = costs.seconds(self._rows)
         if self._chosen is not None:
             # A token of a pass shared with others is worth its share of the pass.
-            saved = len(outcome.path) * plain / self._rows + plain - costs.seconds(outcome.rows)
-            self._chosen.account_s += saved
-        passed_s = outcome.seconds + self._pause * plain
+            saved_s = outcome.accepted * plain_s / self._rows + plain_s - costs.seconds(rows)
         for candidate in self._candidates:
-            if candidate.asked:
-                since = perf_counter()
-                candidate.observe(outcome)
-                candidate.account_s -= perf_counter() - since
-            candidate.earn(passed_s, plain)
+            if candidate.waits:
+                candidate.observe(outcome, saved_s if candidate is self._chosen else 0.0)
+        self._looks.pay(perf_counter() - since - max(0.0, saved_s))
 
     def _worth(self, candidate: "Candidate", draft: Draft, best: float) -> tuple[int, float]:
         """How many tokens of `draft` make more of a second than `best`, and how many that is."""
         costs, rows, length = self._costs, self._rows, 0
-        limit = (1 + _OVERDRAFT) * costs.seconds(rows, doubted=False) + candidate.account_s
+        limit = costs.seconds(rows, doubted=False)
+        limit += candidate.guesses.left_s(self._passed_s, self._plain_s)
         tokens = float(rows)
         for count, likely in enumerate(candidate.likely(draft), 1):
             more = rows + count
@@ -121,45 +131,60 @@ class Auto:
         return length, best
 
 
+class Account:
+    """Seconds that may be lost: at first those of `first` passes, then a share of the passes'."""
+
+    def __init__(self, first: float, share: float) -> None:
+        self._left_s = 0.0
+        self._first = first
+        self._share = share
+        self._paid_until_s = 0.0
+
+    def left_s(self, passed_s: float, plain_s: float) -> float:
+        """What may still be lost when so much has passed and a pass takes `plain_s`."""
+        self._left_s += self._share * (passed_s - self._paid_until_s) + self._first * plain_s
+        self._paid_until_s, self._first = passed_s, 0.0
+        self._left_s = min(self._left_s, _MOST_PASSES * plain_s)
+        return self._left_s
+
+    def pay(self, seconds: float) -> None:
+        """So much was lost; a gain is less than nothing."""
+        self._left_s -= seconds
+
+
 class Candidate:
     """A drafter, and how often guesses that it thought as likely came true, used or not.
 
-    `account_s` are the seconds that it may still lose.
+    One that `takes_s` seconds to ask, learned from when it is, is asked where so much may be spent,
+    and left out of twice as many looks each time that none of its guesses was used. One of 0, which
+    learns nothing from rounds without a guess of its own, is asked at every look.
     """
 
-    def __init__(self, drafter: Drafter, chances: Sequence[float]) -> None:
-        self.account_s = 0.0
-        self.asked = False
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, chances: Sequence[float], takes_s: float = 0.0) -> None:
+        self.drafter = drafter
+        self.guesses = Account(_FIRST_GUESSES, _GUESS_SHARE)
+        self.waits = False  # to be told what became of its guesses
+        self._takes_s = takes_s
+        self._rest, self._misses = 0, 0
         self._chances = list(chances)
+        self._seen = [_PRIOR_WEIGHT] * _CLASSES
         self._draft = NO_DRAFT
-        self._new = True
-        # How much of the text the drafter was told, and the tokens after that.
-        self._told, self._untold = 0, list[int]()
+        self._asking_s = 0.0
 
-    def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`. The drafter is told when it is asked."""
-        if kept < self._told:
-            self._told, self._untold = kept, list(new)
-        else:
-            self._untold[kept - self._told :] = new
-
-    def tell(self) -> None:
-        """Tells the drafter what has become of the text."""
-        self._drafter.follow(self._told, self._untold)
-        self._told, self._untold = self._told + len(self._untold), []
-
-    def propose(self, room: int) -> Draft:
-        """See `Drafter`."""
-        self.asked = True
-        self._draft = self._drafter.propose(room)
+    def propose(self, room: int, left_s: float) -> Draft:
+        """See `Drafter`; none where what is left for looking does not allow it."""
+        if not self._takes_s:
+            self._draft = self.drafter.propose(room)
+            self.waits = bool(self._draft.ids)
+            return self._draft
+        self.waits = self._rest == 0 and left_s > self._takes_s
+        if not self.waits:
+            self._rest = max(0, self._rest - 1)
+            return NO_DRAFT
+        since = perf_counter()
+        self._draft = self.drafter.propose(room)
+        self._asking_s = perf_counter() - since
         return self._draft
-
-    def earn(self, pass_s: float, plain_s: float) -> None:
-        """A pass took so long, and takes `plain_s` without a draft."""
-        if self._new:
-            self._new, self.account_s = False, _FIRST_PASSES * plain_s
-        self.account_s = min(self.account_s + _SHARE * pass_s, _MOST_PASSES * plain_s)
 
     def likely(self, draft: Draft) -> list[float]:
         """Of each token of `draft`, the chance that it and all before it are right."""
@@ -170,21 +195,33 @@ class Candidate:
             likely.append(before * self._chances[_class_of(thought)])
         return likely
 
-    def observe(self, outcome: Round) -> None:
+    def observe(self, outcome: Round, saved_s: float) -> None:
         """Compares the last proposal with what came, whether it was used or not."""
+        self.waits = False
+        self.guesses.pay(-saved_s)
+        self._compare(outcome.tokens)
+        since = perf_counter()
+        self.drafter.observe(outcome)
+        if self._takes_s:
+            taken_s = self._asking_s + perf_counter() - since
+            self._takes_s += _NEWEST_LOOK * (min(taken_s, 2 * self._takes_s) - self._takes_s)
+            self._misses = 0 if saved_s > 0 else min(self._misses + 1, _MOST_MISSES)
+            self._rest = (1 << self._misses) - 1
+
+    def _compare(self, tokens: Sequence[int]) -> None:
         draft, place = self._draft, -1
-        self._draft, self.asked = NO_DRAFT, False
-        for token in outcome.tokens:
+        for token in tokens if draft.ids else ():
             right = None
             for guess in draft.places_after(place):
                 came = draft.ids[guess] == token
                 right = guess if came else right
                 own = _class_of(draft.chances[guess])
-                self._chances[own] += _NEWEST * (came - self._chances[own])
+                self._seen[own] += 1
+                weight = max(_NEWEST, 1 / self._seen[own])
+                self._chances[own] += weight * (came - self._chances[own])
             if right is None:
-                break
+                return
             place = right
-        self._drafter.observe(outcome)
 
 
 def _class_of(thought: float) -> int:

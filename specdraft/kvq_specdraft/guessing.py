@@ -3,6 +3,7 @@
 A guess costs a pass here, so how many to make is most of the art; `pace` decides it.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,13 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.backends import WHOLE, Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round
 from kvq_runtime.sequence import Passed, Work
 from kvq_specdraft.pace import Pace
 
 
 @dataclass(kw_only=True, eq=False)
-class Guessing:
+class Guessing(ComputingDrafter):
     """Guesses a chain, each token with a pass, as long as that pays.
 
     At most `most` tokens. With `least` above 0 it instead goes on for as long as the chance that
@@ -86,9 +87,9 @@ class Guessing:
         """See `Drafter`."""
         self._pace.observe(outcome)
 
+    @abstractmethod
     def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
         """A pass over `new`, what follows the text or the last guess; the last row counts."""
-        raise NotImplementedError
 
 
 class SelfGuessing(Guessing):

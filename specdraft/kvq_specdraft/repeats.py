@@ -12,7 +12,7 @@ _SLOTS = 1 << 16
 # Knuth's multiplicative hash: odd, near the golden section of 2^32.
 _SPREAD = 2_654_435_761
 # From so many new tokens on, numpy adds them faster than one by one.
-_MANY = 48
+_MANY = 256
 
 
 class Repeats:
@@ -41,11 +41,14 @@ class Repeats:
         if len(new) >= _MANY:
             self._append(new)
             return
-        for token in new:
-            self._tokens.append(token)
-            slot = self._slot()
-            self._older.append(self._newest[slot])
-            self._newest[slot] = len(self._tokens)
+        tokens, older, newest, least = self._tokens, self._older, self._newest, self._least
+        for token in new:  # what a look costs most; `_slot` in place is twice as fast
+            tokens.append(token)
+            mixed = 0
+            for one in tokens[-least:]:
+                mixed = (mixed + one) * _SPREAD & 0xFFFFFFFF
+            older.append(newest[mixed >> 16])
+            newest[mixed >> 16] = len(tokens)
 
     def find(self, longest: int, most: int) -> Iterator[tuple[int, int]]:
         """Ends of earlier runs like the text's own end, newest first, and how long each is.

@@ -18,7 +18,8 @@ ALIKE = 0.95
 def rescored(branch: Branch[C], lines: list[Line], asked: Asked) -> Work[C, list[Line]]:
     """The lines with true log-probabilities, likeliest first, cut where these collapse.
 
-    A line of an infinite score, plain greedy decoding, stays whole and first. Lines share the rows
+    A line of an infinite score, plain greedy decoding, stays whole and first, and under a grammar
+    all stay whole. Lines share the rows
     of what they begin with alike; rows of the branch before this are forgotten. Of lines that are
     cut, none is shorter than one token.
     """
@@ -32,7 +33,8 @@ def rescored(branch: Branch[C], lines: list[Line], asked: Asked) -> Work[C, list
             float(logits[row + 1, token] - normalizers[row + 1])
             for row, token in zip(path, line.ids, strict=True)
         ]
-        kept = next((n for n, one in enumerate(own) if n and one < LEAST_LOGPROB), len(own))
+        cuts = () if asked.options.grammar else enumerate(own)
+        kept = next((n for n, one in cuts if n and one < LEAST_LOGPROB), len(own))
         scored = replace(line, logprobs=tuple(own))
         if line.score == inf:
             whole.append(scored)

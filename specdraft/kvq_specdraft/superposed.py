@@ -13,6 +13,7 @@ p_ng(t | d_i), and where no n-gram of d_i is known (1 - alpha) log p(t) - delta;
 s_i + log p_f stay. The first tokens are the k likeliest, s_i = log p.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -86,8 +87,12 @@ class Superposed:
         start: Line,
         logits: NDArray[np.float32],
         mixtures: "list[Mixture]",
+        ended: Sequence[Line] = (),
     ) -> Work[C, list[Line]]:
-        """Grows the mixtures, a greedy line beside them, and lets the model rank what they say."""
+        """Grows the mixtures, a greedy line beside them, and lets the model rank what they say.
+
+        Lines that `ended` before there was a mixture of them are ranked, too.
+        """
         self._check_vocabulary(logits.shape[-1])
         greedy = [_greedy(start, logits, asked)][: self.greedy]
         exact = WIDTH_PER_DRAFT * asked.count
@@ -113,7 +118,8 @@ class Superposed:
             for i, mixture in enumerate(mixed, len(going)):
                 mixture.grow(passed.logits[i], first + i)
         # What the greedy line says needs no rows of its own, nor what would come after the last.
-        lines = [line for mixture in mixtures for line in mixture.all if line.ids]
+        lines = [*ended, *(line for mixture in mixtures for line in mixture.all)]
+        lines = [line for line in lines if line.ids]
         lines = [line for line in lines if all(line.ids != other.ids for other in greedy)]
         if len(mixtures) == 1:
             lines = sorted(lines, key=lambda line: -line.score)[: asked.count - len(greedy)]
@@ -141,19 +147,21 @@ class Spliced(Superposed):
         """The greedy line, then the others by their true log-probability."""
         asked.need_rows((asked.count * VARIANTS + self.greedy) * asked.longest, "spliced")
         (start,), first = yield from step(branch, [asked.start])
-        lines = [start] * asked.count
+        going, ended = [start] * asked.count, list[Line]()
         logits = np.broadcast_to(first, (asked.count, first.shape[1]))
         for _ in range(min(self.sampled, asked.length - 1)):
-            lines = [_sampled(line, own, asked) for line, own in zip(lines, logits, strict=True)]
-            lines = [line for line in lines if line.finish_reason is None]
-            if not lines or asked.cancel():
+            if not going or asked.cancel():
                 break
-            lines, logits = yield from step(branch, lines)
+            drawn = [_sampled(line, own, asked) for line, own in zip(going, logits, strict=True)]
+            ended += [line for line in drawn if line.finish_reason is not None]
+            going = [line for line in drawn if line.finish_reason is None]
+            if going:
+                going, logits = yield from step(branch, going)
         mixtures = [
             Mixture(self, line, own, asked, width=VARIANTS)
-            for line, own in zip(lines, logits, strict=True)
+            for line, own in zip(going, logits, strict=False)
         ]
-        return (yield from self._finished(branch, asked, start, first[0], mixtures))
+        return (yield from self._finished(branch, asked, start, first[0], mixtures, ended))
 
 
 class Mixture:

@@ -769,18 +769,14 @@ def test_what_is_missing_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny.make_llama_checkpoint(tmp_path / "source")
-    reason = BackendError("llama-cpp-python is not installed; pip install 'kvq-runtime[gguf]'")
-
-    def absent() -> None:
-        raise reason
-
-    monkeypatch.setattr("kvq_export.gguf_export.library", absent)
-    monkeypatch.setattr("kvq_export.gguf_llama.library", absent)
-    with pytest.raises(BackendError, match=r"pip install 'kvq-runtime\[gguf\]'"):
+    reason = "llama-cpp-python is not installed; pip install 'kvq-runtime[gguf]'"
+    monkeypatch.setattr("kvq_export.gguf_llama.missing", lambda: reason)
+    needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\]'; --gguf-type q8_0, .* work without it"
+    with pytest.raises(BackendError, match=needed):
         export(source, "q4_k_m")
     report = export(source, "q8_0", quality=True).manifest.quality
     assert report is not None
-    assert report["gguf"] == {"type": "q8_0", "not_measured": str(reason)}
+    assert report["gguf"] == {"type": "q8_0", "not_measured": reason}
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendError, match=r"gguf package: pip install 'kvq-runtime\[gguf\]'"):
         export(source, "q4_0")

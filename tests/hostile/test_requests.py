@@ -14,9 +14,8 @@ from kvq_apps.serve import app as app_module
 from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.server import Server
 from kvq_runtime.serving.saving import SavedSessions, as_ids
-from serving import PATIENCE_S, Reply, Rule, ask, running, send, wait_until
+from serving import CHAT, COMPLETIONS, PATIENCE_S, Reply, Rule, ask, running, send, wait_until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 pytestmark = pytest.mark.usefixtures("own_state")
 PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
 

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import ROOTS, folders_in
 from kvq.policies import POLICIES
 from kvq_apps.cli import main
 from kvq_apps.serve import shapes
@@ -139,12 +139,8 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "held_out").mkdir()
     shutil.copy(__file__, tmp_path / "held_out/program.py")
     monkeypatch.chdir(tmp_path)
-    roots = os.pathsep.join(path for path in sys.path if path)
     settings = {"HOME": tmp_path, "KVQ_MODEL": tmp_path / "qwen3", "KVQ_THREADS": 1}
-    settings |= {
-        f"XDG_{name}_HOME": tmp_path / name for name in ("CACHE", "CONFIG", "DATA", "STATE")
-    }
-    for name, value in {**settings, "PYTHONPATH": roots}.items():
+    for name, value in (settings | folders_in(tmp_path) | ROOTS).items():
         monkeypatch.setenv(name, str(value))
     return tmp_path
 

@@ -149,7 +149,7 @@ def test_native_trees_in_several_passes_are_the_references(
     """Passes that add to one branch, some of them rewound and computed anew."""
     rng = np.random.default_rng(len(parents))
     rows, at = packed(rng, len(parents)), tokens + depths(parents)
-    read = tuple(4 if bits == 8 and view == "hi" else bits for bits in widths)
+    read = tuple(4 if bits in (8, 6) and view == "hi" else bits for bits in widths)
     pair = [filled(tokens, widths, use_native=use) for use in (True, False)]
     one_pass = filled(tokens, widths)
     of = layers(window)
@@ -339,7 +339,7 @@ def test_probes_of_a_tree_are_those_of_the_path_that_was_kept() -> None:
             run(cache, rows, cache.tokens + depths(parents), parents)
             cache.rewind(14)
             cache.commit(path_to(parents, 13))
-    for got, want in zip(*(cache._engine.evidence(cache.tokens) for cache in pair), strict=True):
+    for got, want in zip(*(cache.engine.evidence(cache.tokens) for cache in pair), strict=True):
         assert (want != 0).any()
         np.testing.assert_allclose(got, want, rtol=0.1, atol=0.02 * np.abs(want).max())
     for cache in pair:
@@ -361,7 +361,57 @@ def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
             part = [r[token : token + 1] for r in true]
             run(plain, part, np.array([plain.tokens]))
             plain.commit(1)
-    for got, want in zip(*(c._engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
+    for got, want in zip(*(c.engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
         assert (got == want).all()
     for cache in (busy, plain):
         cache.close()
+
+
+def silent_pass(cache: Cache, tokens: int, silent: Sequence[int], first: int) -> list[Float]:
+    """Normed rows at `first` on, committed; what four more rows then get in every layer."""
+    rng = np.random.default_rng(5)
+    norm = rng.random(32, np.float32) + 1
+    found: list[Float] = []
+    for rows, count in ((packed(rng, tokens), tokens), (packed(rng, 4), 4)):
+        cache.begin(count, silent=silent if count == tokens else ())
+        at = first + np.arange(count)
+        parts = zip(layers(), rows, strict=True)
+        found = [cache.attend(params, part, at, INV_FREQ, norm, norm) for params, part in parts]
+        if count == tokens:
+            assert [bool(out.any()) for out in found] == [0 not in silent, 1 not in silent]
+        cache.commit(count)
+        first += count
+    return found
+
+
+@pytest.mark.parametrize("tokens", [3, 90])
+def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None:
+    """A branch, and a chunk that closes pages layer by layer."""
+    caches = [filled(150), filled(150), filled(150, use_native=False)]
+    found = [
+        silent_pass(cache, tokens, silent, 150)
+        for cache, silent in zip(caches, [(), (1,), (1,)], strict=True)
+    ]
+    for layer in (0, 1):
+        np.testing.assert_array_equal(found[1][layer], found[0][layer])
+        close(found[1][layer], found[2][layer], RANDOM[8, 8])
+    for cache in caches[1:]:
+        for part, wanted in zip(cache.tail(1, 0), caches[0].tail(1, 0), strict=True):
+            np.testing.assert_array_equal(part, wanted)
+    with pytest.raises(CacheError, match="layers \\(2,\\) are not among 2"):
+        caches[0].begin(1, silent=(2,))
+
+
+def test_stored_keys_are_normed_and_stand_at_their_positions() -> None:
+    """KVP-7: an offset common to all positions changes the keys and no attention."""
+    caches = [filled(0, use_native=use_native) for use_native in (True, True, False)]
+    near, far, numpy = (
+        silent_pass(cache, 30, (0, 1), first)
+        for cache, first in zip(caches, (0, 1000, 1000), strict=True)
+    )
+    keys = [cache.tail(1, 0)[0].astype(np.float32) for cache in caches]
+    assert np.abs(keys[0] - keys[1]).max() > 0.5
+    close(keys[1], keys[2], RANDOM[8, 8])
+    for layer in (0, 1):
+        close(far[layer], near[layer], Tolerance(rms=2e-3, top=5e-3))
+        close(far[layer], numpy[layer], RANDOM[8, 8])

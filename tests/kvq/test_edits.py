@@ -368,3 +368,45 @@ def test_what_cannot_be_edited_is_refused_and_leaves_all_as_it_was() -> None:
         cache.rewind()
         assert cache.state() == held
     pair.close()
+
+
+def test_a_crowded_cache_names_the_page_with_least_left() -> None:
+    """Its tokens, opened as gaps, leave the page free; where nothing is gone none is named."""
+    plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=SINKS, tail_tokens=16)
+    pair = opened(plan, 400)
+    text = Text(list(pair), 7)
+    text.write(0, 350)
+    assert [cache.crowded(50) for cache in pair] == [[], []]
+    for start in range(20, 300, 13):
+        if pair.native.crowded(50):
+            break
+        text.edit(start, start + 9, 9)
+        text.write(start, 9)
+    columns = [len(cache.columns()[0]) for cache in pair]
+    runs = pair.native.crowded(50)
+    assert runs == pair.numpy.crowded(50)
+    left = sum(stop - start for start, stop in runs)
+    assert 0 < left == min(pair.native._tokens_left()) < 64
+    for start, stop in reversed(runs):
+        text.edit(start, stop, stop - start)
+    assert [len(cache.columns()[0]) for cache in pair] == [count - 1 for count in columns]
+    for start, stop in runs:
+        text.write(start, stop - start)
+    assert pair.native.crowded(50) == []
+    for cache in pair:
+        text.check(cache)
+
+
+def test_a_budget_for_the_context_gives_up_what_edits_left_least_of() -> None:
+    """Where nobody encodes it again: no policy can decide there, and nothing fails."""
+    plan = KvPlan(k_bits=8, v_bits=8, sink_tokens=SINKS, tail_tokens=16)
+    cache = open_cache(SHAPE, plan, budget_for_tokens(SHAPE, plan, 400), 400)
+    assert not cache.arena.probes
+    text = Text([cache], 7)
+    text.write(0, 390)
+    for start in range(20, 380, 30):
+        text.edit(start, start + 9, 9)
+        text.write(start, 9)
+    assert 0 < cache.holdings().evicted_share < 0.2
+    assert cache.used_bytes <= cache.budget_bytes
+    cache.close()

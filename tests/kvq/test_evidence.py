@@ -20,7 +20,7 @@ from pairs import Pair, attention, forward, frequencies, pack_heads, random_head
 from tolerances import EVIDENCE, HISTORY
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
-WIDTHS = [(8, 8), (4, 4), (2, 2), (4, 2), (2, 8)]
+WIDTHS = [(8, 8), (6, 6), (4, 4), (2, 2), (4, 2), (2, 8)]
 
 
 def opened(k_bits: int, v_bits: int, context_tokens: int = 1024, **options) -> Pair:
@@ -231,7 +231,7 @@ def test_constants_are_the_pages_own() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 6, 4, 2])
 def test_squares_are_those_of_the_keys_as_they_are_read(bits: int) -> None:
     pair = opened(8, 8)
     layers = [attention(SHAPE, layer) for layer in range(2)]
@@ -363,7 +363,7 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     assert not full.arena.probes
     assert tight.arena.probes
     with pytest.raises(CacheError, match="out of order"):
-        full._engine.evidence(0)
+        full.engine.evidence(0)
     full.close()
     tight.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.config import CacheShape, KvPlan
+from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
 from kvq.formats import (
     GRANULES,
     bytes_per_token,
@@ -21,10 +21,11 @@ def test_page_bytes_of_known_models() -> None:
     qwen = CacheShape(num_layers=24, num_heads=14, num_kv_heads=2, head_dim=64)
     per_token = {
         (kv.k_bits, kv.v_bits): bytes_per_token(qwen, kv)
-        for kv in (KvPlan(k_bits=k, v_bits=v) for k in (8, 4, 2) for v in (8, 4, 2))
+        for kv in (KvPlan(k_bits=k, v_bits=v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS)
     }
     assert per_token[8, 8] == 6348
     assert per_token[8, 4] == 4812
+    assert per_token[6, 6] == 4812
     assert per_token[4, 4] == 3276
     assert per_token[4, 2] == 2508
     assert per_token[2, 2] == 1740
@@ -32,7 +33,7 @@ def test_page_bytes_of_known_models() -> None:
 
 
 def test_formats_table_is_what_a_page_holds() -> None:
-    assert list(GRANULES) == [8, 4, 2]
+    assert tuple(GRANULES) == PAGE_WIDTHS
     for bits, granules in GRANULES.items():
         assert granules * granule_bytes(80) == 64 * 80 * bits // 8
     assert constant_bytes(80) == 304  # 8 + 2 * 80 and 8 + 2 * 64

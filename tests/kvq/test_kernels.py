@@ -98,6 +98,7 @@ def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, 
     codes, _ = encode(x, side)
     assert (native.pack(x, side, 4)[0] == planes(codes, 4, side)).all()
     assert (native.pack(x, side, 2)[0] == two_bit_plane(codes >> 6, side)).all()
+    assert (native.pack(x, side, 6)[0] == planes(codes, 6, side)).all()
 
 
 def test_kernels_are_chosen_by_name() -> None:
@@ -495,10 +496,10 @@ def test_one_token_pages(kernels: str) -> None:
 def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions may take other arguments: the numpy path is slower than a crash."""
     monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    native._load.cache_clear()
+    native.load.cache_clear()
     try:
         assert "belongs to another version of kvq: reinstall" in native.why_not()
     finally:
         monkeypatch.undo()
-        native._load.cache_clear()
+        native.load.cache_clear()
     assert native.why_not() == ""

@@ -102,6 +102,7 @@ def test_the_installed_library_passes_and_a_wrong_answer_shows(cases: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.cross
 @pytest.mark.parametrize("name", BUILDS)
 def test_other_compilers_and_processors_pass_without_a_warning(
     name: str, cases: Path, few_cases: Path, tmp_path: Path

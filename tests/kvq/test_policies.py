@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import minimum_budget, open_cache
-from kvq.config import CacheShape, KvPlan
+from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
 from kvq.errors import BudgetError, UsageError
 from kvq.formats import page_bytes
 from kvq.policies import POLICIES, Evidence, policy_named
@@ -54,19 +54,16 @@ def last_of_each_page(actions: list[list[int]]) -> list[list[int]]:
     return [actions[i] for i in sorted(last.values())]
 
 
-def test_the_oldest_page_falls_from_8_to_4_first() -> None:
-    assert relieve(evidence(all_at(8, 8)), 1) == every_page(0, 4, 4)
+def test_the_oldest_page_falls_from_8_to_6_first() -> None:
+    assert relieve(evidence(all_at(8, 8)), 1) == every_page(0, 6, 6)
 
 
-def test_all_fall_to_4_before_any_falls_to_2_and_all_to_2_before_any_is_evicted() -> None:
-    eight_to_four = 4 * (page_bytes(DIM, 8, 8) - page_bytes(DIM, 4, 4))
-    four_to_two = 4 * (page_bytes(DIM, 4, 4) - page_bytes(DIM, 2, 2))
-    gone = 4 * page_bytes(DIM, 2, 2)
-    order = [every_page(c, 4, 4) for c in range(3)]
-    order += [every_page(c, 2, 2) for c in range(3)]
-    order += [every_page(c, 0, 0) for c in range(3)]
-    freed = [eight_to_four] * 3 + [four_to_two] * 3 + [gone] * 3
-    for steps in range(1, 10):
+def test_all_fall_to_a_rung_before_any_falls_below_it() -> None:
+    rungs = [6, 4, 2, 0]
+    order = [every_page(column, bits, bits) for bits in rungs for column in range(3)]
+    sizes = [4 * page_bytes(DIM, bits, bits) for bits in PAGE_WIDTHS] + [0]
+    freed = [above - below for above, below in pairwise(sizes) for _ in range(3)]
+    for steps in range(1, len(order) + 1):
         enough = sum(freed[:steps])
         expected = last_of_each_page([action for step in order[:steps] for action in step])
         assert relieve(evidence(all_at(8, 8)), enough) == expected
@@ -74,8 +71,8 @@ def test_all_fall_to_4_before_any_falls_to_2_and_all_to_2_before_any_is_evicted(
 
 
 def test_sides_fall_only_where_they_are_wider() -> None:
-    assert relieve(evidence(all_at(8, 2)), 1) == every_page(0, 4, 2)
-    assert relieve(evidence(all_at(2, 8)), 1) == every_page(0, 2, 4)
+    assert relieve(evidence(all_at(8, 2)), 1) == every_page(0, 6, 2)
+    assert relieve(evidence(all_at(2, 8)), 1) == every_page(0, 2, 6)
     assert relieve(evidence(all_at(4, 2)), 1) == every_page(0, 2, 2)
     assert relieve(evidence(all_at(2, 2)), 1) == every_page(0, 0, 0)
 
@@ -84,7 +81,7 @@ def test_pages_already_lower_are_left_alone() -> None:
     widths = all_at(8, 8)
     widths[0, 1, 0] = 2, 2
     widths[1, 0, 0] = 0, 0
-    assert relieve(evidence(widths), 1) == [[0, 0, 0, 4, 4], [1, 1, 0, 4, 4]]
+    assert relieve(evidence(widths), 1) == [[0, 0, 0, 6, 6], [1, 1, 0, 6, 6]]
 
 
 def test_nothing_short_means_no_action() -> None:
@@ -118,7 +115,7 @@ def test_pages_no_window_can_see_go_first_and_alone() -> None:
     assert unseen == [0, 1, 2]
     actions = relieve(facts, 3 * one_layer + 1)
     assert actions[:6] == [[0, head, c, 0, 0] for c in unseen for head in (0, 1)]
-    assert actions[6:] == [[1, 0, 0, 4, 4], [1, 1, 0, 4, 4]]
+    assert actions[6:] == [[1, 0, 0, 6, 6], [1, 1, 0, 6, 6]]
 
 
 def test_a_page_moved_into_sight_is_not_unseen() -> None:
@@ -129,7 +126,7 @@ def test_a_page_moved_into_sight_is_not_unseen() -> None:
 
 # ---- laws of all policies ----------------------------------------------------------------------
 
-WIDTH_PAIRS = st.sampled_from([(0, 0), *((k, v) for k in (8, 4, 2) for v in (8, 4, 2))])
+WIDTH_PAIRS = st.sampled_from([(0, 0), *((k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS)])
 SHAPES = st.sampled_from([(2, 1, 6), (1, 1, 5), (3, 2, 4), (5, 2, 2), (2, 2, 0)])
 
 
@@ -289,13 +286,13 @@ def test_every_row_of_the_table_imports() -> None:
         ("chunkkv:reuse=0", "reuse=0 is not possible: 1 layer or more"),
         ("l2norm:skip=-1", "skip=-1 is not possible: 0 layers or more"),
         ("zipcache:salient=-0.1", "salient=-0.1 is not possible: a share from 0 to 1"),
-        ("zipcache:high=3", "high=3 and low=2 are not possible: 8, 4 and 2 are"),
+        ("zipcache:high=3", "high=3 and low=2 are not possible: 8, 6, 4 and 2 are"),
         ("zipcache:high=4,low=4", "high=4 and low=4 are not possible: .*the first above"),
         ("uniform:order=4:2/4:4", "order=4:2/4:4 is not possible: .*that only fall"),
         ("uniform:order=4:4/4:4", "order=4:4/4:4 is not possible"),
-        ("uniform:order=fp/4:4", "order=fp/4:4 is not possible: .*8, 4 and 2"),
+        ("uniform:order=fp/4:4", "order=fp/4:4 is not possible: .*8, 6, 4 and 2"),
         ("uniform:order=", "order= is not possible: write K:V pairs"),
-        ("uniform:order=5:2", "order=5:2 is not possible: .*8, 4 and 2"),
+        ("uniform:order=5:2", "order=5:2 is not possible: .*8, 6, 4 and 2"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_with_what_does(text: str, says: str) -> None:

@@ -287,14 +287,17 @@ def test_qaq_ends_where_a_bisection_for_the_target_would(seed: int, share: float
     left = after(facts.widths, relieve("qaq", facts, short)).astype(int)
 
     def needed(log_target: float) -> NDArray[np.int64]:
-        keys = np.select([t <= log_target for t in channels_last(key_targets(facts, (2, 4)))],
-                         [2, 4], 8)  # fmt: skip
-        values = np.select(
-            [t <= log_target for t in channels_last(value_targets(facts, (0, 2, 4)))], [0, 2, 4], 8
-        )
+        enough = [
+            [t <= log_target for t in channels_last(targets)]
+            for targets in (key_targets(facts, (2, 4, 6)), value_targets(facts, (0, 2, 4, 6)))
+        ]
+        keys = np.select(enough[0], [2, 4, 6], 8)
+        values = np.select(enough[1], [0, 2, 4, 6], 8)
         return np.stack([np.where(values == 0, 0, keys), values], axis=-1)
 
-    everything = np.concatenate([key_targets(facts, (4, 2)), value_targets(facts, (4, 2, 0))], -1)
+    everything = np.concatenate(
+        [key_targets(facts, (6, 4, 2)), value_targets(facts, (6, 4, 2, 0))], -1
+    )
     candidates = np.unique(everything)
     fits = [bytes_of(facts.widths) - bytes_of(needed(t)) >= short for t in candidates]
     at = int(np.argmax(fits))

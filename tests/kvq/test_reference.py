@@ -23,7 +23,7 @@ from kvq.reference import (
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=60)
 SIDES = pytest.mark.parametrize("side", [KEYS, VALUES])
-BOUNDS = {8: 0.5, 4: 8.0, 2: 32.0}
+BOUNDS = {8: 0.5, 6: 2.0, 4: 8.0, 2: 32.0}
 
 
 def pages(seed: int, dim: int = 64) -> dict[str, np.ndarray]:
@@ -51,7 +51,7 @@ def wide(line: np.ndarray, side: int) -> np.ndarray:
 
 
 @SIDES
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("name", list(pages(0)))
 def test_a_read_is_within_its_bound_of_the_scale(name: str, bits: int, side: int) -> None:
     for seed in range(3):
@@ -92,7 +92,7 @@ def test_a_constant_page_reads_as_itself_at_every_width(value: float, side: int)
     x = np.full((64, 64), np.float32(np.float16(value)))
     codes, grid = encode(x, side)
     assert not grid.scale.any()
-    for bits in (8, 4, 2):
+    for bits in BOUNDS:
         assert (decode(codes, grid, bits, side) == x).all()
 
 
@@ -260,13 +260,16 @@ def test_two_bit_codes_lie_where_the_format_says(dim: int) -> None:
             expected = np.zeros(16 * dim, np.uint8)
             expected[byte] = top << bit
             assert (planes(codes, 2, side) == expected).all()
+            stored = planes(codes >> 4, 6, side)
+            assert (stored[32 * dim :] == expected).all()
+            assert not stored[: 32 * dim].any()
 
 
 @SIDES
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
 def test_planes_give_back_all_codes(dim: int, side: int) -> None:
     codes = np.random.default_rng(dim).integers(0, 256, (64, dim)).astype(np.uint8)
-    for bits, kept in ((8, 0xFF), (4, 0xF0), (2, 0xC0)):
+    for bits, kept in ((8, 0xFF), (6, 0xFC), (4, 0xF0), (2, 0xC0)):
         stored = planes(codes, bits, side)
         assert stored.dtype == np.uint8
         assert len(stored) == 64 * dim * bits // 8
@@ -277,8 +280,9 @@ def test_planes_give_back_all_codes(dim: int, side: int) -> None:
 def test_demoting_in_steps_equals_reading_two_bits_directly(side: int) -> None:
     x = pages(5)["loud"]
     codes, grid = encode(x, side)
-    four = codes_of(planes(codes, 8, side), 8, side, 64)
-    four = codes_of(planes(four, 4, side), 4, side, 64)
+    four = codes
+    for bits in (8, 6, 4):
+        four = codes_of(planes(four, bits, side), bits, side, 64)
     stepped = planes(four, 2, side)
     assert (stepped == planes(codes, 2, side)).all()
     two = codes_of(stepped, 2, side, 64)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from caches import open_cache
-from kvq import native
+from environment import ROOTS
+from kvq import abi, native
 from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError, SnapshotError
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 LAYERS = [attention(SHAPE, layer) for layer in range(2)]
 # A snapshot's header: thirteen or more int32 of the config, then columns, tail rows and tokens.
-COUNTS = 4 * len(native._Config._fields_)
+COUNTS = 4 * len(abi.Config._fields_)
 HEADER = (COUNTS + 3 * 4 + 7) // 8 * 8 + 16
 
 _CLOSE_DURING_A_CALL = """
@@ -61,7 +62,7 @@ for turn in range(12):
 def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", _CLOSE_DURING_A_CALL],
-        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        env=ROOTS,
         capture_output=True,
         text=True,
         check=False,
@@ -86,7 +87,7 @@ def add(cache: Cache, tokens: int) -> None:
 def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
     """The C call itself, which Python's own checks would never let through."""
     params = LAYERS[layer]
-    facts = native._Attention(layer, 2, 1, 16, params.scale, 0, 1, 1e-6, 0, 0)
+    facts = abi.Attention(layer, 2, 1, 16, params.scale, 0, 1, 1e-6, 0, 0)
     rows = np.zeros((256, 64), np.float32)
     positions, out = np.zeros(256, np.int64), np.zeros((256, 32), np.float32)
     return native.library().kvq_cache_attend(
@@ -165,7 +166,7 @@ def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:
         arguments = [str(script), str(native.library_path()), str(seed), "1500"]
         finished = subprocess.run(
             [sys.executable, "-W", "error", *arguments],
-            env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+            env=ROOTS,
             capture_output=True,
             text=True,
             check=False,

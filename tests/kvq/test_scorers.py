@@ -1,12 +1,13 @@
 """What sets the eviction scorers apart, on cases small enough to work out by hand."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from caches import geometry, open_cache
-from kvq.config import CacheShape, KvPlan
+from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
 from kvq.formats import page_bytes
 from kvq.policies import Evidence, policy_named
 from kvq.policies.expected_attention import ExpectedAttention
@@ -70,8 +71,9 @@ def test_h2o_without_a_recent_share_goes_by_attention_alone() -> None:
 def test_demote_spends_the_same_order_on_bits_first() -> None:
     widths = all_at(8, 8, layers=1, heads=1, columns=3)
     facts = evidence(widths, total_mass=[0.3, 0.1, 0.2])
-    falls = [(1, 4), (2, 4), (0, 4), (1, 2), (2, 2), (0, 2), (1, 0), (2, 0), (0, 0)]
-    gained = [page_bytes(DIM, 8, 8) - MIDDLE] * 3 + [MIDDLE - SMALL] * 3 + [SMALL] * 3
+    falls = [(column, bits) for bits in (6, 4, 2, 0) for column in (1, 2, 0)]
+    sizes = [page_bytes(DIM, bits, bits) for bits in PAGE_WIDTHS] + [0]
+    gained = [above - below for above, below in pairwise(sizes) for _ in range(3)]
     bits = [8, 8, 8]
     for step, (column, left) in enumerate(falls, start=1):
         bits[column] = left

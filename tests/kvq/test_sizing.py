@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from caches import budget_for_tokens, geometry, minimum_budget, open_cache, spec
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import Budget, CacheShape, KvPlan, parse_budget
+from kvq.config import PAGE_WIDTHS, Budget, CacheShape, KvPlan, parse_budget
 from kvq.errors import BudgetError, UsageError
 from kvq.formats import (
     constant_bytes,
@@ -26,7 +26,7 @@ from pairs import attention, forward, pack_heads, random_heads
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, database=None, derandomize=True, max_examples=25)
 
-WIDTHS = st.tuples(st.sampled_from((8, 4, 2)), st.sampled_from((8, 4, 2)))
+WIDTHS = st.tuples(st.sampled_from(PAGE_WIDTHS), st.sampled_from(PAGE_WIDTHS))
 
 
 @st.composite

@@ -44,8 +44,8 @@ def test_default_plan_is_k4_v2_with_four_sinks_and_a_page_of_newest_tokens() -> 
     assert not KvPlan(k_bits=16, v_bits=16).quantized
 
 
-@pytest.mark.parametrize("k_bits", [8, 4, 2])
-@pytest.mark.parametrize("v_bits", [8, 4, 2])
+@pytest.mark.parametrize("k_bits", [8, 6, 4, 2])
+@pytest.mark.parametrize("v_bits", [8, 6, 4, 2])
 def test_every_pair_of_page_widths_is_a_plan(k_bits: int, v_bits: int) -> None:
     assert KvPlan(k_bits=k_bits, v_bits=v_bits).quantized
 
@@ -55,7 +55,7 @@ def test_every_pair_of_page_widths_is_a_plan(k_bits: int, v_bits: int) -> None:
     [(3, 2, "k_bits 3"), (4, -2, "v_bits -2"), (0, 0, "k_bits 0"), (8, 1, "v_bits 1")],
 )
 def test_other_widths_are_refused_naming_the_argument(k_bits: int, v_bits: int, flag: str) -> None:
-    with pytest.raises(UsageError, match=f"{flag} is not possible: choose 8, 4 or 2$"):
+    with pytest.raises(UsageError, match=f"{flag} is not possible: choose 8, 6, 4 or 2$"):
         check_widths(k_bits, v_bits)
 
 

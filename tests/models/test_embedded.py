@@ -1,7 +1,6 @@
 """The models that come with the package: whole, as transformers computes them, and trained."""
 
 import json
-import os
 import subprocess
 import sys
 from itertools import product
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvq_models
+from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
 from kvq_export.checkpoint import Checkpoint
@@ -87,9 +87,7 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
 
 @pytest.mark.slow
 def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path: Path) -> None:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    roots = os.pathsep.join(path for path in sys.path if path)
-    home = clean | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": roots}
+    home = environment_in(tmp_path)
     command = [
         sys.executable,
         "-m",

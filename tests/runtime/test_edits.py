@@ -152,6 +152,27 @@ def test_answers_rollback_and_save_go_on_from_an_edited_text(
         other.close()
 
 
+@pytest.mark.parametrize("budget", [None, "45%"], ids=["whole", "tight"])
+def test_many_edits_waste_no_room(engine: Engine, budget: str | None) -> None:
+    """Pages that edits have emptied most are encoded again before anything has to be given up."""
+    kv = QUANTIZED | ({} if budget is None else {"kv_budget": budget})
+    chance = np.random.default_rng(0)
+    with engine.session(context_tokens=512, **kv) as session:
+        session.prefill(TEXT)
+        for _ in range(250):
+            start = int(chance.integers(8, len(TEXT) - 20))
+            size = int(chance.integers(1, 9))
+            session.edit(start, start + size, prompt(size, start))
+            session.prefill()
+        stats = session.stats()
+        assert stats.edits == 250
+        assert stats.recomputed_edits < 40
+        assert stats.kv_bytes <= stats.kv_budget
+        if budget is None:
+            assert stats.evicted_share == 0
+        assert len(list(session.generate(150, stop_ids=()))) == 150
+
+
 @pytest.mark.slow
 def test_an_edit_is_nearer_than_the_text_left_as_it_was(tmp_path: Path) -> None:
     """On the embedded model; `kvq eval --task edit` measures it at length."""

@@ -21,7 +21,7 @@ from kvq_runtime.healing import heal
 from kvq_runtime.session import Session
 from logits import generated, prompt
 from shelf import Shelf
-from tiny import make_checkpoint
+from tiny import make_checkpoint, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
 # Mean KL divergence between the backends by (K, V) bits. The onnx backend rounds activations to
@@ -96,6 +96,46 @@ def test_text_of_the_steps_is_the_decoded_tokens(engine: Engine) -> None:
         steps = list(session.generate(40, sampling=Sampling(temperature=2.0), stop_ids=[]))
     text = engine.tokenizer.decode([step.token for step in steps])
     assert "".join(step.text for step in steps) == text
+
+
+SOUGHT = 310
+
+
+def _looks_at_itself(tensors: dict[str, np.ndarray]) -> None:
+    """In the first layer token `SOUGHT`, alone on one axis, finds itself and nothing else."""
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, 0] = embedding[SOUGHT] = 0
+    embedding[SOUGHT, 0] = 3
+    for side in ("q", "k"):
+        tensors[f"model.layers.0.self_attn.{side}_proj.weight"][:, 0] = 2
+
+
+@pytest.mark.parametrize("name", ["onnx", "float"])
+def test_reading_exactly_is_reading_everything(shelf: Shelf, name: str) -> None:
+    """Pages are left out, and no logit and no token differs."""
+    if missing(name):
+        pytest.skip(f"{name}: {missing(name)}")
+    checkpoint = shelf.once(
+        "sharp",
+        "a token that finds itself",
+        lambda path: make_llama_checkpoint(
+            path, max_position_embeddings=1024, change=_looks_at_itself
+        ),
+    )
+    logits, tokens, shares = [], [], []
+    with Engine.open(shelf.exported(checkpoint), backend=name) as engine:
+        for read in ("all", "exact"):
+            with engine.session(kv="8:8", kv_read=read) as session:
+                session.prefill(prompt(600))
+                steps = [SOUGHT, *prompt(3, seed=1), SOUGHT]
+                rows = [next(iter(session.logits([token]))) for token in steps]
+                logits.append(np.concatenate(rows))
+                tokens.append(generated(session, 12))
+                shares.append(session.stats().kv_read_share)
+    np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-5 * np.abs(logits[0]).max())
+    assert tokens[0] == tokens[1]
+    assert shares[0] == 1
+    assert shares[1] < 0.97
 
 
 def test_rollback_is_as_if_it_had_not_happened(engine: Engine) -> None:
@@ -240,7 +280,7 @@ def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
     with pytest.raises(UsageError, match="context_tokens 1 is not possible"):
         engine.session(context_tokens=1)
     with pytest.raises(
-        UsageError, match=r"backend 'cuda' is not known; choose auto, llama.cpp, onnx"
+        UsageError, match=r"backend 'cuda' is not known; choose auto, float, llama.cpp, onnx"
     ):
         Engine.open(folder, backend="cuda")
     with engine.session() as session:

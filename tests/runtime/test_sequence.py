@@ -14,7 +14,7 @@ from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
-from kvq_runtime.hunks import hunks
+from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
 
@@ -129,16 +129,19 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
 @given(
     st.lists(st.integers(0, 3), max_size=60),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), text), max_size=4),
+    st.sampled_from([4, 16, COMPARED_TOKENS]),
 )
-def test_hunks_make_one_text_of_another(before: list[int], changes: list[tuple]) -> None:
+def test_hunks_make_one_text_of_another(
+    before: list[int], changes: list[tuple], window: int
+) -> None:
     after = list(before)
     for start, count, new in changes:
         after[start : start + count] = new
-    made, found = list(before), hunks(before, after)
+    made, found = list(before), hunks(before, after, window=window)
     for start, stop, new in reversed(found):
         made[start:stop] = new
     assert made == after
-    assert len(found) <= 8
+    assert len(found) <= MOST_HUNKS
     assert [hunk.start for hunk in found] == sorted(hunk.start for hunk in found)
 
 
@@ -147,7 +150,12 @@ def test_hunks_leave_out_what_is_alike() -> None:
     after = [*before[:100], 7, *before[100:400], *before[420:], 5]
     assert hunks(before, after) == [(100, 100, [7]), (400, 420, []), (1000, 1000, [5])]
     long = [*range(3000)]
-    assert hunks(long, [*long[:5], 1, *long[6:2900], 2, *long[2900:]])[0].start == 5
+    # However far apart two changes are, what stands between them is kept.
+    far = [*long[:5], 1, *long[6:2900], 2, *long[2900:]]
+    assert hunks(long, far) == [(5, 6, [1]), (2900, 2900, [2])]
+    # A block that is moved, as the order suffix, prefix does at a jump, is all that is new.
+    moved = [*long[:10], *long[1500:2900], *long[10:1500], *long[2900:]]
+    assert sum(len(hunk.new_ids) for hunk in hunks(long, moved)) in (1400, 1490)
 
 
 def test_a_tree_keeps_one_path_and_its_logits() -> None:

@@ -3,20 +3,19 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+import answers
 from answers import answered, same_cache
 from kvq import native
 from kvq.config import Budget
 from kvq_apps.model_path import resolve_model
-from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Draft, Drafter, Round
+from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Draft, Round
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import GenerationOptions, Vocabulary
-from kvq_runtime.session import Session
+from kvq_runtime.generation import GenerationOptions
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from shelf import Shelf
 
@@ -40,15 +39,7 @@ def tiny(shelf: Shelf) -> Iterator[Engine]:
         yield engine
 
 
-def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[Any]:
-    asked = SessionRequest(**{"context_tokens": 1024, "k_bits": 4, "v_bits": 2} | request)
-    opened: Session[Any] = Session(
-        backend=engine.backend,
-        config=engine.backend.session_config(asked),
-        vocabulary=Vocabulary.of(engine.tokenizer, engine.model.stop_ids),
-    )
-    opened.drafter = drafter
-    return opened
+session = partial(answers.session, context_tokens=1024, k_bits=4, v_bits=2)
 
 
 def prompts(engine: Engine, count: int, tokens: int = 160) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import answers
 from answers import LIMITS, answered, chi_square, same_cache
 from kvq import native
+from kvq.config import Budget
 from kvq.errors import BackendError, UsageError
 from kvq.native_linear import weight_bytes_read
 from kvq_export.config import ExportOptions, WeightFormat
@@ -19,9 +22,9 @@ from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
 from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Drafter
+from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import GenerationOptions, Vocabulary
+from kvq_runtime.generation import GenerationOptions
 from kvq_runtime.sampling import distribution
 from kvq_runtime.sequence import Work, forward_all
 from kvq_runtime.session import Session
@@ -50,15 +53,7 @@ def engine(eight: Path) -> Iterator[Engine]:
         yield opened
 
 
-def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[Any]:
-    asked = SessionRequest(**{"context_tokens": 700, "k_bits": 8, "v_bits": 8} | request)
-    opened: Session[Any] = Session(
-        backend=engine.backend,
-        config=engine.backend.session_config(asked),
-        vocabulary=Vocabulary.of(engine.tokenizer, engine.model.stop_ids),
-    )
-    opened.drafter = drafter
-    return opened
+session = partial(answers.session, context_tokens=700, k_bits=8, v_bits=8)
 
 
 def prompt(tokens: int) -> list[int]:
@@ -112,8 +107,8 @@ def test_under_pressure_a_cache_becomes_what_plain_decoding_makes_it(
     engine: Engine, eight: Path, kind: str, policy: str
 ) -> None:
     with session(engine, None, policy=policy) as ample:
-        budget = ample.config.budget_bytes * 2 // 3
-    request = {"policy": policy, "kv_budget": engine_budget(budget)}
+        budget = Budget(num_bytes=ample.config.budget_bytes * 2 // 3)
+    request = {"policy": policy, "kv_budget": budget}
     with (
         session(engine, None, **request) as plain,
         session(engine, made(kind, eight), **request) as drafted,
@@ -125,12 +120,6 @@ def test_under_pressure_a_cache_becomes_what_plain_decoding_makes_it(
         assert stats.kv_bytes_peak <= stats.kv_budget
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
         assert stats.evicted_share > 0 or stats.mean_k_bits < 8
-
-
-def engine_budget(num_bytes: int) -> Any:
-    from kvq.config import Budget
-
-    return Budget(num_bytes=num_bytes)
 
 
 @needs_native
@@ -152,7 +141,7 @@ def test_a_draft_reads_half_the_weights(engine: Engine) -> None:
     matrices = [
         form
         for name in ("head", *(f"layers.{i}.{m}" for i in range(3) for m in MATRICES))
-        for form in [engine.backend._bundle._form("embed" if name == "head" else name)]
+        for form in [engine.backend.bundle.form("embed" if name == "head" else name)]
     ]
     with session(engine, None) as opened:
         opened.prefill(prompt(100))
@@ -355,8 +344,6 @@ def test_kinds_of_text_are_told_apart_by_their_tokens() -> None:
 
 def rounds(pace: Pace, count: int, *, right: float, cost: float, row: float = 0.05) -> list[int]:
     """How long the drafts of so many rounds were, each guess right with the same chance."""
-    from kvq_runtime.drafter import Draft, Round
-
     random, lengths = np.random.default_rng(0), []
     for _ in range(count):
         room = pace.begin(7)

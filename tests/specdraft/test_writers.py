@@ -1,5 +1,6 @@
 """Alternatives against brute force, against plain decoding, and against the paper's formulas."""
 
+import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvq_runtime.alternatives import Alternative, log_normalizers
 from kvq_runtime.backends import Rows
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
+from kvq_runtime.constraint import Constraint
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Vocabulary
 from kvq_runtime.session import Session
@@ -300,6 +302,20 @@ def test_a_mixture_of_one_draft_is_greedy_decoding(greedy_row: int) -> None:
     check_logprobs(found)
 
 
+def test_samples_that_all_end_before_a_mixture_are_drafts() -> None:
+    def ends(tokens: Sequence[int]) -> np.ndarray:
+        logits = logits_after(tokens)
+        logits[END] += 60 * (len(tokens) > len(TEXT))
+        return logits
+
+    for seed in range(8):
+        session = opened(RuleBackend(ends, vocab_size=V, stop_ids=[END]), seed)
+        found = session.drafts(2, 6, method=writer_named("spliced"), sampling=Sampling(top_k=0))
+        assert 1 <= len(found) <= 2
+        assert found[0].ids == (int(np.argmax(logits_after(TEXT))),)
+        assert all((len(one.ids), one.finish_reason) == (1, "stop") for one in found)
+
+
 def test_k_drafts_take_as_many_passes_as_one() -> None:
     for k in (1, 3, 5):
         model = LinearBackend()
@@ -313,6 +329,25 @@ def test_k_drafts_take_as_many_passes_as_one() -> None:
 
 
 # On a model
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["branches", "branches:kind=samples", "branches:kind=beam", "superposed", "spliced"],
+)
+def test_drafts_fit_their_constraint(method: str, shelf: Shelf) -> None:
+    with Engine.open(shelf.bundle(), threads=1) as engine:
+        for pattern in ("(yes|no|maybe)", "[0-9]{2,4}", "a{9}"):
+            with engine.session(kv="fp", draft_tokens=128, seed=4) as session:
+                session.prefill(engine.tokenizer.encode("It is "))
+                found = session.drafts(
+                    3, 9, method=writer_named(method), constraint=Constraint.regex(pattern)
+                )
+                # A beam stops when enough lines have ended, and may show better ones that have not.
+                ended = [one for one in found if one.finish_reason != "cancelled"]
+                assert len(ended) == len(found) or method.endswith("beam")
+                assert ended
+                assert all(re.fullmatch(pattern, one.text) for one in ended), found
 
 
 def test_alternatives_of_a_model_are_exact(shelf: Shelf) -> None:

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from kvq import native
+from kvq import abi, native
 from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
 
-MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 4, 2)
+MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 6, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
 WILD = (np.nan, np.inf, -1e30, 70000.0)
 
 
 def load(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
-    for name, (result, arguments) in native._SIGNATURES.items():
+    for name, (result, arguments) in abi.SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     assert library.kvq_abi() == native.ABI
@@ -49,7 +49,7 @@ class Fuzz:
         self.chance = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.caches: list[Opened] = []
-        self.stats = native._Stats()
+        self.stats = abi.Stats()
         self.wild = 0.15
         self.calls: list[Callable[[Opened], object]] = [
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
@@ -88,7 +88,7 @@ class Fuzz:
                   self.chance.choice((64, max(64, dim))), PAGE_VERSION]  # fmt: skip
         if self.chance.random() < 0.1:
             values[self.chance.randrange(len(values))] = self.chance.choice(NUMBERS)
-        config, layout, handle = native._Config(*values), native._Layout(), ctypes.c_int64()
+        config, layout, handle = abi.Config(*values), abi.Layout(), ctypes.c_int64()
         self.call.kvq_layout_of(ctypes.byref(config), 1 << 40, ctypes.byref(layout))
         budget = layout.minimum_bytes + self.chance.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
         if budget > 64 << 20:
@@ -117,7 +117,11 @@ class Fuzz:
         view = self.number(1)
         at = -1 if self.chance.random() < 0.8 else self.number(cache.position)
         at = cache.gap if cache.gap >= 0 and self.chance.random() < 0.7 else at
-        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at) == 0:
+        silent = None
+        if self.chance.random() < 0.2:
+            layers = min(max(cache.config.layers, 1), 4096)
+            silent = (ctypes.c_uint8 * layers)(*(self.number(1) & 1 for _ in range(layers)))
+        if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at, silent) == 0:
             cache.rows, cache.layer = tokens, 0
 
     def attend(self, cache: Opened) -> None:
@@ -132,7 +136,7 @@ class Fuzz:
             self.chance.choice((0, 4, 8)) if self.chance.random() > self.wild else self.number(200)
         )
         window, softcap = self.chance.choice((0, 1, 100, -5, 2**31 - 1)), self.chance.choice((0, 5))
-        facts = native._Attention(layer, *shape, 0.2, softcap, 1.0, 1e-6, window, pairs)
+        facts = abi.Attention(layer, *shape, 0.2, softcap, 1.0, 1e-6, window, pairs)
         width = max(1, (c.heads + 2 * c.kv_heads) * c.head_dim)
         qkv = self.numbers.standard_normal((count, width)).astype(np.float32)
         if self.chance.random() < self.wild / 4:
@@ -200,7 +204,7 @@ class Fuzz:
         actions = np.array(
             [
                 (self.number(1), self.number(1), self.number(self.stats.columns - 1),
-                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (4, 4), (8, 4), (0, 2), (5, 5)]))
+                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
                 for _ in range(count)
             ],
             np.int32,

@@ -7,12 +7,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
-from kvq_runtime.config import Sampling
+from kvq_runtime.config import Sampling, SessionRequest
+from kvq_runtime.drafter import Drafter
+from kvq_runtime.engine import Engine
+from kvq_runtime.generation import Vocabulary
 from kvq_runtime.session import Session
 
 GREEDY = Sampling(temperature=0)
 # Exceeded once in a thousand times by chi-square of so many degrees of freedom.
 LIMITS = {7: 24.32, 63: 103.4}
+
+
+def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[Any]:
+    """A session of `engine` with just what `SessionRequest` is asked for."""
+    opened: Session[Any] = Session(
+        backend=engine.backend,
+        config=engine.backend.session_config(SessionRequest(**request)),
+        vocabulary=Vocabulary.of(engine.tokenizer, engine.model.stop_ids),
+    )
+    opened.drafter = drafter
+    return opened
 
 
 def answered(opened: Session[Any], prompt: Sequence[int], count: int, **settings: Any) -> list[Any]:

@@ -107,7 +107,7 @@ private:
             case kOpen:
                 return open();
             case kBegin:
-                return kvq_cache_begin(cache_, r.number(0), nullptr, r.number(0, 1), -1);
+                return kvq_cache_begin(cache_, r.number(0), nullptr, r.number(0, 1), -1, nullptr);
             case kAttend:
                 return attend();
             case kCommit:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caches import budget_for_tokens, spec
-from kvq import native, native_linear, reference_linear
-from kvq.config import AttentionParams, Budget, CacheShape, KvPlan, PageForm
+from kvq import abi, native_linear, reference_linear
+from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
 from kvq.reference_linear import ACTIVATIONS, Bytes, PanelFormat, View
@@ -90,10 +90,10 @@ class RecordedCache(ReferenceCache):
 
     def __init__(self, arena: Arena, cases: Cases, limits: Tolerance, seen: float) -> None:
         super().__init__(arena)
-        self._cases, self._limits = cases, limits
+        self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
         forms = np.array(arena.spec.forms, np.uint8)
-        cases.add("open", native._config(arena), np.int64(arena.num_bytes).tobytes(), forms)
+        cases.add("open", abi.as_config(arena), np.int64(arena.num_bytes).tobytes(), forms)
 
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"
@@ -111,8 +111,8 @@ class RecordedCache(ReferenceCache):
         k_norm: Float | None = None,
     ) -> Float:
         out = super().attend(params, qkv, positions, inv_freq, q_norm, k_norm)
-        call = native._attention(params, len(inv_freq))
-        self._cases.add("attend", call, qkv, positions, inv_freq, self._limits, out)
+        call = abi.as_attention(params, len(inv_freq))
+        self._cases.add("attend", call, qkv, positions, inv_freq, self.limits, out)
         return out
 
     def commit(self, rows: int | Sequence[int]) -> None:
@@ -157,7 +157,7 @@ def packing(cases: Cases) -> None:
         for kind, x in adversarial(64, dim).items():
             cases.name = f"{kind}, side {side}, groups along {axis}, {dim} channels"
             codes, grid = encode(x, axis)
-            for bits in (8, 4, 2):
+            for bits in PAGE_WIDTHS:
                 wanted = planes(codes, bits, side)
                 cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored())
 
@@ -206,15 +206,15 @@ def widths_and_views(cases: Cases) -> None:
             cache.page(0, 1, column)
         for count, view in itertools.product((1, 3, ROWS), VIEWS):
             rows = pack_heads(*random_heads(rng, shape, count))
-            cache._limits = _of_view(widths, view)
+            cache.limits = _of_view(widths, view)
             ask(cache, rows, frequencies(dim // 2), view)
         if widths != FLOAT_PAIR:
             cache.evidence(cache.tokens)
 
 
 def _of_view(widths: tuple[int, int], view: str) -> Tolerance:
-    """In the view `hi` 8 bits are read as 4."""
-    k_bits, v_bits = ((min(bits, 4) if bits == 8 else bits) for bits in widths)
+    """In the view `hi` 8 and 6 bits are read as 4."""
+    k_bits, v_bits = (4 if bits in (8, 6) else bits for bits in widths)
     return RANDOM[(k_bits, v_bits) if view == "hi" else widths]
 
 
@@ -226,7 +226,7 @@ def masks_shifts_and_caps(cases: Cases) -> None:
         rng = np.random.default_rng(dim)
         cache = opened(cases, shape, (8, 8), EXACT, 400)
         fill(cache, pack_heads(*kind(rng, shape, 400)), UNROTATED)
-        steps = [(4, 8), (2, 4), (8, 2), (2, 2)]
+        steps = [(4, 6), (2, 4), (6, 2), (2, 8)]
         lower = [(0, head, c, *steps[(c + head) % 4]) for c in range(4) for head in (0, 1)]
         cache.demote(np.array(lower, np.int32))
         cache.mask(1, 0x9249249249249249)
@@ -255,7 +255,7 @@ def add_product(
 ) -> None:
     """A product and what it is wanted to give, its limits row by row."""
     numbers = (len(x), ACTIVATIONS.index(activation), VIEWS.index(view), exact_rows, 0)
-    shape, eps = bytes(native_linear._matrix(form)), np.array([NORM_EPS], np.float32)
+    shape, eps = bytes(native_linear.matrix(form)), np.array([NORM_EPS], np.float32)
     given = (panels, x, norm, bias, residual)
     cases.add("linear", shape, numbers, eps, *given, [limits] * len(x), wanted)
 
@@ -303,7 +303,7 @@ def products_with_more(cases: Cases) -> None:
     table = reference_linear.restore(form, panels)
     wanted = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
     cases.name = "embeddings"
-    shape = bytes(native_linear._matrix(form))
+    shape = bytes(native_linear.matrix(form))
     cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
 
 

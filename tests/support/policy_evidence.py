@@ -110,7 +110,7 @@ def after(widths: Widths, actions: list[list[int]]) -> Widths:
         assert (k_bits, v_bits) != tuple(held), "an action does nothing"
         assert k_bits <= held[0]
         assert v_bits <= held[1]
-        assert (k_bits, v_bits) == (0, 0) or {k_bits, v_bits} <= {8, 4, 2}
+        assert (k_bits, v_bits) == (0, 0) or {k_bits, v_bits} <= {8, 6, 4, 2}
         left[layer, head, column] = k_bits, v_bits
     return left
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,10 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel
+from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, serve_engine
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
@@ -30,12 +33,15 @@ from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.backends import Pass
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import SessionConfig
+from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Vocabulary
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
 from kvq_runtime.session import Session
 from tiny import CHATML, byte_level_tokenizer
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PATIENCE_S = 300.0
 
@@ -334,3 +340,34 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+def loaded(bundle: str, **options: Any) -> Callable[[ServeConfig], ServedModel]:
+    """How a server loads a real engine on this bundle, with these options of its sessions."""
+
+    def load(config: ServeConfig) -> ServedModel:
+        return serve_engine(Engine.open(bundle, threads=1), options, config)
+
+    return load
+
+
+def client(server: Server, **settings: Any) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{server.address}/v1", max_retries=0, **{"api_key": "none"} | settings
+    )
+
+
+def metric(server: Server, name: str) -> float:
+    text = ask(server, "/metrics").body.decode()
+    return float(re.search(rf"^kvq_{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
+
+
+def data(reply: Reply) -> list[Any]:
+    """The objects of a stream; its last event must be [DONE]."""
+    *events, last = [event.removeprefix("data: ") for event in reply.events if event[0] != ":"]
+    assert last == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +232,13 @@ def make_llama_checkpoint(
     dtype: str = "float32",
     shards: int = 1,
     seed: int = 0,
+    change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
     **overrides: Any,
 ) -> Path:
-    """A random llama checkpoint written with numpy alone; `overrides` replace config keys."""
+    """A random llama checkpoint written with numpy alone; `overrides` replace config keys.
+
+    `change` may alter the tensors, by their names, before they are written.
+    """
     config_json = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -255,6 +259,7 @@ def make_llama_checkpoint(
         mean, deviation = weight_statistics(name, shape)
         values = mean + deviation * rng.standard_normal(shape, dtype=np.float32)
         tensors[name] = values.astype(_DTYPES[dtype][0])
+    change(tensors)
     if shards == 1:
         write_safetensors(folder / "model.safetensors", tensors)
         return folder

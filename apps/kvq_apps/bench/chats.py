@@ -15,8 +15,7 @@ from typing import Any
 
 from kvq.errors import UsageError
 from kvq_apps import output
-from kvq_apps.output import Shown
-from kvq_runtime.backends import ModelFiles
+from kvq_apps.bench.suite import Setup
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving.job import Job
@@ -57,30 +56,28 @@ class ChatsJob:
                 raise UsageError(f"--chats {count} is not possible: give 1 to {MOST_CHATS}")
 
 
-def measure(
-    files: ModelFiles,
-    job: ChatsJob,
-    session_options: dict[str, Any],
-    threads: int,
-    progress: Shown,
-) -> dict[str, Any]:
+def measure(setup: Setup, job: ChatsJob) -> dict[str, Any]:
     """The rows of all numbers of chats. Raises `KvqError`."""
     counts = sorted(set(job.chats))
     taken: dict[int, list[float]] = {count: [] for count in counts}
-    options = session_options | {"context_tokens": job.context + job.new_tokens + 1}
-    with Engine(files, threads=threads) as engine, _running(engine, options, counts[-1]) as pool:
+    options = setup.session_options | {"context_tokens": job.context + job.new_tokens + 1}
+    with (
+        Engine(setup.files, threads=setup.threads) as engine,
+        _running(engine, options, counts[-1]) as pool,
+    ):
         for turn in range(job.repeat):
             # 1 4 8, 4 8 1, ...: none always follows the same other one.
             for place in range(len(counts)):
                 count = counts[(turn + place) % len(counts)]
-                progress(turn * len(counts) + place, job.repeat * len(counts), f"{count} chats")
+                done, whole = turn * len(counts) + place, job.repeat * len(counts)
+                setup.progress(done, whole, f"{count} chats")
                 taken[count].append(_seconds(pool, job, count))
         session = pool.served and pool.served.slots.all[0].session
         assert session is not None
         config = session.config
     speeds = {count: count * job.new_tokens / median(taken[count]) for count in counts}
     return {
-        "model": files.name,
+        "model": setup.files.name,
         "kv": output.kv_text(config.plan.k_bits, config.plan.v_bits),
         "kv_budget": config.budget_bytes,
         "context": job.context,

@@ -11,10 +11,11 @@ With `--peer llama.cpp` the same weights run on llama.cpp as well, plainly and w
 speculation that llama-cpp-python brings; each ratio is to plain decoding of the same engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -25,15 +26,16 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.engine_llamacpp import same_weights
+from kvq_apps.bench.suite import Setup
 from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
-from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import WHOLE, Backend, ModelFiles, Pass
+from kvq_runtime.backends import WHOLE, Backend, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
+from kvq_runtime.generation import Step
 from kvq_runtime.session import Session
 from kvq_runtime.snapshot import Snapshot
 from kvq_specdraft import DRAFTERS, drafter_named
@@ -47,6 +49,8 @@ _HEADER = (
 # Rows of a pass that are timed, and how often.
 _MOST_ROWS = 16
 _PASSES = 7
+# Of an answer, written before another one is gone on with.
+_TURN_TOKENS = 16
 # Above every logit of a model.
 _CERTAIN = 1e9
 
@@ -117,15 +121,23 @@ class _Case:
     after_prompt: Snapshot
     seconds: list[float] = field(default_factory=list[float])
     answer: tuple[int, ...] = ()
+    _steps: Iterator[Step] = field(default_factory=lambda: iter(()))
 
-    def run(self, tokens: int) -> None:
-        """Writes the answer once, with a drafter that knows the prompt only."""
+    def begin(self, tokens: int) -> None:
+        """An answer of so many tokens begins, with a drafter that knows the prompt only."""
         self.session.restore(self.after_prompt)
         self.session.drafter = None if self.make is None else self.make()
+        self._steps = self.session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=())
+        self.seconds.append(0.0)
+        self.answer = ()
+
+    def go_on(self) -> bool:
+        """Writes the answer's next tokens; whether there were any."""
         since = perf_counter()
-        steps = list(self.session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
-        self.seconds.append(perf_counter() - since)
-        self.answer = tuple(step.token for step in steps)
+        steps = list(islice(self._steps, _TURN_TOKENS))
+        self.seconds[-1] += perf_counter() - since
+        self.answer += tuple(step.token for step in steps)
+        return bool(steps)
 
 
 class LlamaNgrams:
@@ -149,25 +161,22 @@ class LlamaNgrams:
         """It learns nothing."""
 
 
-def measure(
-    files: ModelFiles,
-    job: DraftJob,
-    session_options: dict[str, Any],
-    threads: int,
-    progress: Shown,
-) -> dict[str, Any]:
+def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
+    files, threads = setup.files, setup.threads
+    if job.peer and not files.has_onnx:
+        raise UsageError(f"--peer {LLAMA} runs a bundle's weights; {files.path} has none")
     own = {name: partial(_made, name) for name in job.drafters}
     with Engine(files, threads=threads) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
-        rows = _measured(engine, tokenizer, job, session_options, own, progress)
-        passes = [_pass_times(engine, context, session_options) for context in job.contexts]
+        rows = _measured(engine, tokenizer, job, own, setup)
+        passes = [_pass_times(engine, context, setup.session_options) for context in job.contexts]
         name, backend = engine.model.name, engine.backend.name
     if job.peer:
         same = same_weights(cast(Bundle, files))
         with Engine(same, threads=threads, backend=LLAMA) as engine:
             theirs = {"llama.cpp n-grams": LlamaNgrams}
-            rows += _measured(engine, tokenizer, job, {}, theirs, progress)
+            rows += _measured(engine, tokenizer, job, theirs, replace(setup, session_options={}))
     return {
         "model": name,
         "backend": backend,
@@ -183,9 +192,8 @@ def _measured(
     engine: Engine,
     tokenizer: Tokenizer,
     job: DraftJob,
-    session_options: dict[str, Any],
     drafters: Mapping[str, Callable[[], Drafter]],
-    progress: Shown,
+    setup: Setup,
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     works = workloads()
@@ -195,7 +203,7 @@ def _measured(
     before = tokenizer.encode(other_text()) if max(job.contexts) else []
     for context in job.contexts:
         for number, work in enumerate(works):
-            progress(number, len(works), work.name)
+            setup.progress(number, len(works), work.name)
             prompt = tokenizer.encode(work.prompt, start=True)
             missing = max(0, min(context - len(prompt), len(before)))
             prompt = [*prompt[:1], *before[:missing], *prompt[1:]]
@@ -204,7 +212,7 @@ def _measured(
             tokens = min(job.tokens, len(answer)) if job.replay else job.tokens
             room = {"context_tokens": len(prompt) + tokens + 1}
             makers = {PLAIN: None, **drafters}
-            cases = _opened(engine, makers, prompt, session_options | room)
+            cases = _opened(engine, makers, prompt, setup.session_options | room)
             rows += _rows(engine, work, cases, tokens, job.repeat)
     engine.backend = backend
     return rows
@@ -231,12 +239,10 @@ def _rows(
     """The rows of one workload: plain decoding and all drafters in turn, `repeat` times."""
     try:
         cases = [case for case in cases if _possible(case)]
+        for _ in range(1 + repeat):
+            _write_in_turn(cases, tokens)
         for case in cases:
-            case.run(tokens)  # brings the weights back, and is not counted
-            case.seconds.clear()
-        for _ in range(repeat):
-            for case in cases:
-                case.run(tokens)
+            del case.seconds[0]  # that brought the weights back
         plain = cases[0]
         # llama.cpp's products do not round alike for one row and for many.
         assert engine.backend.name == LLAMA or all(one.answer == plain.answer for one in cases)
@@ -244,6 +250,17 @@ def _rows(
     finally:
         for case in cases:
             case.session.close()
+
+
+def _write_in_turn(cases: list[_Case], tokens: int) -> None:
+    """An answer of each, a few tokens at a time, so that all see the same minutes."""
+    for case in cases:
+        case.begin(tokens)
+    turn, going = 0, True
+    while going:
+        first = turn % len(cases)
+        going = any([case.go_on() for case in (*cases[first:], *cases[:first])])
+        turn += 1
 
 
 def _spelled(drafter: str, path: str) -> str:

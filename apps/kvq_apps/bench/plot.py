@@ -22,6 +22,14 @@ COLOURS = {OURS: "#c2410c", "onnxruntime": "#1d4ed8", "llama.cpp": "#4b5563"}
 STYLES = ("-", "--", ":")
 # Names closer than this share of the axis are moved apart.
 LABEL_GAP = 0.055
+LEAST_TICKS = 3
+# Of each power of ten; the last are Renard's R20, three of which lie in any factor of 1.5.
+TICK_STEPS = (
+    (1,),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9),
+)
 
 
 def check_plot(path: Path) -> None:
@@ -67,7 +75,7 @@ def _scale_axes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """The time axis, which all panels share with this one."""
     low = min(row["decode_ms"] for row in rows) * 0.8
     high = max(row["decode_ms"] for row in rows) * 1.25
-    ticks = _ticks(low, high)
+    ticks = log_ticks(low, high)
     panel.set_yscale("log")
     panel.set_ylim(low, high)
     panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -77,7 +85,8 @@ def _scale_axes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_panel(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     contexts = sorted({row["context"] for row in rows})
     panel.set_xscale("log", base=2)
-    panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    ticks = contexts if len(contexts) > 2 else [contexts[0] // 2, *contexts, contexts[-1] * 2]
+    panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     panel.minorticks_off()
     panel.set_xlabel("context, tokens")
     open_panel(panel, title)
@@ -107,11 +116,15 @@ def _draw_line(
     return f"{engine} {setting}", series[-1]["decode_ms"], COLOURS[engine]
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between `low` and `high`."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """At least three round numbers between `low` and `high`, which is 1.5 times that or more."""
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
-    return [tick for tick in ticks if low <= tick <= high]
+    for steps in TICK_STEPS:
+        ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if len(found) >= LEAST_TICKS:
+            break
+    return found
 
 
 def _apart(ends: Sequence[float], limits: tuple[float, float]) -> list[float]:

@@ -12,6 +12,8 @@ from kvq_apps.bench.measure import SpeedJob
 from kvq_runtime.backends import ModelFiles
 
 Row = Mapping[str, Any]
+# Stands where nothing was measured.
+NOTHING = "-"
 
 
 def report(
@@ -174,7 +176,7 @@ def print_report(data: Mapping[str, Any]) -> None:
     prefill = f"prefill {data['prefill_tokens']}, tok/s"
     header = ("engine", "kv", "threads", "context", "decode ms", "(min)", prefill, "ttft ms", "KV",
         "a step reads", "of memory")  # fmt: skip
-    output.print_table(map(_cells, data["rows"]), header=header)
+    _print_table(map(_cells, data["rows"]), header)
     for row in data["rows"]:
         if row["prefill_skipped"]:
             where = f"{row['engine']} {setting_text(row)} at {row['context']}"
@@ -185,7 +187,7 @@ def print_report(data: Mapping[str, Any]) -> None:
 
 
 def _print_comparisons(data: Mapping[str, Any]) -> None:
-    if not data["comparisons"]:
+    if not any(one["decode_peer"] for one in data["comparisons"]):
         return
     output.print_data("")
     header = (
@@ -199,7 +201,7 @@ def _print_comparisons(data: Mapping[str, Any]) -> None:
         "than",
         "growth",
     )
-    output.print_table(map(_comparison_cells, data["comparisons"]), header=header)
+    _print_table(map(_comparison_cells, data["comparisons"]), header)
 
 
 def _print_passes(data: Mapping[str, Any]) -> None:
@@ -211,7 +213,15 @@ def _print_passes(data: Mapping[str, Any]) -> None:
         "rows of one sequence", "kv", "threads", "context", "rows", "pass ms", "of 1 row",
         "attention ms", "rest ms", "of 1 row", "pass of MatMulNBits", "rest",
     )  # fmt: skip
-    output.print_table(map(_pass_cells, data["passes"]), header=header)
+    _print_table(map(_pass_cells, data["passes"]), header)
+
+
+def _print_table(rows: Iterable[Sequence[str]], header: Sequence[str]) -> None:
+    """A table without the columns that nothing was measured for."""
+    columns = list(zip(header, *rows, strict=True))
+    shown = [column for column in columns if set(column[1:]) != {NOTHING}]
+    title, *cells = zip(*shown, strict=True)
+    output.print_table(cells, header=title)
 
 
 def _pass_cells(one: Row) -> tuple[str, ...]:
@@ -278,10 +288,10 @@ def _comparison_cells(one: Row) -> tuple[str, ...]:
         str(one["threads"]),
         str(one["context"]),
         _text(one["decode_speedup"], "{:.2f} x"),
-        one["decode_peer"] or "-",
+        one["decode_peer"] or NOTHING,
         _text(one["decode_min_speedup"], "{:.2f} x"),
         _text(one["prefill_speedup"], "{:.2f} x"),
-        one["prefill_peer"] or "-",
+        one["prefill_peer"] or NOTHING,
         f"{one['growth']:.2f} x {one['growth_from']}",
     )
 
@@ -295,7 +305,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return NOTHING if value is None else form.format(value)
 
 
 def _threads(count: int) -> str:

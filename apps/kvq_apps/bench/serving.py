@@ -20,11 +20,10 @@ from urllib.parse import urlsplit
 from kvq.errors import BackendError, KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.measure import p95
-from kvq_apps.output import Shown
+from kvq_apps.bench.suite import Setup
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import serve_engine
 from kvq_apps.serve.server import Server
-from kvq_runtime.backends import ModelFiles
 from kvq_runtime.engine import Engine
 
 # A chat is never longer: the arenas have room for it.
@@ -77,22 +76,16 @@ class Samples:
         ]
 
 
-def measure(
-    files: ModelFiles,
-    job: ServeJob,
-    session_options: dict[str, Any],
-    threads: int,
-    progress: Shown,
-) -> dict[str, Any]:
+def measure(setup: Setup, job: ServeJob) -> dict[str, Any]:
     """The rows of all phases and how much the chat slows. Raises `KvqError`."""
     context = job.context + MOST_CHAT_TOKENS + _most_completions(job)
     samples = Samples()
-    with _serving(files, session_options | {"context_tokens": context}, threads) as asker:
+    with _serving(setup, context) as asker:
         seconds, _ = asker.chat(job.context, 32)
         chat_tokens = max(16, min(MOST_CHAT_TOKENS, int(job.chat_s / seconds)))
         asker.complete(job, _times(1))
         for number in range(job.repeat):
-            progress(number, job.repeat, "a chat and an editor in turn")
+            setup.progress(number, job.repeat, "a chat and an editor in turn")
             samples.chat.setdefault(CHAT, []).append(asker.chat(job.context, chat_tokens)[0])
             count = max(1, min(_most_completions(job), int(job.chat_s / job.every_s)))
             samples.completion.setdefault(COMPLETIONS, []).extend(
@@ -115,7 +108,7 @@ def measure(
     }
 
 
-class _Asker:
+class Asker:
     """Asks a running server as a chat and as an editor do."""
 
     def __init__(self, address: str, facts: dict[str, Any], stop_ids: frozenset[int]) -> None:
@@ -210,13 +203,14 @@ class _Asker:
 
 
 @contextmanager
-def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -> Iterator[_Asker]:
+def _serving(setup: Setup, context: int) -> Iterator[Asker]:
     """A server of our own on a port of its own, which keeps nothing on disk."""
+    session_options = setup.session_options | {"context_tokens": context}
     config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0)
     ready = Event()
     fault: list[KvqError] = []
     server = Server(
-        lambda: serve_engine(Engine(files, threads=threads), session_options, config),
+        lambda: serve_engine(Engine(setup.files, threads=setup.threads), session_options, config),
         config,
         lambda *_: ready.set(),
     )
@@ -238,7 +232,7 @@ def _serving(files: ModelFiles, session_options: dict[str, Any], threads: int) -
         served = server.pool.served
         assert served is not None
         facts = {"model": served.name, "kv": served.kv, "kv_budget": served.slot_bytes}
-        yield _Asker(address, facts, served.stop_ids)
+        yield Asker(address, facts, served.stop_ids)
     finally:
         server.stop()
         thread.join()

@@ -9,8 +9,7 @@ from typing import Any
 from kvq.config import MOST_DRAFT_TOKENS
 from kvq.errors import UsageError
 from kvq_apps import output
-from kvq_apps.output import Shown
-from kvq_runtime.backends import ModelFiles
+from kvq_apps.bench.suite import Setup
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
@@ -34,21 +33,15 @@ class SeveralJob:
             raise UsageError("--repeat, --context and --drafts are not possible: give 1 or more")
 
 
-def measure(
-    files: ModelFiles,
-    job: SeveralJob,
-    session_options: dict[str, Any],
-    threads: int,
-    progress: Shown,
-) -> dict[str, Any]:
+def measure(setup: Setup, job: SeveralJob) -> dict[str, Any]:
     """A row for each method and number of drafts. Raises `KvqError`."""
     options: dict[str, Any] = {
         "context_tokens": job.context + MOST_DRAFT_TOKENS + job.tokens,
         "draft_tokens": MOST_DRAFT_TOKENS,
-        **session_options,
+        **setup.session_options,
     }
     with (
-        Engine(files, threads=threads) as engine,
+        Engine(setup.files, threads=setup.threads) as engine,
         engine.session(**options) as session,
     ):
         session.prefill([token % engine.model.vocab_size for token in range(7, 7 + job.context)])
@@ -65,7 +58,7 @@ def measure(
                 )
         seconds = {run: list[float]() for run in runs}
         for number in range(job.repeat + 1):
-            progress(number, job.repeat + 1, "drafts")
+            setup.progress(number, job.repeat + 1, "drafts")
             for run, write in runs.items():
                 since = perf_counter()
                 write()

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,9 @@ from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 
 QUIT_WITHIN_S = 1.0
+# A signal ends the chat: what runs may take so long to stop, and the KV so long to be saved.
+STOP_WITHIN_S = 0.4
+SAVE_WITHIN_S = 0.8
 QUEUE_LINES = 4
 INLINE_LINES = 16
 
@@ -90,6 +94,7 @@ class ChatApp(App[None]):
         self.controller = ChatController(self, client, settings)
         self.slash = SlashCommands(self, self.controller, client_for)
         self._editing: Message | None = None
+        self._unsent = ""
         self._interrupted_s = -QUIT_WITHIN_S
         self._started_s = time()
         self._leaving = False
@@ -106,6 +111,7 @@ class ChatApp(App[None]):
 
     def on_mount(self) -> None:
         """Starts loading once the first frame is on screen."""
+        self._end_on_signals()
         self.prompt.focus()
         self._apply_settings()
         self.theme_changed_signal.subscribe(self, self._remember_theme)
@@ -254,7 +260,6 @@ class ChatApp(App[None]):
         """Stops the reply, or leaves an edit; the prompt has the focus afterwards."""
         if not self.controller.engine.cancel() and self._editing is not None:
             self._edit(None)
-            self.prompt.text = ""
         self.screen.clear_selection()
         self.transcript.selected = None
         self.transcript.refresh()
@@ -288,6 +293,44 @@ class ChatApp(App[None]):
         await self.controller.leave()
         self.said = self.transcript.lines_since(self._started_s)
         self.exit()
+
+    # Ending by a signal
+
+    def _end_on_signals(self) -> None:
+        """A closed terminal and `kill` end the chat as Ctrl+Q does, but within a second or two."""
+        if self.is_headless or os.name != "posix":
+            return
+        loop = get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # At once, not in the loop's turn: see `_let_go`.
+            signal.signal(number, lambda number, _: self._signalled(loop, number))
+
+    def _signalled(self, loop: AbstractEventLoop, number: int) -> None:
+        if not os.isatty(0):
+            self._let_go()
+        loop.call_soon_threadsafe(self._end, number)
+
+    def _let_go(self) -> None:
+        """The terminal is gone: neither write to it, which may wait for ever, nor take it back.
+
+        The kernel follows a hang-up by a SIGCONT, which Textual would begin to draw again at.
+        """
+        signal.signal(signal.SIGCONT, lambda *_: None)
+        if self._driver is not None:
+            self._driver.write = lambda data: None
+
+    def _end(self, number: int) -> None:
+        if not self._leaving:
+            self._leaving = True
+            self.run_worker(self._end_soon(number), exit_on_error=True)
+
+    async def _end_soon(self, number: int) -> None:
+        await self.controller.leave(STOP_WITHIN_S, SAVE_WITHIN_S)
+        if not os.isatty(0):
+            os._exit(128 + number)  # all is kept, and Textual would wait for the terminal
+        self.exit(return_code=128 + number)
+
+    # Chats
 
     def action_new_chat(self) -> None:
         self.controller.do(self.controller.new_chat)
@@ -372,11 +415,18 @@ class ChatApp(App[None]):
             self.notify("there is no message to edit; Alt+Up selects one", markup=False)
             return
         self._edit(message)
-        self.prompt.fill(message.text)
         self.prompt.focus()
 
     def _edit(self, message: Message | None) -> None:
-        """What is written next goes beside `message`; None: to the end."""
+        """What is written next goes beside `message`; None: to the end.
+
+        What was being written comes back when the edit is over.
+        """
+        if message is not None:
+            self._unsent = self.prompt.text if self._editing is None else self._unsent
+            self.prompt.fill(message.text)
+        elif self._editing is not None:
+            self.prompt.fill(self._unsent)
         self._editing = message
         says = "editing an earlier message: Enter branches here, Esc leaves it"
         self.prompt.border_title = None if message is None else says

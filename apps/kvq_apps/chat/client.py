@@ -11,7 +11,7 @@ from threading import Lock
 from time import monotonic
 from typing import Protocol
 
-from kvq.errors import KvqError
+from kvq.errors import KvqError, ModelError
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_runtime.config import Sampling
 
@@ -33,6 +33,16 @@ class EngineLostError(KvqError):
     """The engine went away in the middle; asking again may find it back."""
 
 
+class NoChatError(ModelError):
+    """The model has no chat template; `instead` continues plain text with it."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(
+            f"{name} has no chat template, so it cannot chat; {instead} continues plain text, and "
+            "`default` or an instruction-tuned model such as Qwen/Qwen3-0.6B can chat"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What a client runs on. `k_bits` and `kv_budget` are 0 where the engine does not say."""
@@ -48,9 +58,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a reply is asked for with. `max_tokens` None: to the context's end."""
+    """What a reply is asked for with. `max_tokens` None: to the context's end.
+
+    `edited` are the messages up to one of which the last of `messages` is an edit, none else: what
+    follows the change in it may then be kept as computed.
+    """
 
     messages: Sequence[Message]
+    edited: Sequence[Message] = ()
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     seed: int | None = None
@@ -137,6 +152,10 @@ class ChatClient(Protocol):
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Goes on with other KV settings, the conversation encoded again. Raises `KvqError`."""
+        ...
+
+    def reread(self, stream: Stream) -> int:
+        """Encodes again what edits have left as it was computed before; how many tokens."""
         ...
 
     def save(self, path: Path) -> str | None:

@@ -22,6 +22,7 @@ COMMANDS = (
     Command(name="retry", says="another reply to the last message"),
     Command(name="drafts", takes="N", says="N replies to the last message, Alt+] shows the next"),
     Command(name="edit", says="edit your last message and answer it again"),
+    Command(name="exact", says="read again what edits left as it was"),
     Command(name="copy", takes="[code]", says="copy the last reply, or its code"),
     Command(name="system", takes="[TEXT]", says="set or show the system message"),
     Command(name="set", takes="NAME VALUE", says="temp, top-k, top-p, min-p, seed or predict"),

@@ -25,6 +25,7 @@ from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 
 LEAVE_WITHIN_S = 3.0
+SAVE_AFTER_S = 2.0
 _Job = Callable[[], Awaitable[None]]
 
 
@@ -39,7 +40,12 @@ class ChatController:
         self.conversation = Conversation(self.history.write, system=settings.system)
         self._replies = Replies(view, self.engine, self.conversation, settings, self._begin_anew)
         self._kv_files = KvFiles(
-            view, self.engine, self.history, self.conversation, settings.snapshots
+            view,
+            self.engine,
+            self.history,
+            self.conversation,
+            settings.snapshots,
+            pinned=settings.kv_pinned,
         )
         self._view = view
         self._jobs: list[_Job] = []
@@ -68,7 +74,16 @@ class ChatController:
             while (job := self._next_job()) is not None:
                 await self._run(job)
             self._wake.clear()
-            await self._wake.wait()
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Waits until something is asked for; once that takes a while, the KV is saved."""
+        if self.engine.kv_changed:
+            try:
+                await wait_for(self._wake.wait(), SAVE_AFTER_S)
+            except TimeoutError:
+                await self._run(self._kv_files.save)
+        await self._wake.wait()
 
     def _next_job(self) -> _Job | None:
         """What was asked for first; a lost engine is looked for before messages are answered."""
@@ -103,21 +118,26 @@ class ChatController:
         self._view.changed()
         self._wake.set()
 
-    async def leave(self) -> None:
-        """Stops what runs, saves the KV, closes history and engine; waits for none that hangs."""
+    async def leave(
+        self, within_s: float = LEAVE_WITHIN_S, save_within_s: float | None = None
+    ) -> None:
+        """Stops what runs, saves the KV, closes history and engine; waits for none that hangs.
+
+        Each of these may take `within_s`, saving `save_within_s`, None: as long as it takes.
+        """
         self.history.leaving = True
         self.queue.clear()
         self._jobs.clear()
         self.engine.cancel()
         with suppress(TimeoutError):
-            await wait_for(self._until_idle(), LEAVE_WITHIN_S)
+            await wait_for(self._until_idle(), within_s)
         if self._busy and self.engine.stream is not None:
             self.conversation.finish("interrupted", self.engine.stats)
         elif self.engine.facts is not None:
-            await self._kv_files.save()
             with suppress(TimeoutError):
-                await wait_for(self.engine.call(self.engine.client.close), LEAVE_WITHIN_S)
-        self.history.close(LEAVE_WITHIN_S)
+                await wait_for(self._kv_files.save(), save_within_s)
+                await wait_for(self.engine.call(self.engine.client.close), within_s)
+        self.history.close(within_s)
 
     async def _until_idle(self) -> None:
         while self._busy:
@@ -167,12 +187,22 @@ class ChatController:
 
     async def answer_edited(self, message: Message, text: str) -> None:
         """Puts `text` beside `message` and answers it, if it is the user's."""
+        before = self.conversation.context(up_to=message)
         edited = self.conversation.add(message.role, text, instead_of=message)
         self._view.show(self.conversation.messages)
         if edited.role == "user":
-            await self._replies.reply()
+            await self._replies.reply(edited=before)
             stats = self.engine.stats
             self._view.say(f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again")
+
+    async def reread(self) -> None:
+        """Has what edits left as it was encoded again."""
+        if self.engine.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        count = await self.engine.follow(self.engine.measure, self.engine.client.reread)
+        self._view.say(
+            f"{count} tokens were encoded again" if count else "all of it is exact already"
+        )
 
     async def retry(self, selected: Message | None = None) -> None:
         """Answers again, beside `selected` or the last answer."""

@@ -100,10 +100,11 @@ class Conversation:
         key, values = message.id, dict(message.stats)
         self._write(lambda history: history.finish(key, state, values))
 
-    def context(self) -> list[Message]:
+    def context(self, *, up_to: Message | None = None) -> list[Message]:
         """What the model is given: the system message, then all from the first not left out.
 
-        A summary of what is left out stands before that first one.
+        A summary of what is left out stands before that first one. `up_to` a message: it is the
+        last of them; none where it is left out.
         """
         rows = [row for row in self.messages if row.text and row.state != "streaming"]
         system = [row for row in rows[:1] if row.role == "system"]
@@ -112,7 +113,11 @@ class Conversation:
         if first and self.summary:
             text = SUMMARY_HEAD.format(self.summary) + rest[first].text
             rest[first] = replace(rest[first], text=text)
-        return system + rest[first:]
+        rows = system + rest[first:]
+        if up_to is None:
+            return rows
+        ids = [row.id for row in rows]
+        return rows[: ids.index(up_to.id) + 1] if up_to.id in ids else []
 
     @property
     def left_out(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
 
-from kvq.config import parse_kv
+from kvq.config import parse_budget, parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
 from kvq_apps.chat.local import token_hash
@@ -81,6 +81,7 @@ class FakeClient:
             keeps_kv=True,
         )
         self.tokens: list[int] = []
+        self.stale = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
 
@@ -100,6 +101,7 @@ class FakeClient:
             raise ContextFullError(len(prompt), self.facts.context_tokens)
         cached = common_prefix(self.tokens, prompt)
         stats = ReplyStats(prompt_tokens=len(prompt), cached_tokens=cached)
+        self.stale = len(prompt) - cached if turn.edited else 0
         self.tokens = self.tokens[:cached]
         if not self._prefill(prompt, stream):
             return "cancelled"
@@ -130,13 +132,19 @@ class FakeClient:
         k_bits = self.facts.k_bits if k_bits is None else k_bits
         v_bits = self.facts.v_bits if v_bits is None else v_bits
         parse_kv(f"{k_bits}:{v_bits}")
-        size = int(budget.removesuffix("MiB")) << 20 if budget else self.facts.kv_budget
+        size = parse_budget(budget).num_bytes if budget else None
+        size = self.facts.kv_budget if size is None else size
         if size <= 1 << 20:
             raise BudgetError("1 MiB cannot hold sinks and tail of this model; 2 MiB can")
         tokens, self.tokens = self.tokens, []
         self._prefill(tokens, stream)
         self.facts = replace(self.facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
         return self.facts
+
+    def reread(self, stream: Stream) -> int:
+        """What an edit has left behind it."""
+        stale, self.stale = self.stale, 0
+        return stale
 
     def save(self, path: Path) -> str | None:
         """Writes the tokens and the plan."""

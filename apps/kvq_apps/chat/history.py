@@ -36,6 +36,7 @@ MIGRATIONS = (
     CREATE VIRTUAL TABLE message_text USING fts5(text, message_id UNINDEXED);
     """,
     "ALTER TABLE chat ADD COLUMN summary TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE kv_snapshot ADD COLUMN kv_budget INTEGER NOT NULL DEFAULT 0",
 )
 BUSY_TIMEOUT_S = 10.0
 LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing was deleted"
@@ -65,12 +66,16 @@ class SavedChat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotRow:
-    """Where a chat's KV was saved, and what a session must agree on to take it."""
+    """Where a chat's KV was saved, and what a session must agree on to take it.
+
+    `kv_plan` is K:V bits, `kv_budget` in bytes, 0 where an older kvq saved it.
+    """
 
     path: str
     model: str
     kv_plan: str
     token_hash: str
+    kv_budget: int = 0
 
 
 class History:
@@ -172,9 +177,11 @@ class History:
     def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow) -> None:
         """Where the chat's KV is saved now."""
         self._write(
-            "INSERT OR REPLACE INTO kv_snapshot VALUES (:id, :path, :model, :plan, :hash, :now)",
+            "INSERT OR REPLACE INTO kv_snapshot "
+            "VALUES (:id, :path, :model, :plan, :hash, :now, :budget)",
             {"id": chat_id, "path": snapshot.path, "model": snapshot.model,
-             "plan": snapshot.kv_plan, "hash": snapshot.token_hash, "now": time()},
+             "plan": snapshot.kv_plan, "hash": snapshot.token_hash, "now": time(),
+             "budget": snapshot.kv_budget},
         )  # fmt: skip
 
     def set(self, name: str, value: str) -> None:
@@ -325,7 +332,7 @@ def new_id() -> str:
     return f"{time_ns():016x}{secrets.token_hex(4)}"
 
 
-_SNAPSHOT = "SELECT path, model, kv_plan, token_hash FROM kv_snapshot WHERE chat_id = ?"
+_SNAPSHOT = "SELECT path, model, kv_plan, token_hash, kv_budget FROM kv_snapshot WHERE chat_id = ?"
 _SEARCH = """
     SELECT chat.id, title, updated, {excerpt} AS excerpt,
         (SELECT count(*) FROM message WHERE chat_id = chat.id) AS messages

@@ -20,8 +20,8 @@ def export_chat(path: Path, messages: Sequence[Message]) -> None:
 
     Raises `DataError` when the place cannot be written.
     """
-    kept = [message for message in messages if message.role in ROLES]
-    content = _markdown(kept) if path.suffix.lower() in (".md", ".markdown") else _lines(kept)
+    as_text = _markdown if path.suffix.lower() in (".md", ".markdown") else as_lines
+    content = as_text(messages)
     try:
         with replace_file(path) as stream:
             stream.write(content.encode())
@@ -44,7 +44,8 @@ def import_chat(path: Path) -> list[Message]:
     return messages
 
 
-def _lines(messages: Sequence[Message]) -> str:
+def as_lines(messages: Sequence[Message]) -> str:
+    """A chat as JSON lines."""
     rows = [
         {
             "role": message.role,
@@ -53,6 +54,7 @@ def _lines(messages: Sequence[Message]) -> str:
             "stats": dict(message.stats),
         }
         for message in messages
+        if message.role in ROLES
     ]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -60,7 +62,9 @@ def _lines(messages: Sequence[Message]) -> str:
 def _markdown(messages: Sequence[Message]) -> str:
     # A line that looks like one of our headings must not become one when the file comes back.
     parts = [
-        f"## {message.role}\n\n" + _HEADING.sub(r"\\\g<0>", message.text) for message in messages
+        f"## {message.role}\n\n" + _HEADING.sub(r"\\\g<0>", message.text)
+        for message in messages
+        if message.role in ROLES
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,9 +1,13 @@
 """Each chat's KV cache on disk, so that a chat can be resumed without encoding it again."""
 
+from contextlib import suppress
 from pathlib import Path
+from time import time
 
-from kvq.errors import SnapshotError
+from kvq.config import parse_kv
+from kvq.errors import KvqError, SnapshotError
 from kvq_apps import output
+from kvq_apps.chat.client import Facts
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import EngineLink
 from kvq_apps.chat.history import SnapshotRow
@@ -11,10 +15,16 @@ from kvq_apps.chat.history_link import HistoryLink
 from kvq_apps.chat.view import View
 
 SNAPSHOT_BYTES = 2 << 30
+# What a process that was killed had begun to write; another process may be writing still.
+ABANDONED_S = 3600
+_AGAIN = "the next reply encodes the chat again"
 
 
 class KvFiles:
-    """Saves and restores the open chat's KV in `folder`; None: nothing is saved."""
+    """Saves and restores the open chat's KV in `folder`; None: nothing is saved.
+
+    A chat goes on at the widths and in the budget it was saved with, unless they are `pinned`.
+    """
 
     def __init__(
         self,
@@ -23,12 +33,15 @@ class KvFiles:
         history: HistoryLink,
         conversation: Conversation,
         folder: Path | None,
+        *,
+        pinned: bool = False,
     ) -> None:
         self._view = view
         self._engine = engine
         self._history = history
         self._conversation = conversation
         self._folder = folder
+        self._pinned = pinned
 
     async def restore(self) -> None:
         """Takes the chat's saved KV, or says why the next reply encodes the chat again."""
@@ -41,11 +54,31 @@ class KvFiles:
             return
         engine.doing("restoring the KV cache")
         try:
+            at = await self._become(row, engine.facts)
             tokens = await engine.call(engine.client.restore, Path(row.path))
-        except SnapshotError as error:
-            self._view.say(f"the KV cache is not restored ({error}); the next reply encodes again")
+        except KvqError as error:
+            reason = str(error).partition(";")[0].replace(row.path, "it")
+            self._view.say(f"the KV cache is not restored ({reason}): {_AGAIN}")
             return
-        self._view.say(f"KV cache restored: {tokens} tokens need no encoding")
+        engine.kv_changed = False
+        self._view.say(f"KV cache restored{at}: {tokens} tokens need no encoding")
+
+    async def _become(self, row: SnapshotRow, facts: Facts) -> str:
+        """Takes the widths and the budget of `row`; says them if they are others than now."""
+        engine = self._engine
+        if row.model != facts.fingerprint:
+            raise SnapshotError("it was kept for another model")
+        budget = row.kv_budget or facts.kv_budget
+        now = _settings(output.kv_text(facts.k_bits, facts.v_bits), facts.kv_budget)
+        kept = _settings(row.kv_plan, budget)
+        if kept == now:
+            return ""
+        if self._pinned:
+            raise SnapshotError(f"it was kept at {kept}, and you asked for {now}")
+        engine.facts = await engine.follow(
+            engine.measure, engine.client.change_kv, *parse_kv(row.kv_plan), str(budget)
+        )
+        return f" at {kept}"
 
     async def save(self) -> None:
         """Saves the chat's KV, if there is anything new in it."""
@@ -68,12 +101,21 @@ class KvFiles:
                 model=facts.fingerprint,
                 kv_plan=output.kv_text(facts.k_bits, facts.v_bits),
                 token_hash=digest,
+                kv_budget=facts.kv_budget,
             )
             self._history.write(lambda history: history.remember_snapshot(chat_id, row))
 
 
+def _settings(widths: str, budget: int) -> str:
+    return f"{widths} in {output.format_bytes(budget)}"
+
+
 def forget_oldest(folder: Path, limit_bytes: int) -> None:
     """Removes the saved caches used longest ago until `limit_bytes` hold the rest."""
+    for path in folder.glob(".*.kv-*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < time() - ABANDONED_S:
+                path.unlink()
     files = sorted(folder.glob("*.kv"), key=lambda path: path.stat().st_mtime, reverse=True)
     kept = 0
     for path in files:

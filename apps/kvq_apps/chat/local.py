@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
-from kvq_apps.chat.client import ContextFullError, Facts, Stream, Turn
+from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
     from kvq_runtime.engine import Engine
@@ -36,8 +37,13 @@ class LocalClient:
         from kvq_apps.model_path import resolve_model
         from kvq_runtime.engine import Engine
 
-        self._engine = Engine.open(resolve_model(self._model), **self._engine_options)
-        self._session = self._engine.session(**self._session_options)
+        engine = Engine.open(resolve_model(self._model), **self._engine_options)
+        if engine.tokenizer.chat_template is None:
+            engine.close()
+            name = self._model or engine.model.name
+            raise NoChatError(name, f"`kvq run -m {name}`")
+        self._engine = engine
+        self._session = engine.session(**self._session_options)
         return self._facts()
 
     def reply(self, turn: Turn, stream: Stream) -> str:
@@ -50,7 +56,7 @@ class LocalClient:
         if turn.seed is not None:
             session.reseed(turn.seed)
         self._drafted_before = session.drafted
-        cached = session.align(prompt)
+        cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
         if cached < len(prompt) and not session.prefill(
             progress=stream.prefilled, cancel=stream.cancelled
@@ -101,6 +107,14 @@ class LocalClient:
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
+    def reread(self, stream: Stream) -> int:
+        """Encodes from the first stale token on."""
+        _, session = self._opened()
+        stale = session.sequence.drop_stale()
+        if stale:
+            session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
+        return stale
+
     def save(self, path: Path) -> str | None:
         """Writes the session to `path`."""
         _, session = self._opened()
@@ -123,6 +137,14 @@ class LocalClient:
         if self._engine is not None:
             self._engine.close()
         self._session = self._engine = None
+
+    def _goes_back(self, edited: Sequence[Message]) -> bool:
+        """Whether there was an edit; the session then ends where its message did."""
+        engine, session = self._opened()
+        if edited:
+            shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
+            session.rollback(len(session.tokens) - shared)
+        return bool(edited)
 
     def _opened(self) -> "tuple[Engine, Session]":
         assert self._engine is not None
@@ -158,6 +180,7 @@ class LocalClient:
             evicted_share=stats.evicted_share,
             drafted_tokens=stats.drafted_tokens - drafted,
             accepted_tokens=stats.accepted_tokens - accepted,
+            predicted_tokens=stats.predicted_tokens,
         )
 
 

@@ -38,7 +38,8 @@ class ReplyStats:
 
     Of `prompt_tokens` the cache held `cached_tokens`; `context_tokens` is what it holds now, in
     `kv_bytes` bytes at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known), but for
-    `evicted_share` of them. Of `drafted_tokens` that were guessed `accepted_tokens` were right.
+    `evicted_share` of them; `predicted_tokens` of them were predicted and not computed. Of
+    `drafted_tokens` that were guessed `accepted_tokens` were right.
     """
 
     prompt_tokens: int = 0
@@ -53,6 +54,7 @@ class ReplyStats:
     evicted_share: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    predicted_tokens: int = 0
 
     @property
     def encoded_tokens(self) -> int:

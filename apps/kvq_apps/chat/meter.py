@@ -15,11 +15,11 @@ def meter_line(
     """As much as `width` cells hold, the most telling first; `detail` is full, short or off."""
     parts = [activity]
     if facts is not None and detail == "short":
-        parts += [kv_part(facts, stats), evicted_part(stats), context_part(facts, stats)]
+        parts += [kv_part(facts, stats), lost_part(stats), context_part(facts, stats)]
     elif facts is not None and detail == "full":
         parts += [
             kv_part(facts, stats),
-            evicted_part(stats),
+            lost_part(stats),
             f"{stats.decode_tok_s:.1f} tok/s",
             drafts_part(stats),
             context_part(facts, stats),
@@ -47,9 +47,11 @@ def kv_part(facts: Facts, stats: ReplyStats) -> str:
     return f"KV {format_bytes(stats.kv_bytes)}/{format_bytes(facts.kv_budget)}{widths}"
 
 
-def evicted_part(stats: ReplyStats) -> str:
-    """What the budget has cost already, if anything: `evicted 12%`."""
-    return f"evicted {stats.evicted_share:.0%}" if stats.evicted_share else ""
+def lost_part(stats: ReplyStats) -> str:
+    """What is not there, or not computed, if anything: `evicted 12%`, `predicted 480`."""
+    evicted = f"evicted {stats.evicted_share:.0%}" if stats.evicted_share else ""
+    predicted = f"predicted {stats.predicted_tokens}" if stats.predicted_tokens else ""
+    return _SEPARATOR.join(filter(None, (evicted, predicted)))
 
 
 def bits_part(stats: ReplyStats) -> str:

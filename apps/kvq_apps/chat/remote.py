@@ -10,7 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvq.errors import BackendError, ModelError, SnapshotError, UsageError
-from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
+from kvq_apps.chat.client import (
+    ContextFullError,
+    EngineLostError,
+    Facts,
+    NoChatError,
+    Stream,
+    Turn,
+)
 from kvq_apps.chat.messages import ReplyStats
 from kvq_apps.serve.protocol import check_answer
 
@@ -53,8 +60,10 @@ class RemoteClient:
                 f"{self._url} does not serve {name or 'any model'}; it serves "
                 f"{', '.join(served) or 'nothing'}"
             )
-        self._model = name
         meta = served[name].get("meta") or {}
+        if meta.get("chat") is False:
+            raise NoChatError(name, "its /v1/completions")
+        self._model = name
         self._is_kvq = "kbits" in meta
         return Facts(
             model=name,
@@ -103,6 +112,10 @@ class RemoteClient:
             f"{self._url} decides its KV settings for everybody; restart it with "
             "`kvq serve --kv K:V --kv-budget SIZE`"
         )
+
+    def reread(self, stream: Stream) -> int:
+        """Nothing: an edit has the server read all that follows it."""
+        return 0
 
     def save(self, path: Path) -> str | None:
         """The server keeps the KV itself."""
@@ -215,6 +228,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         evicted_share=kvq.get("evicted_share") or 0.0,
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
+        predicted_tokens=kvq.get("predicted_tokens") or 0,
     )
 
 

@@ -1,6 +1,6 @@
 """How a question is answered: the reply streams into the conversation, a full context gives way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvq.errors import KvqError
@@ -44,8 +44,13 @@ class Replies:
         self._view.add(self._conversation.add("user", text))
         await self.reply()
 
-    async def reply(self, *, instead_of: Message | None = None) -> None:
-        """Streams an answer to the branch's end, or another one instead of a message."""
+    async def reply(
+        self, *, instead_of: Message | None = None, edited: Sequence[Message] = ()
+    ) -> None:
+        """Streams an answer to the branch's end, or another one instead of a message.
+
+        `edited` is the branch as it was, up to the message of which its end now is an edit.
+        """
         message = self._conversation.add("assistant", "", instead_of=instead_of)
         if instead_of is None:
             self._view.add(message)
@@ -53,7 +58,7 @@ class Replies:
             self._view.show(self._conversation.messages)
         state = "failed"
         try:
-            state = await self._ask()
+            state = await self._ask(edited)
         except EngineLostError as error:
             self._engine.lose(error)
         except ContextFullError as error:
@@ -69,13 +74,13 @@ class Replies:
             self._view.finished(message)
         self._tell_context(state)
 
-    async def _ask(self) -> str:
+    async def _ask(self, edited: Sequence[Message]) -> str:
         """Asks the client until the conversation fits; returns the state the reply ends in."""
         way: str | None = None
         left_out = self._conversation.left_out
         while True:
             try:
-                turn = self._settings.turn(self._conversation.context())
+                turn = self._settings.turn(self._conversation.context(), edited=edited)
                 reason = await self._stream(turn, self._drain)
             except ContextFullError as error:
                 way = way or await self._ask_what_goes(error)

@@ -9,7 +9,7 @@ from kvq.errors import UsageError
 from kvq_apps.chat.client import Turn
 from kvq_apps.chat.messages import Message
 from kvq_apps.flags import FLAGS
-from kvq_apps.options import SAMPLING_FIELDS
+from kvq_apps.options import SAMPLING_FIELDS, max_tokens
 from kvq_runtime.config import Sampling, check_seed
 
 
@@ -20,6 +20,7 @@ class ChatSettings:
     `history_path` None keeps the chats in memory; `snapshots` is the folder of saved KV caches.
     `chat_id` is the chat to go on with, `latest` says the one used last. `theme` comes from
     `theme_origin`, as a warning names it; None: the one used last. `warnings` are about settings.
+    `kv_pinned`: the KV settings of the command line hold, also for a chat that was kept at others.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -28,6 +29,7 @@ class ChatSettings:
     system: str | None = None
     history_path: Path | None = None
     snapshots: Path | None = None
+    kv_pinned: bool = False
     keys_path: Path | None = None
     theme: str | None = None
     theme_origin: str = "--theme"
@@ -36,10 +38,17 @@ class ChatSettings:
     chat_id: str | None = None
     latest: bool = False
 
-    def turn(self, messages: Sequence[Message], max_tokens: int | None = None) -> Turn:
+    def turn(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        *,
+        edited: Sequence[Message] = (),
+    ) -> Turn:
         """Asks for a reply to `messages`, of `max_tokens` or as many as the settings say."""
         return Turn(
             messages=messages,
+            edited=edited,
             sampling=self.sampling,
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             seed=self.seed,
@@ -61,9 +70,7 @@ class ChatSettings:
             check_seed(number)
             self.seed = number
         elif name == "predict":
-            if number < 1:
-                raise UsageError("/set predict needs 1 or more tokens")
-            self.max_tokens = number
+            self.max_tokens = max_tokens(number, None)
         else:
             self.sampling = replace(self.sampling, **{SAMPLING_FIELDS[name]: number})
         return f"{name} is {value.strip()} from the next reply on"

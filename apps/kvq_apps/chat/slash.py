@@ -47,6 +47,7 @@ class SlashCommands:
             "retry": lambda _: screen.action_retry(),
             "drafts": self._drafts,
             "edit": lambda _: screen.action_edit(),
+            "exact": lambda _: controller.do(controller.reread),
             "copy": self._copy,
             "system": self._system,
             "set": lambda words: screen.say(controller.settings.change(words)),
@@ -94,7 +95,7 @@ class SlashCommands:
         k_bits = v_bits = budget = None
         for word in words.split():
             if ":" in word or word in ("fp", "2", "4", "8"):
-                k_bits, v_bits = parse_kv(word)
+                k_bits, v_bits = parse_kv(word, "/kv ")
             else:
                 parse_budget(word)
                 budget = word

@@ -2,6 +2,8 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import DEFAULT_READ, parse_budget, parse_kv
@@ -10,6 +12,7 @@ from kvq_apps import flag_values, flags, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import SpeedJob
+    from kvq_apps.bench.suite import Suite
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
@@ -70,7 +73,8 @@ def run(arguments: Namespace) -> int:
     if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
     suites = {
-        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several
+        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several,
+        "edit": _run_edit,
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
@@ -128,118 +132,136 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    for flag in ("peer", "plot", "kv-policy", "kv-read"):
-        if options.written(arguments, flag):
-            raise UsageError(f"--suite serve knows no --{flag}; leave it out")
-    if arguments.linear:
-        raise UsageError("--suite serve knows no --linear; leave it out")
+    _refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
     if arguments.shape is not None and arguments.chats is None:
         raise UsageError(
             "a --shape has no tokenizer, which the server needs; add --chats 1,4, which does "
             "without the server"
         )
-    from kvq_apps.bench import chats, machine, serving
+    from kvq_apps.bench import chats, serving
 
-    files = _files(arguments)
-    over_http = arguments.chats is None
-    suite: Any = serving if over_http else chats
-    job = (serving.ServeJob if over_http else chats.ChatsJob)(
-        **options.given(arguments, repeat="repeat", chats="chats"),
-        **({"context": arguments.context[0]} if arguments.context else {}),
-    )
-    (threads,) = _threads(arguments)[:1]
-    found = machine.describe(("kvq",))
-    _note_load(found)
-    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = suite.measure(files, job, options.session_options(arguments), threads, progress)
-    data = {"suite": "serve", "machine": found, "threads": threads, **data}
-    if arguments.json:
-        output.print_json(data)
-    else:
-        suite.print_report(data)
-    return 0
+    given = options.given(arguments, repeat="repeat") | _first_context(arguments, "context")
+    if arguments.chats is None:
+        return _run_sessions(arguments, serving, serving.ServeJob(**given))
+    return _run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **given))
 
 
 def _run_drafts(arguments: Namespace) -> int:
     """The suite `drafts`."""
-    for flag in ("plot", "kv-policy", "kv-read"):
-        if options.written(arguments, flag):
-            raise UsageError(f"--suite drafts knows no --{flag}; leave it out")
-    from kvq_apps.bench import drafting, engines, machine
+    _refuse(arguments, "plot", "kv-policy", "kv-read", "linear")
+    from kvq_apps.bench import drafting, engines
 
     peers = tuple(dict.fromkeys(arguments.peer or ()))
     if peers not in ((), (drafting.LLAMA,)):
         raise UsageError(f"--suite drafts knows --peer {drafting.LLAMA} only; leave others out")
     engines.check_peers(peers)
-    job = drafting.DraftJob(
-        replay=arguments.shape is not None,
-        peer=bool(peers),
-        **options.given(
-            arguments,
-            repeat="repeat",
-            contexts="context",
-            tokens="predict",
-            right="right",
-            drafters="drafters",
-        ),
+    given = options.given(
+        arguments,
+        repeat="repeat",
+        contexts="context",
+        tokens="predict",
+        right="right",
+        drafters="drafters",
     )
-    files = _files(arguments)
-    if peers and not files.has_onnx:
-        raise UsageError(f"--peer {drafting.LLAMA} runs a bundle's weights; {files.path} has none")
-    (threads,) = _threads(arguments)[:1]
-    found = machine.describe(("kvq",))
-    _note_load(found)
-    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = drafting.measure(files, job, options.session_options(arguments), threads, progress)
-    data = {"suite": "drafts", "machine": found, "threads": threads, **data}
-    if arguments.json:
-        output.print_json(data)
-    else:
-        drafting.print_report(data)
-    return 0
+    job = drafting.DraftJob(replay=arguments.shape is not None, peer=bool(peers), **given)
+    return _run_sessions(arguments, drafting, job)
 
 
 def _run_several(arguments: Namespace) -> int:
     """The suite `several`."""
-    for flag in ("peer", "plot", "kv-policy"):
-        if options.written(arguments, flag):
-            raise UsageError(f"--suite several knows no --{flag}; leave it out")
-    from kvq_apps.bench import machine, several
+    _refuse(arguments, "peer", "plot", "kv-policy", "linear")
+    from kvq_apps.bench import several
 
-    job = several.SeveralJob(
-        **options.given(arguments, repeat="repeat", drafts="drafts"),
-        **({"context": arguments.context[0]} if arguments.context else {}),
-    )
+    given = options.given(arguments, repeat="repeat", drafts="drafts")
+    job = several.SeveralJob(**given, **_first_context(arguments, "context"))
+    return _run_sessions(arguments, several, job)
+
+
+def _run_edit(arguments: Namespace) -> int:
+    """The suite `edit`."""
+    for flag in ("plot", "kv-policy", "kv-read", "context"):
+        if options.written(arguments, flag):
+            raise UsageError(f"--suite edit knows no --{flag}; leave it out")
+    from kvq_apps.bench import editing, engines, machine
+
+    peers = tuple(dict.fromkeys(arguments.peer or ()))
+    if peers not in ((), (editing.LLAMA,)) or (peers and arguments.shape is not None):
+        raise UsageError(f"--suite edit knows --peer {editing.LLAMA}, on a model that predicts")
+    engines.check_peers(peers)
     files = _files(arguments)
+    if not files.has_onnx:
+        raise UsageError(f"--suite edit runs a bundle; {files.path} has no ONNX graph")
+    wanted = options.given(arguments, events="repeat", tokens="predict")
+    if options.written(arguments, "kv"):
+        wanted["kv"] = _kv_settings(arguments, files)
+    job = editing.EditJob(peer=bool(peers), **wanted)
     (threads,) = _threads(arguments)[:1]
     found = machine.describe(("kvq",))
     _note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = several.measure(files, job, options.session_options(arguments), threads, progress)
-    data = {"suite": "several", "machine": found, "threads": threads, **data}
+        data = editing.measure(files, job, threads, progress, shape=arguments.shape is not None)
+    data = {"suite": "edit", "machine": found, "threads": threads, **data}
     if arguments.json:
         output.print_json(data)
     else:
-        several.print_report(data)
+        editing.print_report(data)
     return 0
 
 
 def _run_chat(arguments: Namespace) -> int:
     """The suite `chat`."""
-    from kvq_apps.bench import chat_app, machine
+    from kvq_apps.bench import chat_app
 
-    job = chat_app.ChatJob(
-        **options.given(arguments, repeat="repeat"),
-        **({"tokens": arguments.context[0]} if arguments.context else {}),
-    )
-    found = machine.describe(())
+    given = options.given(arguments, repeat="repeat") | _first_context(arguments, "tokens")
+    job = chat_app.ChatJob(**given)
+    return _run_suite(arguments, (), partial(chat_app.measure, job), chat_app.print_report)
+
+
+def _refuse(arguments: Namespace, *unknown: str) -> None:
+    """Raises `UsageError` for a flag that the suite does not know."""
+    for flag in unknown:
+        if getattr(arguments, flag) if flag == "linear" else options.written(arguments, flag):
+            raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
+
+
+def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
+    """The job's argument `name`, where a depth was given."""
+    return {name: arguments.context[0]} if arguments.context else {}
+
+
+def _run_sessions(arguments: Namespace, suite: "Suite", job: Any) -> int:
+    """A suite whose sessions are of one model, at one number of threads."""
+    from kvq_apps.bench.suite import Setup
+
+    files, (threads, *_) = _files(arguments), _threads(arguments)
+    session_options = options.session_options(arguments)
+
+    def measured(progress: output.Shown) -> dict[str, Any]:
+        setup = Setup(
+            files=files, session_options=session_options, threads=threads, progress=progress
+        )
+        return {"threads": threads, **suite.measure(setup, job)}
+
+    return _run_suite(arguments, ("kvq",), measured, suite.print_report)
+
+
+def _run_suite(
+    arguments: Namespace,
+    engines: tuple[str, ...],
+    measured: Callable[[output.Shown], dict[str, Any]],
+    print_report: Callable[[dict[str, Any]], None],
+) -> int:
+    """What `measured` gives, on a machine that is described first, printed."""
+    from kvq_apps.bench import machine
+
+    found = machine.describe(engines)
     _note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = {"suite": "chat", "machine": found, **chat_app.measure(job, progress)}
+        data = {"suite": arguments.suite, "machine": found, **measured(progress)}
     if arguments.json:
         output.print_json(data)
     else:
-        chat_app.print_report(data)
+        print_report(data)
     return 0
 
 
@@ -270,11 +292,14 @@ def _files(arguments: Namespace) -> "ModelFiles":
 
 def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
+    from kvq_runtime.engine import warn_beyond_training
 
     kv = _kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
+    contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
+    warn_beyond_training(max(contexts), files.context_length)
     return SpeedJob(
-        contexts=arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS),
+        contexts=contexts,
         kv=kv,
         kv_read=_reads(arguments),
         kv_policy=policies,

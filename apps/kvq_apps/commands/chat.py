@@ -11,7 +11,10 @@ from kvq.errors import UsageError
 from kvq_apps import configuration, flags, options, output, text_input
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvq_apps.chat.client import ChatClient
+    from kvq_apps.chat.messages import Message
     from kvq_apps.chat.settings import ChatSettings
 
 FAKE = "fake:"
@@ -26,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)
@@ -95,11 +98,12 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
     elsewhere = options.written(arguments, "theme") or environment_settings.environment("theme")
     return ChatSettings(
         sampling=options.sampling(arguments),
-        max_tokens=_max_tokens(arguments.predict),
+        max_tokens=options.max_tokens(arguments.predict, None),
         seed=arguments.seed,
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
+        kv_pinned=any(options.written(arguments, flag) for flag in flags.KV_FLAGS),
         keys_path=configuration.user_path(),
         theme=arguments.theme,
         theme_origin=themes[0] if themes and not elsewhere else "--theme",
@@ -113,12 +117,6 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
 def history_path() -> Path:
     """Where the chats are kept."""
     return environment_settings.data_folder() / "chats.sqlite3"
-
-
-def _max_tokens(predict: int | None) -> int | None:
-    if predict is not None and predict < 1:
-        raise UsageError(f"--predict {predict} is not possible: give 1 or more")
-    return predict
 
 
 def _client(arguments: Namespace, model: str | None) -> "ChatClient":
@@ -173,7 +171,7 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
     """Writes a chat to a file, or reads one into the history."""
     from kvq_apps.chat.conversation import Conversation
     from kvq_apps.chat.history import History
-    from kvq_apps.chat.interchange import export_chat, import_chat
+    from kvq_apps.chat.interchange import import_chat
 
     history = History(settings.history_path, on_trouble=output.print_note)
     try:
@@ -187,7 +185,17 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
             chat_id = arguments.cid or history.latest()
             if chat_id is None or history.saved_chat(chat_id) is None:
                 raise UsageError("there is no such chat to export; `kvq chat --list` shows all")
-            export_chat(Path(arguments.export).expanduser(), history.branch(chat_id))
+            _write(arguments.export, history.branch(chat_id))
     finally:
         history.close()
     return 0
+
+
+def _write(path: str, messages: "Sequence[Message]") -> None:
+    """A chat into the file at `path`, or as JSON lines on stdout for `-`."""
+    from kvq_apps.chat.interchange import as_lines, export_chat
+
+    if path == "-":
+        output.print_data(as_lines(messages), end="")
+    else:
+        export_chat(Path(path).expanduser(), messages)

@@ -155,7 +155,7 @@ def _paths() -> dict[str, str]:
     """Every place kvq reads or writes, whether or not something is there yet."""
     from kvq import native, settings
     from kvq_apps import configuration
-    from kvq_apps.model_path import bundles_folder
+    from kvq_apps.known_models import bundles_folder
 
     project = configuration.project_path()
     cache = settings.cache_folder()

@@ -4,13 +4,13 @@ One task at one setting, `--table` of several widths, or `--sweep` of policies a
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import MOST_DRAFT_TOKENS, parse_kv
+from kvq.config import parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
@@ -18,7 +18,10 @@ from kvq_apps import flags, options, output
 if TYPE_CHECKING:
     from kvq_apps.evaluation.asked import Asked
     from kvq_apps.evaluation.cache_setting import CacheSetting
+    from kvq_apps.evaluation.sweep import Sweep, SweepFile
+    from kvq_apps.evaluation.tasks import Material
     from kvq_runtime.engine import Engine
+    from kvq_runtime.session import Session
 
 DEFAULT_CONTEXT = 2048
 # A table or a sweep reads its text many times, and fills in the same lines.
@@ -137,12 +140,8 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
 
     task = arguments.task
     room = ANSWER_TOKENS if task in RECALL_TASKS else 0
-    lengths = _lengths(engine, arguments, room)
-    if len(lengths) > 1 and task not in RECALL_TASKS:
-        raise UsageError(
-            f"--context {','.join(map(str, lengths))} is not possible: give one number of tokens; "
-            "only passkey and retrieval take several"
-        )
+    several = task in RECALL_TASKS
+    lengths = _lengths(engine, arguments, room) if several else (_one_length(engine, arguments),)
     context_tokens = max(lengths) + room
     cache = {
         "kv_budget": f"{context_tokens}tok",
@@ -155,36 +154,40 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     with output.Progress() as progress:
         # An impossible setting is refused before any work.
         with open_session() as session:
-            plan = session.config.plan
-            settings = {
-                "kv": output.kv_text(plan.k_bits, plan.v_bits),
-                "policy": session.config.policy,
-                "kv_budget": session.stats().kv_budget,
-            }
+            settings = _settings(session)
         material = asked.material(
             engine.tokenizer, [task], context_tokens, lengths=lengths, texts=files, programs=files
         )
         measured = material.measure(task, open_session, exact, progress)
-        baseline = arguments.baseline or ()
-        if baseline:
-            beaten = asked.baseline(engine.tokenizer, baseline, material.gaps, progress)
+        if arguments.baseline:
+            beaten = asked.baseline(engine.tokenizer, arguments.baseline, material.gaps, progress)
             measured.details["baseline"] = beaten
-    report = {
-        "task": task,
-        "model": engine.model.name,
-        "backend": engine.backend.name,
-        "context": max(lengths),
-        **settings,
-        "kv_bytes": measured.kv_bytes,
-        "value": measured.value,
-        "unit": measured.unit,
-        "n": measured.n,
-        **measured.details,
+    found = {name: getattr(measured, name) for name in ("kv_bytes", "value", "unit", "n")}
+    report = _head(engine, max(lengths)) | settings | found | measured.details
+    return _show(arguments, {"task": task} | report, _print)
+
+
+def _settings(session: "Session[Any]") -> dict[str, Any]:
+    """The cache that is judged."""
+    plan = session.config.plan
+    return {
+        "kv": output.kv_text(plan.k_bits, plan.v_bits),
+        "policy": session.config.policy,
+        "kv_budget": session.stats().kv_budget,
     }
-    if arguments.json:
-        output.print_json(report)
-    else:
-        _print(report)
+
+
+def _head(engine: "Engine", context_tokens: int) -> dict[str, Any]:
+    """What every report begins with."""
+    names = {"model": engine.model.name, "backend": engine.backend.name}
+    return names | {"context": context_tokens}
+
+
+def _show(
+    arguments: Namespace, report: dict[str, Any], print_it: Callable[[dict[str, Any]], None]
+) -> int:
+    """The end of each mode; its exit code."""
+    (output.print_json if arguments.json else print_it)(report)
     return 0
 
 
@@ -204,13 +207,10 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
         engine.tokenizer, texts, count=arguments.limit or DRAFTS_PLACES, context=context,
         length=length, seed=arguments.seed or 0,
     )  # fmt: skip
-    cache = {
-        "kv": "fp", "kv_budget": f"{context + MOST_DRAFT_TOKENS}tok",
-        "context_tokens": context + MOST_DRAFT_TOKENS, "draft_tokens": MOST_DRAFT_TOKENS,
-    }  # fmt: skip
+    own = options.session_options(arguments)
     with output.Progress() as progress:
-        rows = several.measure(
-            partial(engine.session, **(cache | options.session_options(arguments))),
+        scores = several.measure(
+            lambda: several.session_for_drafts(engine, context, **own),
             partial(writer_for, tokenizer=engine.tokenizer),
             engine.tokenizer,
             asked,
@@ -218,16 +218,9 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
             counts,
             progress,
         )
-        found = list(rows)
-    report = {
-        "task": "drafts", "model": engine.model.name, "backend": engine.backend.name,
-        "context": context, "length": length, "n": len(asked), "rows": found,
-    }  # fmt: skip
-    if arguments.json:
-        output.print_json(report)
-    else:
-        _print(report)
-    return 0
+    found = [own.row(method, k) for (method, k), own in scores.items()]
+    report = {"task": "drafts"} | _head(engine, context)
+    return _show(arguments, report | {"length": length, "n": len(asked), "rows": found}, _print)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -261,19 +254,12 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             context_tokens,
             progress,
         )
-    report = {
-        "model": engine.model.name,
-        "backend": engine.backend.name,
-        "context": context_tokens,
+    asked_of_each = {
         "windows": len(material.windows),
         "questions": sum(map(len, material.questions.values())),
-        "rows": rows,
     }
-    if arguments.json:
-        output.print_json(report)
-    else:
-        table.print_table(report)
-    return 0
+    report = _head(engine, context_tokens) | asked_of_each | {"rows": rows}
+    return _show(arguments, report, table.print_table)
 
 
 def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
@@ -303,30 +289,35 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
         context_tokens=context_tokens,
         fp16_bytes=fp16_bytes,
     )
-    file = sweep.SweepFile(
+    file = _sweep_file(engine, arguments, plan, material, asked.seed)
+    with output.Progress() as progress:
+        sweep.run(engine.session, material, plan, file, progress)
+    if arguments.plot is not None:
+        sweep_report.draw_sweep(arguments.plot, file.data)
+    return _show(arguments, file.data, sweep_report.print_sweep)
+
+
+def _sweep_file(
+    engine: "Engine", arguments: Namespace, plan: "Sweep", material: "Material", seed: int
+) -> "SweepFile":
+    """The file that results go to, with all by which another run knows that it may go on."""
+    from kvq_apps.evaluation.sweep import SweepFile
+
+    return SweepFile(
         Path(arguments.out),
         {
             "model": engine.model.name,
             "fingerprint": engine.model.fingerprint,
             "backend": engine.backend.name,
-            "context_tokens": context_tokens,
-            "fp16_bytes": fp16_bytes,
-            "seed": asked.seed,
+            "context_tokens": plan.context_tokens,
+            "fp16_bytes": plan.fp16_bytes,
+            "seed": seed,
         },
         {
             task: {"sequences": len(material.sequences(task)), "sha256": material.digest(task)}
-            for task in tasks
+            for task in plan.tasks
         },
     )
-    with output.Progress() as progress:
-        sweep.run(engine.session, material, plan, file, progress)
-    if arguments.plot is not None:
-        sweep_report.draw_sweep(arguments.plot, file.data)
-    if arguments.json:
-        output.print_json(file.data)
-    else:
-        sweep_report.print_sweep(file.data)
-    return 0
 
 
 def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "Asked") -> tuple[str, ...]:
@@ -354,7 +345,8 @@ def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
     found: list[CacheSetting] = []
     for text in arguments.policies or tuple(POLICIES):
         policy, _, own = text.partition("@")
-        k_bits, v_bits = parse_kv(own) if own else (widths["k_bits"], widths["v_bits"])
+        asked = f"--policies {policy}@"
+        k_bits, v_bits = parse_kv(own, asked) if own else (widths["k_bits"], widths["v_bits"])
         found.append(CacheSetting(policy=policy, k_bits=k_bits, v_bits=v_bits))
     return tuple(dict.fromkeys(found))
 
@@ -379,7 +371,11 @@ def _lengths(engine: "Engine", arguments: Namespace, room: int = 0) -> tuple[int
 def _one_length(engine: "Engine", arguments: Namespace) -> int:
     length, *more = _lengths(engine, arguments)
     if more:
-        raise UsageError("--table, --sweep and --task drafts take one --context")
+        asked = ",".join(map(str, (length, *more)))
+        raise UsageError(
+            f"--context {asked} is not possible: give one number of tokens; only --task passkey "
+            "and retrieval take several"
+        )
     return length
 
 

@@ -19,29 +19,36 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "source",
         nargs="?",
-        metavar="MODEL",
-        help="folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B",
+        metavar="CHECKPOINT",
+        help="folder with config.json and safetensors, a hub id such as Qwen/Qwen3-0.6B, or an "
+        "embedded model: default, nano",
     )
     flags.add_flags(
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", "no-quality", "no-calibrate", "force", "threads", "offline",
-        kbits="bits of cached keys the bundle asks for: 8, 4 or 2 "
+        "kv-policy", "kv-predict", "no-quality", "no-calibrate", "force", "threads", "offline",
+        kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
-        vbits="bits of cached values the bundle asks for: 8, 4 or 2 "
+        vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
+        kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
+        "auto: the fewest that lose little, by measurement",
     )  # fmt: skip
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not arguments.source:
-        raise UsageError("MODEL is missing; give a checkpoint folder or a hub id")
+        raise UsageError(
+            "CHECKPOINT is missing; give a checkpoint folder, a hub id, default or nano"
+        )
     _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
     from kvq.config import KvPlan
+    from kvq_apps import known_models
+    from kvq_apps.model_path import resolve_checkpoint
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.export import export_model
     from kvq_runtime.device import default_threads
@@ -57,7 +64,13 @@ def run(arguments: Namespace) -> int:
         )
     )
     export_options = ExportOptions(
-        **options.given(arguments, format="format", gguf_type="gguf-type", policy="kv-policy"),
+        **options.given(
+            arguments,
+            format="format",
+            gguf_type="gguf-type",
+            policy="kv-policy",
+            predict="kv-predict",
+        ),
         weights=weights,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
@@ -65,15 +78,37 @@ def run(arguments: Namespace) -> int:
         calibrate=not arguments.no_calibrate,
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
+    source = resolve_checkpoint(arguments.source)
     since = perf_counter()
     with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
-        bundle = export_model(arguments.source, destination, export_options, progress)
+        bundle = export_model(source, destination, export_options, progress)
+        if bundle.manifest.quality is not None and bundle.has_onnx:
+            progress(1, 1, "which way to write several drafts is best")
+            bundle = _with_drafts(bundle, export_options.threads)
+    known_models.remember(bundle.path)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)
     else:
         _print(bundle, report)
     return 0
+
+
+def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
+    """The bundle with the method of several drafts in its report: what `auto` then means."""
+    from dataclasses import replace
+
+    from kvq_apps.engine import Engine
+    from kvq_apps.evaluation.several import candidates_compared
+    from kvq_export.quality import quality_text
+    from kvq_export.writer import write_manifest
+
+    with Engine(bundle, threads=threads) as engine:
+        found = candidates_compared(engine, engine.writer, quality_text())
+    quality = {**(bundle.manifest.quality or {}), "drafts": found}
+    bundle = replace(bundle, manifest=replace(bundle.manifest, quality=quality))
+    write_manifest(bundle.path, bundle.manifest)
+    return bundle
 
 
 def _refuse_unused(arguments: Namespace) -> None:
@@ -111,13 +146,41 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files.values()),
         **{
             key: manifest[key]
-            for key in ("name", "model_type", "weights", "gguf", "kv", "quality", "files")
+            for key in (
+                "name",
+                "model_type",
+                "weights",
+                "gguf",
+                "kv",
+                "quality",
+                "prediction",
+                "files",
+            )
         },
     }
 
 
+def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What predicting after so many layers costs, of all that were tried."""
+    found = report["prediction"] or (report["quality"] or {}).pop("prediction", None)
+    if found is None:
+        return []
+    rows = [
+        (
+            f"predicted after layer {row['layers']}",
+            f"{row['fitted']['nll']:.3f} nats a token ({row['own']['nll']:.3f} without maps), "
+            f"computed {row['exact_nll']:.3f}, no prompt {row['no_prompt_nll']:.3f}; KLD "
+            f"{row['fitted']['kld']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    chosen = found.get("layers")
+    kept = f"after layer {chosen}" if chosen else f"none: all lose over {found['limit_nats']} nats"
+    return [*rows, ("maps kept", kept)]
+
+
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
-    kv = report["kv"]
+    kv, predicted = report["kv"], _prediction_rows(report)
     shape = bundle.config.cache_shape
     rows = [
         ("bundle", report["path"]),
@@ -129,8 +192,25 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
+        *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
+        *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
     output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")
+
+
+def _verdict(quality: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report in a sentence: how often the likeliest token is still the checkpoint's."""
+    found = quality.get("weights_and_kv")
+    if found is None:
+        return []
+    kept, by_weights = found["top1_agreement"], quality["weights"]["top1_agreement"]
+    return [
+        (
+            "verdict",
+            f"at {found['kv']} this model keeps {kept:.0%} of its first choices "
+            f"({by_weights:.0%} with an unquantised cache)",
+        )
+    ]

@@ -4,7 +4,6 @@ One kind of file, one report: an object for `--json` and its table.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
         nargs="?",
-        metavar="PATH",
-        help="a bundle, a GGUF file, a checkpoint folder, a saved session or an embedded model; "
-        "without one the bundles made so far are listed",
+        metavar="MODEL",
+        help="a bundle, a GGUF file, a checkpoint folder, a saved session or a model's name; "
+        "without one the models made or run so far are listed",
     )
-    flags.add_flags(parser, "model", "offline", "estimate")
+    flags.add_flags(parser, "model", "offline", "estimate", "remove", "names")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
         sized, "threads", "ctx-size", *flags.KV_FLAGS,
@@ -41,6 +40,10 @@ def run(arguments: Namespace) -> int:
     name = arguments.path
     if name is None and (options.written(arguments, "model") or arguments.estimate):
         name = arguments.model or "default"
+    if arguments.names:
+        return _print_names(as_json=arguments.json)
+    if arguments.remove:
+        return _remove(arguments.path or arguments.model, as_json=arguments.json)
     if name is None:
         return _list(as_json=arguments.json)
     report, rows = _inspected(name, arguments)
@@ -164,50 +167,95 @@ def _shape(config: dict[str, Any]) -> str:
     )
 
 
-def _list(*, as_json: bool) -> int:
-    """Prints the bundles in the cache folder; a damaged one is a row that says so."""
-    from kvq_apps.model_path import bundles_folder
+# The list
 
-    folder = bundles_folder()
-    found = list(_listed(folder))
+
+def _print_names(*, as_json: bool) -> int:
+    """Prints what `-m` takes: the embedded models, and those that were made or run."""
+    from kvq_apps.model_path import EMBEDDED, known_names
+
+    names = list(dict.fromkeys((*EMBEDDED, *known_names())))
     if as_json:
-        output.print_json({"folder": str(folder), "bundles": found})
+        output.print_json({"names": names})
+    else:
+        output.print_data("\n".join(names))
+    return 0
+
+
+def _remove(name: str | None, *, as_json: bool) -> int:
+    """Deletes a bundle. Raises `UsageError` for anything else: that is not ours."""
+    from kvq_apps import known_models
+    from kvq_runtime.bundle import MANIFEST_FILE
+
+    if name is None:
+        raise UsageError("--remove needs the bundle to delete; `kvq inspect` lists them")
+    path = _located(name).resolve()
+    if not (path / MANIFEST_FILE).exists():
+        raise UsageError(f"--remove deletes bundles only, and {path} is none; delete it yourself")
+    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    known_models.remove(path)
+    if as_json:
+        output.print_json({"removed": str(path), "bytes": num_bytes})
+    left = "; the folder has other files and stays" if path.exists() else ""
+    output.print_note(f"removed {path} ({format_bytes(num_bytes)}){left}")
+    return 0
+
+
+def _list(*, as_json: bool) -> int:
+    """Prints the models that were made or run; a damaged one is a row that says so."""
+    from kvq_apps.model_path import known_names
+
+    found = [_listed(name, path) for name, path in sorted(known_names().items())]
+    if as_json:
+        output.print_json({"models": found})
     elif found:
         output.print_table(
             ([_line(cell) for cell in _listed_row(one)] for one in found),
-            header=("model", "weights", "KV", "context", "path"),
+            header=("name", "family", "weights", "KV", "context", "path"),
         )
     else:
         output.print_note(
-            f'no bundle is in {folder} yet: `kvq run "Once upon a time"` makes that of the '
-            "embedded model, `kvq export MODEL -o DIR` one anywhere; `kvq inspect DIR` shows it"
+            'no model was made or run yet: `kvq run "Once upon a time"` makes a bundle of the '
+            "embedded one, `kvq export MODEL -o DIR` of any; `kvq inspect DIR` shows it"
         )
     return 0
 
 
-def _listed(folder: Path) -> Iterator[dict[str, Any]]:
+def _listed(name: str, path: Path) -> dict[str, Any]:
+    """What the list says of the model at `path`, which `-m name` means."""
+    from kvq_apps import gguf_report
     from kvq_runtime.bundle import Bundle
+    from kvq_runtime.gguf_file import GgufFile
 
-    for path in sorted(folder.glob("[!.]*")) if folder.is_dir() else ():
-        try:
-            bundle = Bundle.open(path, verify="size")
-            report = _bundle(bundle)
-            kept = ("name", "model_type", "path", "bytes", "context_length", "bytes_per_token")
-            yield {key: report[key] for key in kept} | {
-                "weight_bytes": bundle.weights_json()["bytes"],
-                "kv": output.kv_text(bundle.kv.k_bits, bundle.kv.v_bits),
-            }
-        except KvqError as error:
-            yield {"name": path.name, "path": str(path), "error": str(error)}
+    files: ModelFiles
+    try:
+        if path.is_file():
+            files = GgufFile.open(path)
+            report = gguf_report.report(files)
+            family = report["architecture"]
+        else:
+            files = Bundle.open(path, verify="size")
+            report = _bundle(files)
+            family = report["model_type"]
+    except KvqError as error:
+        return {"name": name, "path": str(path), "error": str(error)}
+    kept = ("path", "bytes", "context_length", "bytes_per_token")
+    return {"name": name, "model": report["name"], "model_type": family} | {
+        **{key: report[key] for key in kept},
+        "weight_bytes": files.weights_json()["bytes"],
+        "kv": output.kv_text(files.kv.k_bits, files.kv.v_bits),
+    }
 
 
 def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
     if "error" in row:
-        return (row["name"], "-", "-", "-", f"unusable: {row['error']}")
+        return (row["name"], "-", "-", "-", "-", f"unusable: {row['error']}")
+    token_bytes = row["bytes_per_token"]
     return (
-        f"{row['name']} ({row['model_type']})",
+        row["name"],
+        row["model_type"],
         format_bytes(row["weight_bytes"]),
-        f"{row['kv']}, {row['bytes_per_token']:.0f} bytes a token",
+        row["kv"] + (f", {token_bytes:.0f} bytes a token" if token_bytes else ""),
         row["context_length"],
         row["path"],
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvq.config import FLOAT_WIDTH
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output, text_input
@@ -27,22 +28,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] PROMPT",
-        help="one word or quoted text is the prompt; `-` reads it from stdin, and piped text "
-        "goes before it",
+        help="one word or quoted text is the prompt, after -m all words; `-` reads it from stdin, "
+        "and piped text goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
     flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS)
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     model, prompt = model_and_prompt(arguments)
-    if arguments.predict is not None and arguments.predict < 1:
-        raise UsageError(f"--predict {arguments.predict} is not possible: give 1 or more")
+    options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
@@ -122,12 +122,12 @@ class _Answer:
 def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     """Which of the words is the model, and the prompt with piped text before it."""
     *models, prompt = arguments.words or [""]
-    if models and options.written(arguments, "model"):
-        raise UsageError(
-            f"{len(arguments.words)} words were given besides -m; quote the prompt as one word"
-        )
+    if options.written(arguments, "model"):
+        models, prompt = [], " ".join(arguments.words)
     if len(models) > 1:
-        raise UsageError("give [MODEL] PROMPT: at most two words; quote the prompt")
+        raise UsageError(
+            "give [MODEL] PROMPT: at most two words; quote the prompt, or name the model with -m"
+        )
     model = models[0] if models else arguments.model
     if prompt == "-":
         return model, text_input.read_standard_input()
@@ -190,7 +190,7 @@ def _answer(
         output.print_note("")
         return answer
     steps = session.generate(
-        arguments.predict if arguments.predict is not None else DEFAULT_MAX_TOKENS,
+        options.max_tokens(arguments.predict, DEFAULT_MAX_TOKENS),
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
@@ -240,12 +240,15 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "mean_v_bits": stats.mean_v_bits,
         "evicted_share": stats.evicted_share,
         "kv_read_share": stats.kv_read_share,
+        "predicted_tokens": stats.predicted_tokens,
     }
 
 
 def _print_usage(report: dict[str, Any]) -> None:
     share = report["kv_read_share"]
     read = f", {share:.0%} of what could be read" if share < 1 else ""
+    predicted = report["predicted_tokens"]
+    read += f", {predicted} tokens predicted" if predicted else ""
     drafts = (
         f"; drafts: {report['accepted_tokens']} of {report['drafted_tokens']} tokens right, "
         f"{report['tokens_per_round']:.2f} tokens per pass, {report['draft_ms']:.1f} ms for it"
@@ -258,6 +261,13 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{report['decode_tok_s']:.1f} tok/s, {report['bandwidth_gb_s']:.1f} GB/s; KV "
         f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
         f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
-        f"mean bits {report['mean_k_bits']:.1f}:{report['mean_v_bits']:.1f}, "
-        f"{report['evicted_share']:.0%} evicted{read}{drafts}"
+        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}"
     )
+
+
+def _bits(report: dict[str, Any]) -> str:
+    """How many bits what is held has on average."""
+    bits = report["mean_k_bits"], report["mean_v_bits"]
+    if report["kv"] != "fp" and bits == (FLOAT_WIDTH, FLOAT_WIDTH):
+        return "not quantised yet: it all fits in fp16"
+    return f"mean bits {bits[0]:.1f}:{bits[1]:.1f}"

@@ -4,10 +4,13 @@ Lines end where the Language Server Protocol says: at LF, CR LF and CR, and nowh
 """
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Encoding = Literal["utf-8", "utf-16", "utf-32"]
 _UNITS = {"utf-8": ("utf-8", 1), "utf-16": ("utf-16-le", 2), "utf-32": ("utf-32-le", 4)}
+# A part of a text begins at a multiple of so many lines.
+_FIRST_LINES = 64
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 
 
@@ -52,12 +55,36 @@ class Document:
         name, width = _UNITS[encoding]
         return len(self.line(line)[:code_points].encode(name, "surrogatepass")) // width
 
-    def around(self, place: tuple[int, int]) -> tuple[str, str]:
-        """What stands before a place, and after it."""
+    def copy(self) -> "Document":
+        """The same text, which does not change with this one."""
+        other = Document("")
+        other._lines = self._lines.copy()
+        return other
+
+    def around(self, place: tuple[int, int], near: int | None = None) -> tuple[str, str]:
+        """What stands before a place, and after it; of each about `near` characters, or all.
+
+        What is before it then begins with a line that stays the first while somebody types there.
+        """
         line, column = place
         own = self._lines[line]
-        before = "".join(self._lines[:line]) + own[:column]
-        return before, own[column:] + "".join(self._lines[line + 1 :])
+        first, stop = 0, len(self._lines)
+        if near is not None:
+            first = line - self._count(reversed(range(line)), near)
+            first -= first % _FIRST_LINES
+            stop = line + 1 + self._count(range(line + 1, stop), near)
+        before = "".join(self._lines[first:line]) + own[:column]
+        return before, own[column:] + "".join(self._lines[line + 1 : stop])
+
+    def _count(self, lines: Iterable[int], characters: int) -> int:
+        """How many of `lines`, one after the other, have so many characters."""
+        passed = 0
+        for line in lines:
+            if characters <= 0:
+                break
+            characters -= len(self._lines[line])
+            passed += 1
+        return passed
 
     def replace(
         self, start: Position, end: Position, text: str, encoding: Encoding = "utf-16"

@@ -5,6 +5,7 @@ since the last request, the cursor's own place included, is an edit: only new to
 model.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,15 +15,23 @@ from kvq.errors import UsageError
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.filters import Around, shown
+from kvq_apps.completion.frozen import MOST_TYPED, Frozen
 from kvq_models.infilling import infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Cancel, never
+from kvq_runtime.healing import heal
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFTS = 3
 DEFAULT_TOKENS = 16
 # Rows that drafts may take; longer or more ones are cut to them.
 DRAFT_ROWS = 96
+# A file that does not fit loses its beginning in so many steps of the context.
+_FRONT_STEPS = 8
+# Of a long file so many characters a token of the context are looked at: code has 3 to 4.
+NEAR_CHARACTERS = 6
 # Lines after the cursor that a draft must not repeat.
 _LINES_BELOW = 3
 
@@ -49,7 +58,9 @@ class Completion:
 class CompletionEngine:
     """One engine, one session, up to `drafts` drafts of up to `tokens` tokens a completion.
 
-    `exact`: encode again from the first change on, without edits.
+    `exact`: nothing that is cached ever precedes a change on its left, as on a cache that cannot
+    move what follows an edit. What is typed then stands behind the frozen file (`Frozen`), and any
+    other change encodes again from its place on.
     """
 
     def __init__(
@@ -70,9 +81,12 @@ class CompletionEngine:
         self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
         self._encode = BlockTokenizer(self._tokenizer).encode
         self._writer = writer
-        self._exact = exact
         options: dict[str, Any] = {"draft_tokens": DRAFT_ROWS, **(session_options or {})}
         self._session = engine.session(**options)
+        cannot = self._session.sequence.cache.why_not_edit()
+        if cannot is not None and not exact:
+            logger.info("completions encode again from a change on: %s", cannot)
+        self._frozen = Frozen() if exact or cannot is not None else None
         self._drafts = drafts
         self._tokens = max(1, min(tokens, self._session.config.draft_tokens // (drafts + 1)))
 
@@ -82,16 +96,17 @@ class CompletionEngine:
         """Drafts that go on at `place` (line, code points) up to the line's end."""
         since = perf_counter()
         session, config = self._session, self._session.config
-        prefix, suffix = document.around(place)
         room = config.context_tokens - config.draft_tokens - 1
-        ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode)
-        session.align(ids, edits=not self._exact)
+        prefix, suffix = document.around(place, room * NEAR_CHARACTERS)
+        ids, begin_with = self._prompt(prefix, suffix, room)
+        session.align(ids, edits=self._frozen is None)
         encoded = len(session.sequence.due())
         if encoded and not session.prefill(cancel=cancel):
             return Completion(drafts=(), why_not="cancelled")
         found = session.drafts(
             self._drafts, self._tokens, method=self._writer,
-            stop_strings=("\n",), stop_ids=self._ends, cancel=cancel,
+            stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
+            cancel=cancel,
         )  # fmt: skip
         kept = _distinct(
             Draft(text=shown(one.text, _around(document, place)), logprob=one.logprob)
@@ -104,6 +119,19 @@ class CompletionEngine:
             ms=(perf_counter() - since) * 1e3,
             why_not=None if kept else "cancelled" if cancel() else "filtered",
         )
+
+    def _prompt(self, prefix: str, suffix: str, room: int) -> tuple[list[int], bytes]:
+        """Ids of at most `room` tokens, and the bytes that what follows must begin with."""
+        typed = ""
+        if self._frozen is not None:
+            prefix, suffix, typed = self._frozen.split(prefix, suffix)
+            room -= MOST_TYPED
+        step = max(1, room // _FRONT_STEPS)
+        ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode, step=step)
+        if not typed:
+            return ids, b""
+        # Typing may have stopped inside what the tokenizer writes as one token.
+        return heal(self._tokenizer, [*ids, *self._tokenizer.encode(typed)])
 
     def refresh(self, max_tokens: int, cancel: Cancel = never) -> int:
         """Encodes some of what is stale again, while nobody types; how many tokens are left."""

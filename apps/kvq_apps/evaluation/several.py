@@ -4,7 +4,7 @@ A place is `context` tokens of a text; what stands there next is the truth. All 
 the same places, one after the other at each, so that what the machine does to one it does to all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from random import Random
@@ -12,13 +12,17 @@ from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
+from kvq.config import MOST_DRAFT_TOKENS
 from kvq.errors import DataError
 from kvq_apps.evaluation.measurement import Progress
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.alternatives import Alternative, Writer
 from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.session import Session
+
+Report = dict[str, Any]
 
 # One greedy draft, as completion without drafts has it.
 GREEDY = "greedy"
@@ -28,6 +32,16 @@ METHODS = (
     "branches", "branches:kind=samples", "branches:kind=beam", "superposed",
     "superposed:alpha=0.2,tau=0.5", "spliced:alpha=0.2,tau=0.5",
 )  # fmt: skip
+
+
+# Compared when a model is exported, at so few places that only what is clearly better counts.
+CANDIDATES = (
+    "branches", "branches:kind=samples", "branches:kind=beam", "superposed",
+    "spliced:alpha=0.2,tau=0.5",
+)  # fmt: skip
+CANDIDATE_PLACES, CANDIDATE_CONTEXT = 16, 64
+CANDIDATE_DRAFTS, CANDIDATE_TOKENS = 3, 10
+CLEARLY_ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +106,8 @@ def measure(
     methods: Sequence[str],
     counts: Sequence[int],
     progress: Progress,
-) -> Iterator[dict[str, Any]]:
-    """A row for each method and k. Raises what the methods raise."""
+) -> dict[tuple[str, int], Scores]:
+    """The scores of each method and k. Raises what the methods raise."""
     length = len(asked[0].after)
     runs = [(GREEDY, 1), *((method, k) for method in methods for k in counts)]
     writers = {method: writer(method if method != GREEDY else "branches") for method, _ in runs}
@@ -111,8 +125,47 @@ def measure(
                 plain_s = plain_s or seconds
                 _score(scores[method, k], found, place, tokenizer, seconds / plain_s)
             progress(number, len(asked))
-    for (method, k), own in scores.items():
-        yield own.row(method, k)
+    return scores
+
+
+def candidates_compared(engine: Engine, writer: Callable[[str], Writer], text: str) -> Report:
+    """Which of `CANDIDATES` writes best on this model, for its bundle to record.
+
+    `method` is the first of them unless another's best of three is more like the text by
+    `CLEARLY_ERRORS` standard errors of the difference. Raises `DataError` for a short text.
+    """
+    asked = places(
+        engine.tokenizer, [text], count=CANDIDATE_PLACES, context=CANDIDATE_CONTEXT,
+        length=CANDIDATE_TOKENS, seed=0,
+    )  # fmt: skip
+    scores = measure(
+        lambda: session_for_drafts(engine, CANDIDATE_CONTEXT), writer, engine.tokenizer, asked,
+        CANDIDATES, [CANDIDATE_DRAFTS], lambda *_: None,
+    )  # fmt: skip
+    found = {name: scores[name, CANDIDATE_DRAFTS].similarity for name in CANDIDATES}
+    return {
+        "method": clearly_best(found),
+        "places": len(asked),
+        "similarity": {name: mean(values) for name, values in found.items()},
+    }
+
+
+def clearly_best(found: Mapping[str, Sequence[float]]) -> str:
+    """Of values at the same places the first name, or the best that is clearly better."""
+    first, *others = found
+    gains = {first: 0.0}
+    for name in others:
+        apart = [own - base for own, base in zip(found[name], found[first], strict=True)]
+        if mean(apart) > CLEARLY_ERRORS * _error(apart):
+            gains[name] = mean(apart)
+    return max(gains, key=lambda name: gains[name])
+
+
+def session_for_drafts(engine: Engine, context: int, **more: Any) -> Session[Any]:
+    """A session with room for drafts after `context` tokens, unquantised unless `more` says."""
+    tokens = context + MOST_DRAFT_TOKENS
+    own: Report = {"kv": "fp", "kv_budget": f"{tokens}tok", "context_tokens": tokens}
+    return engine.session(**(own | {"draft_tokens": MOST_DRAFT_TOKENS} | more))
 
 
 def _score(

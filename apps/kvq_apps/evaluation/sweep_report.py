@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_apps.bench.plot import open_panel, write_figure
+from kvq_apps.bench.plot import LEAST_TICKS, log_ticks, open_panel, write_figure
 from kvq_apps.evaluation.sweep import EXACT
 
 Cell = Mapping[str, Any]
@@ -121,15 +121,29 @@ def _draw_panel(
     if exact and axis != "log":
         panel.axhline(exact[0], color="#6b7280", linestyle="--", linewidth=1, label=EXACT)
     panel.set_xscale("log", base=2)
-    low, high = panel.get_xlim()
-    ticks = [2.0**power for power in range(8, 50) if low <= 2.0**power <= high]
+    ticks = _byte_ticks(*panel.get_xlim())
     panel.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
-    if axis == "log" and any(cell[key] > 0 for cell in cells):
+    panel.minorticks_off()
+    positive = [cell[key] for cell in cells if cell[key] > 0]
+    if axis == "log" and positive:
         panel.set_yscale("log")
+        low, high = min(positive) * 0.8, max(positive) * 1.25
+        panel.set_ylim(low, high)
+        panel.set_yticks(values := log_ticks(low, high), [f"{value:g}" for value in values])
     if axis == "share":
         panel.set_ylim(-0.03, 1.03)
     panel.set_xlabel("KV bytes held")
     open_panel(panel, words)
+
+
+def _byte_ticks(low: float, high: float) -> list[float]:
+    """Powers of two between `low` and `high`, or of a root of two, if there is room three."""
+    for root in (1, 2, 4, 8):
+        ticks = [2.0 ** (power / root) for power in range(8 * root, 50 * root)]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if len(found) >= LEAST_TICKS:
+            break
+    return found
 
 
 def _held(cells: Iterable[Cell]) -> str:

@@ -11,7 +11,7 @@ from kvq_apps.evaluation.tasks import Material
 from kvq_apps.output import Shown
 from kvq_runtime.session import Session
 
-SETTINGS = ("fp", "8:8", "8:4", "4:4", "4:2", "2:4", "2:2")
+SETTINGS = ("fp", "8:8", "8:4", "6:6", "6:4", "4:4", "4:2", "2:4", "2:2")
 TASKS = ("kld", "passkey", "retrieval")
 
 

@@ -27,8 +27,7 @@ from kvq_apps.lsp.frames import (
 )
 
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
-# What an editor would wait too long for, or is no source text.
-MOST_CHARACTERS = 2_000_000
+# A line that no person has written is not completed.
 MOST_LINE = 20_000
 
 
@@ -222,6 +221,8 @@ class LanguageServer:
             if known is None or why_not is not None:
                 return self._nothing(known, why_not or "this document is not open")
             place = known.document.place(position, self._encoding)
+            if len(known.document.line(place[0])) > MOST_LINE:
+                return self._nothing(known, "the line is too long")
             shown = known.shown.get(place)
             if shown is not None and not selected:
                 return self._items(known.document, place, shown, "")
@@ -259,11 +260,6 @@ class LanguageServer:
             return "completion is switched off"
         if self._completer is None:
             return "the model is loading"
-        lines = range(known.document.num_lines)
-        if len(known.document.text) > MOST_CHARACTERS or any(
-            len(known.document.line(line)) > MOST_LINE for line in lines
-        ):
-            return "the document is too large"
         return None
 
     def _nothing(self, known: _Open | None, why_not: str) -> None:
@@ -294,7 +290,7 @@ class LanguageServer:
                 self._end(request)
                 return
             # What the reader changes meanwhile is another document to this request.
-            document = Document(known.document.text)
+            document = known.document.copy()
         try:
             found = completer.complete(document, request.place, cancel=request.ends)
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up

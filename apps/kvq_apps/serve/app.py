@@ -31,6 +31,7 @@ from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.page import PAGE_HEADERS, page
 from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import PROTOCOL
+from kvq_apps.serve.reclaim import Reclaiming
 from kvq_apps.serve.requests import ModelView
 from kvq_apps.serve.shapes import SHAPES, Answered, Shape
 from kvq_apps.serve.streams import (
@@ -93,6 +94,7 @@ def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
             Route("/", routes.page),
         ],
         middleware=[
+            Middleware(Reclaiming),
             Middleware(_Counting, answered=routes.answered),
             Middleware(Guard, config=config, refuse=error_response),
         ],
@@ -229,7 +231,10 @@ class _Routes:
                 "n_ctx": served.context_tokens,
                 "is_processing": slot.busy,
                 "n_past": len(slot.tokens),
-                "x_kvq": {"kv_bytes_peak": slot.session.kv_bytes_peak},
+                "x_kvq": {
+                    "kv_bytes_peak": slot.session.kv_bytes_peak,
+                    "exact": slot.session.exact,
+                },
             }
             for number, slot in enumerate(served.slots.all)
         ]

@@ -22,6 +22,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.healing import heal
+from kvq_runtime.prediction import predictor_named
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
@@ -249,6 +250,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
         draft=_draft(fields.object("x_kvq")),
+        predict=_predict(fields.object("x_kvq")),
     )
 
 
@@ -267,6 +269,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
         reuse=fields.flag("cache_prompt", True),
         draft=_draft(fields.object("x_kvq")),
+        predict=_predict(fields.object("x_kvq")),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
         grammar=_grammar(fields, model),
@@ -316,6 +319,18 @@ def _draft(extension: Fields) -> bool | Callable[[], Drafter]:
         possible = f"true, false, {NO_DRAFTER}, {', '.join(sorted(FREE_DRAFTERS))}"
         extension.refuse_with("draft", f"x_kvq.draft {name!r} is not possible; choose {possible}")
     return name != NO_DRAFTER and partial(drafter_named, name)
+
+
+def _predict(extension: Fields) -> str | None:
+    """What of the prompt is to be predicted; None: as the server does."""
+    if extension.get("predict") is None:
+        return None
+    text = extension.text("predict")
+    try:
+        predictor_named(text)
+    except UsageError as error:
+        extension.refuse_with("predict", str(error).replace("predict ", "x_kvq.predict ", 1))
+    return text
 
 
 def _rank(fields: Fields, priority: str) -> int:

@@ -456,6 +456,8 @@ def _measures(answered: Answered, report: Report) -> Json:
             "prompt_tokens": report.prompt_tokens,
             "cached_tokens": report.cached_tokens,
             "edited": report.edited_tokens,
+            "predicted_tokens": report.predicted_tokens,
+            "exact": report.stale_tokens == 0,
             "new_tokens": report.new_tokens,
             "drafted_tokens": report.drafted_tokens,
             "accepted_tokens": report.accepted_tokens,

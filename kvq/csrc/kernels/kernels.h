@@ -77,7 +77,7 @@ struct Kernels {
                  uint8_t* grid);
     // The grid's scales, then its mids, float32 [2, groups].
     void (*read_grid)(const uint8_t* grid, int groups, float* out);
-    // A hi4 plane becomes the 2-bit plane of its codes' top bits, at its start.
+    // A plane of nibbles becomes the 2-bit plane of their top bits, at its start.
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to up to kRunPages pages that have moved alike; visible[i] are the masks of
     // page i. q is block.q counter-rotated by their shift.

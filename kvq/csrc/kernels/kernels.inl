@@ -58,6 +58,7 @@ inline F sum_lanes(const F (&rows)[N]) {
 template <class Call>
 inline void with_bits(int bits, Call&& call) {
     if (bits == 8) call(std::integral_constant<int, 8>{});
+    else if (bits == 6) call(std::integral_constant<int, 6>{});
     else if (bits == 4) call(std::integral_constant<int, 4>{});
     else call(std::integral_constant<int, 2>{});
 }
@@ -108,11 +109,17 @@ inline void widen(const uint8_t* stored, int groups, int bits, Grid& out) {
     }
 }
 
+// Reads of more than a nibble join hi4 and a lower plane: code = hi * 2^(Bits - 4) + low.
+template <int Bits>
+constexpr bool kJoined = Bits > 4;
+template <int Bits>
+constexpr float kHighUnit = kJoined<Bits> ? 1 << (Bits - 4) * kJoined<Bits> : 1;
+
 // Up to eight rows folded into a page's grid, to be multiplied with the page's codes: queries into
 // the scales of channels, or attention weights into those of tokens. They are rounded to int8 in
 // groups of 32 numbers, so that one loud channel or token costs its own group only; a number is
-// about scale * (code + fine / 254). Pages read at 8 bits use the fine part against their hi4
-// plane, or rounding a row would cost more than the page's own rounding; narrower reads do without.
+// about scale * (code + fine / 254). Pages read at 6 and 8 bits use the fine part against their hi4
+// plane, or rounding a row would cost as much as the page's own rounding; narrower reads do without.
 struct Folded {
     static constexpr int kStride = kMaxHeadDim + 16;  // rows side by side share no memory bank
     alignas(64) int8_t code[kRowLanes * kStride];
@@ -143,7 +150,7 @@ inline void fold_group(const float* x, int n, int base, const Grid& grid, F* con
     store_rows(inverse, set1(127.0f) / max(top, set1(1e-30f)));
     store_rows(scale, top * set1(1.0f / 127.0f));
     // What the middle of the code range adds to sums over the codes. The fine part meets hi4 alone,
-    // whose values 16 * hi stand 120 from their middle.
+    // whose nibbles stand 7.5 from their middle.
     for (int r = 0; r < N; r++) {
         I total = {}, fines = {};
         for (int i = 0; i < Vectors; i++) {
@@ -152,14 +159,15 @@ inline void fold_group(const float* x, int n, int base, const Grid& grid, F* con
             const I code = to_int(number);
             store_bytes(out.code + at, code);
             total = i ? total + code : code;
-            if constexpr (Bits == 8) {
+            if constexpr (kJoined<Bits>) {
                 const I fine = to_int((number - to_float(code)) * set1(254.0f));
                 store_bytes(out.fine + at, fine);
                 fines = i ? fines + fine : fine;
             }
         }
         F middle = to_float(total) * set1(kHalfRange);
-        if constexpr (Bits == 8) middle = fma(to_float(fines), set1(120.0f / 254.0f), middle);
+        if constexpr (kJoined<Bits>)
+            middle = fma(to_float(fines), set1(7.5f * kHighUnit<Bits> / 254.0f), middle);
         constants[r] = constants[r] - middle * set1(scale[r]);
     }
 }
@@ -174,41 +182,54 @@ inline void fold(const float* x, int n, const Grid& grid, Folded& out) {
     store_rows(out.constant, sum_lanes(constants));
 }
 
-// Bytes of eight lanes' codes in a plane, and where those of lanes 8 * octet and on begin in the
-// granules of their side.
-template <int Bits>
-constexpr int octet_bytes(int n) {
-    return n * (Bits == 2 ? 2 : 4);
-}
-template <int Bits>
+// Where the codes of eight lanes begin, in a plane of nibbles that fills two granules or in one of
+// pairs of bits that fills one.
+template <bool Pairs>
 inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int n, int octet) {
-    const int half = outputs / 16, second = Bits != 2 && octet >= half;
-    return granules[second] + (octet - second * half) * octet_bytes<Bits>(n);
+    if (Pairs) return granules[0] + octet * 2 * n;
+    const int half = outputs / 16, second = octet >= half;
+    return granules[second] + (octet - second * half) * 4 * n;
 }
 
+// The bytes of sixteen lanes in a side's upper plane, and in the lower one of joined reads.
 template <int Bits>
-inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
-    if constexpr (Bits < 8) return to_float(high.sum());
-    const F coarse = to_float(times16(high.sum()) + low.sum());
-    return fma(to_float(fine.sum()), set1(16.0f / 254.0f), coarse);
-}
+struct Planes {
+    const uint8_t *high[2], *low[2];
 
-// Sums of code products over one group, fine parts included.
+    Planes(const uint8_t* const* side, int outputs, int n, int octet) {
+        for (int i = 0; i < 2; i++) {
+            high[i] = octet_at<Bits == 2>(side, outputs, n, octet + i);
+            low[i] = kJoined<Bits> ? octet_at<Bits == 6>(side + 2, outputs, n, octet + i) : nullptr;
+        }
+    }
+    static Bytes at(const uint8_t* const* plane, int vector) {
+        return load_bytes(plane[0] + 32 * vector, plane[1] + 32 * vector);
+    }
+    // What lies below vector j of hi4, whose two nibbles join a and b: half of one of lo4's top
+    // bits at 6 bits, a vector of lo4 at 8.
+    void below(int j, Bytes& a, Bytes& b) const {
+        const Bytes x = at(low, Bits == 6 ? j / 2 : j);
+        if constexpr (Bits == 6) {
+            a = j % 2 ? field<4, 3>(x) : field<0, 3>(x);
+            b = j % 2 ? field<6, 3>(x) : field<2, 3>(x);
+        } else {
+            a = field<0, 15>(x), b = field<4, 15>(x);
+        }
+    }
+};
+
+// Sums of code products of N rows over one group, fine parts included.
 template <int Bits, int N>
 struct Sums {
-    static constexpr bool kWide = Bits == 8;
-    Dot high[N], low[kWide ? N : 1], fine[kWide ? N : 1];
+    Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
 
-    // Field `Index` of the bytes meets four of each row's codes, of which the first is at `at`.
-    template <int Index>
-    void add(Bytes hi, Bytes lo, const Folded& x, int first, int at) {
-        constexpr int kMask = Bits == 2 ? 3 : 15, kShift = Index * (Bits == 2 ? 2 : 4);
-        const Bytes codes = field<kShift, kMask>(hi), rest = field<kShift, kMask>(lo);
+    // Adds products with four of each row's codes, of which the first is at `at`.
+    void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
         for (int r = 0; r < N; r++) {
             const int place = (first + r) * Folded::kStride + at;
             const Quad quad = broadcast(x.code + place);
             high[r].add(codes, quad);
-            if constexpr (kWide) {
+            if constexpr (kJoined<Bits>) {
                 low[r].add(rest, quad);
                 fine[r].add(codes, broadcast(x.fine + place));
             }
@@ -216,26 +237,36 @@ struct Sums {
     }
 };
 
+template <int Bits>
+inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
+    if constexpr (!kJoined<Bits>) return to_float(high.sum());
+    const F coarse = fma(to_float(high.sum()), set1(kHighUnit<Bits>), to_float(low.sum()));
+    return fma(to_float(fine.sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
+}
+
 // Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
 template <int Bits, int N, int Numbers>
-inline void multiply_group(const uint8_t* const* hi, const uint8_t* const* lo, const Folded& x,
-                           int first, int base, F* total) {
+inline void multiply_group(const Planes<Bits>& planes, const Folded& x, int first, int base,
+                           F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
-    for (int at = base; at < base + Numbers; at += kPerVector) {
-        const int offset = at / kPerVector * 32;
-        const Bytes high = load_bytes(hi[0] + offset, hi[1] + offset);
-        const Bytes low = Bits == 8 ? load_bytes(lo[0] + offset, lo[1] + offset) : high;
-        sums.template add<0>(high, low, x, first, at);
-        sums.template add<1>(high, low, x, first, at + 4);
+    for (int j = 0; j < Numbers / kPerVector; j++) {
+        const int vector = base / kPerVector + j, at = kPerVector * vector;
+        const Bytes high = planes.at(planes.high, vector);
         if constexpr (Bits == 2) {
-            sums.template add<2>(high, low, x, first, at + 8);
-            sums.template add<3>(high, low, x, first, at + 12);
+            const Bytes parts[] = {field<0, 3>(high), field<2, 3>(high), field<4, 3>(high),
+                                   field<6, 3>(high)};
+            for (int i = 0; i < 4; i++) sums.add(parts[i], parts[i], x, first, at + 4 * i);
+        } else {
+            Bytes a = high, b = high;
+            if constexpr (kJoined<Bits>) planes.below(vector, a, b);
+            sums.add(field<0, 15>(high), a, x, first, at);
+            sums.add(field<4, 15>(high), b, x, first, at + 4);
         }
     }
     for (int r = 0; r < N; r++) {
-        const int wide = Bits == 8 ? r : 0;
-        const F sum = combine<Bits>(sums.high[r], sums.low[wide], sums.fine[wide]);
+        const int below = kJoined<Bits> ? r : 0;
+        const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
         total[r] = fma(sum, set1(x.scale[base / 32][first + r]), total[r]);
     }
 }
@@ -246,22 +277,18 @@ template <int Bits, int N, class Put>
 inline void multiply_rows(const uint8_t* const* side, int outputs, int n, const Folded& x,
                           int first, Put&& put) {
     for (int i = 0; i < outputs / 16; i++) {
-        const uint8_t *hi[2], *lo[2];
-        for (int octet = 0; octet < 2; octet++) {
-            hi[octet] = octet_at<Bits>(side, outputs, n, 2 * i + octet);
-            lo[octet] = Bits == 8 ? octet_at<Bits>(side + 2, outputs, n, 2 * i + octet) : nullptr;
-        }
+        const Planes<Bits> planes(side, outputs, n, 2 * i);
         F total[N];
         for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
         for (int base = 0; base + 32 <= n; base += 32)
-            multiply_group<Bits, N, 32>(hi, lo, x, first, base, total);
-        if (n % 32) multiply_group<Bits, N, 16>(hi, lo, x, first, n - 16, total);
+            multiply_group<Bits, N, 32>(planes, x, first, base, total);
+        if (n % 32) multiply_group<Bits, N, 16>(planes, x, first, n - 16, total);
         for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
 template <int Bits, int N, class Put>
 inline void multiply(const uint8_t* const* side, int outputs, int n, const Folded& x, Put&& put) {
-    constexpr int kRows = Bits == 8 ? kRegisterRows / 2 : kRegisterRows;
+    constexpr int kRows = kJoined<Bits> ? kRegisterRows / 2 : kRegisterRows;
     split_rows<N, kRows>([&](auto count, int first) {
         multiply_rows<Bits, count()>(side, outputs, n, x, first, put);
     });
@@ -432,13 +459,16 @@ void read_values(const PageView& page, int head_dim, const Grid& v, float* out) 
         const int offset = bits == 2 ? octet * 128 : (octet - which * half) * 256;
         for (int j = 0; j < (bits == 2 ? 4 : 8); j++) {
             const uint8_t* hi = page.v[which] + offset + 32 * j;
-            const uint8_t* lo = bits == 8 ? page.v[2 + which] + offset + 32 * j : hi;
+            const uint8_t* lo = bits == 8   ? page.v[2 + which] + offset + 32 * j
+                                : bits == 6 ? page.v[2] + octet * 128 + 32 * (j / 2)
+                                            : hi;
             for (int i = 0; i < 32; i++) {
                 const int channel = 8 * octet + i / 4;
                 for (int part = 0; part < (bits == 2 ? 4 : 2); part++) {
                     const int token = (bits == 2 ? 16 : 8) * j + 4 * part + i % 4;
                     int code = bits == 2 ? hi[i] >> 2 * part & 3 : hi[i] >> 4 * part & 15;
                     if (bits == 8) code = 16 * code + (lo[i] >> 4 * part & 15);
+                    if (bits == 6) code = 4 * code + (lo[i] >> (4 * (j % 2) + 2 * part) & 3);
                     const int group = page.channel_values ? channel : token;
                     out[token * head_dim + channel] =
                         v.mid[group] + v.step[group] * (static_cast<float>(code) - middle);

@@ -30,7 +30,6 @@ inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
 inline float reduce_add(F a) { return _mm512_reduce_add_ps(a.v); }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline I times16(I a) { return {_mm512_slli_epi32(a.v, 4)}; }
 inline I to_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline int reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
 inline F scale_by_power(F p, F n) { return {_mm512_scalef_ps(p.v, n.v)}; }

@@ -50,11 +50,6 @@ inline I operator+(I a, I b) {
     for (int i = 0; i < 16; i++) r.v[i] = a.v[i] + b.v[i];
     return r;
 }
-inline I times16(I a) {
-    I r;
-    for (int i = 0; i < 16; i++) r.v[i] = a.v[i] * 16;
-    return r;
-}
 inline I to_int(F a) {  // rounds half to even
     I r;
     for (int i = 0; i < 16; i++) r.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));

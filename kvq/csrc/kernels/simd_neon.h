@@ -59,7 +59,6 @@ inline F to_float(I x) { return each([](int32x4_t p) { return vcvtq_f32_s32(p); 
 inline I operator+(I x, I y) {
     return each<I>([](int32x4_t p, int32x4_t q) { return vaddq_s32(p, q); }, x, y);
 }
-inline I times16(I x) { return each<I>([](int32x4_t p) { return vshlq_n_s32(p, 4); }, x); }
 inline I to_int(F x) { return each<I>([](V p) { return vcvtnq_s32_f32(p); }, x); }
 inline int reduce_add(I x) {
     return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d)));

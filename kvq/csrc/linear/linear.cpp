@@ -132,11 +132,14 @@ private:
 
     // The results of rows whose weights are not read.
     void skip_rows() {
-        for (int t = 0; t < call_.tokens && call_.first_row; t++)
-            for (int row = 0; row < call_.first_row; row++) {
-                const size_t at = size_t(t) * call_.matrix.rows + row;
-                call_.out[at] = call_.residual ? call_.residual[at] : 0.0f;
-            }
+        const size_t bytes = sizeof(float) * call_.first_row;
+        for (int t = 0; t < call_.tokens && bytes; t++) {
+            const size_t at = size_t(t) * call_.matrix.rows;
+            if (call_.residual)
+                std::memcpy(call_.out + at, call_.residual + at, bytes);
+            else
+                std::memset(call_.out + at, 0, bytes);
+        }
     }
 
     // Norm or activation, then rounding, of every row.

@@ -7,7 +7,10 @@
 // best so many), layer_modes int64 [layers] (0 full, 1 skip, 2 kv) and head_rows int64 [1] (0: all;
 // else out is [T, head_rows], of the matrix's first rows). With an activation x is [T, 2 * columns]
 // and the input activation(first half) * second half. A layer that is skipped gives
-// residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so.
+// residual or zeros and reads no weight; with kv, rows before the attribute first_kept do so. One
+// with a norm and nothing kept leaves `out` as it is: only a product left out as well reads it. With kv the rows
+// kept may have weights of their own: map uint8 [panels, panel_bytes], of 8 bits, and map_bias float
+// [rows - first_kept], both empty where there are none.
 //
 // Embed: out [T, columns] = sum over k of weights[t, k] * row ids[t, k]. Inputs: ids int64 [T, K],
 // weights float [T, K], panels.
@@ -62,10 +65,10 @@ bool holds(const Input& panels, const PanelLayout& layout) {
 
 OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
-    Input x, panels, norm, bias, residual, view, exact, modes, head_rows;
+    Input x, panels, norm, bias, residual, view, exact, modes, head_rows, map, map_bias;
     size_t index = 0;
     for (Input* input :
-         {&x, &panels, &norm, &bias, &residual, &view, &exact, &modes, &head_rows})
+         {&x, &panels, &norm, &bias, &residual, &view, &exact, &modes, &head_rows, &map, &map_bias})
         if (OrtStatus* status = read(context, index++, *input)) return status;
     const kvq_matrix& m = kernel.matrix;
     const int64_t width = int64_t(m.columns) * (kernel.activation ? 2 : 1);
@@ -95,10 +98,24 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
         asked_view > KVQ_HI || asked_rows < 0)
         return failed("Linear", "weights_view, exact_rows or layer_modes is out of range");
     call.view = static_cast<int32_t>(asked_view);
+    if (mode == kKeysAndValues && map.count > 0) {
+        kvq_matrix kept = m;
+        kept.rows -= kernel.first_kept, kept.bits = 8;
+        const PanelLayout layout(kept);
+        if (kernel.first_kept % kPanelRows || !holds(map, layout) || map_bias.count != kept.rows)
+            return failed("Linear", "a map is none of this product's");
+        // Rows before first_kept are never read: the panels begin where theirs would.
+        call.matrix.bits = 8, call.view = KVQ_FULL;
+        call.panels = map.as<uint8_t>() - kernel.first_kept / kPanelRows * layout.panel_bytes;
+        call.bias = map_bias.as<float>() - kernel.first_kept;
+    }
     const int32_t rows = call.matrix.rows;
     call.exact_rows = static_cast<int32_t>(std::min<int64_t>(asked_rows, rows));
     call.first_row = mode == kFullLayer ? 0 : mode == kSkip ? rows : kernel.first_kept;
     if (OrtStatus* status = output(context, tokens, rows, &call.out)) return status;
+    // What gate_up gives is read by down alone, which the same mode leaves out: megabytes of zeros
+    // that nobody reads.
+    if (mode != kFullLayer && call.norm && kernel.first_kept == m.rows) return nullptr;
     const int status = run_linear(call, {run_parallel, context});
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
@@ -124,9 +141,9 @@ const OrtCustomOp* linear_op() {
     static const OrtCustomOp op = [] {
         OrtCustomOp o = op_of<Kernel>();
         o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{9}; };
+        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
         o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 1 ? kUint8 : i >= 5 ? kInt64 : kFloat;
+            return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
         };
         o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
             return i >= 2 ? kOptional : kRequired;

@@ -33,6 +33,9 @@ POLICIES = {
 
 Floats = NDArray[np.float32]
 
+# Widths whose divergence calibration measures, layer by layer.
+MEASURED_WIDTHS = (8, 4, 2)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
@@ -116,7 +119,7 @@ class Sensitivity:
     def from_json(cls, data: Mapping[str, Any], layers: int, heads: int) -> "Sensitivity":
         """That of so many layers of KV heads. Raises KeyError, TypeError or ValueError."""
         values = {f.name: np.array(data[f.name], np.float64) for f in fields(cls)}
-        shapes = {"nats": (layers, 3), "norm": (layers,)}
+        shapes = {"nats": (layers, len(MEASURED_WIDTHS)), "norm": (layers,)}
         for name, array in values.items():
             shape = shapes.get(name[-4:], (layers, heads))
             if array.shape != shape or not np.isfinite(array).all() or (array < 0).any():

@@ -1,9 +1,9 @@
 """The default: key bits, value bits and eviction in one currency, spent where they cost least.
 
-Every page can be read at (K, V) widths of {8, 4, 2} each, or be gone: ten rungs, each with its
-bytes and its damage. Of each page the lower convex hull of (bytes, damage) remains, and the step
-with the least damage per byte freed is taken first, over all pages, layers and heads: for one
-error currency that is the least total damage for the bytes, up to one step.
+Every page can be read at (K, V) widths of {8, 6, 4, 2} each, or be gone: seventeen rungs, each
+with its bytes and its damage. Of each page the lower convex hull of (bytes, damage) remains, and
+the step with the least damage per byte freed is taken first, over all pages, layers and heads: for
+one error currency that is the least total damage for the bytes, up to one step.
 
 Damage is the squared change of the attention output. Two terms make it up. What the probes see: to
 first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of

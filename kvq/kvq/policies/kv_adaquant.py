@@ -7,7 +7,7 @@ layer that adds least error per bit. Pages of a layer go oldest first inside a r
 at 2 bits the oldest pages are evicted. Norms are those of the weights as stored; a model that was
 exported without calibration has none and gets a prior: keys as if their norm were 2^`KEY_BITS`
 times the values' (the paper's measured ratios are 2^1.0 to 2^2.6), the first and last two layers
-2^`EDGE_BITS` times the others'.
+2^`EDGE_BITS` times the others'. Widths are those that calibration measures: 8, 4 and 2.
 
 Option `measured=1` puts in the place of norms what calibration measured: the divergence when one
 layer's keys (values) are read at 8, 4 and 2 bits. It then never has fewer bits for a layer's keys
@@ -20,10 +20,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.formats import GRANULES
-from kvq.policies import Evidence, Relief
+from kvq.policies import MEASURED_WIDTHS, Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend
 from kvq.policies.spend import held_pages
 
@@ -77,12 +76,12 @@ def _by_norms(evidence: Evidence) -> Losses:
         layers = np.arange(len(evidence.widths))
         edge = np.minimum(layers, layers[::-1]) < EDGE_LAYERS
         squares = 4.0 ** (EDGE_BITS * edge[:, None] + KEY_BITS * np.array([1, 0]))
-    return squares[..., None] / np.power(4.0, PAGE_WIDTHS)
+    return squares[..., None] / np.power(4.0, MEASURED_WIDTHS)
 
 
 def _rates(losses: Losses) -> Losses:
     """What each rung adds per bit [L, 2, 2]; none can be reached before the one above it."""
-    granules = np.array([GRANULES[bits] for bits in PAGE_WIDTHS])
+    granules = np.array([GRANULES[bits] for bits in MEASURED_WIDTHS])
     growth = np.diff(np.maximum.accumulate(losses, axis=2), axis=2)
     return np.maximum.accumulate(growth / -np.diff(granules), axis=2)
 
@@ -97,7 +96,7 @@ def _ladder(rates: Losses) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     places = np.empty(rates.size, np.intp)
     places[order] = np.arange(rates.size)
     places = places.reshape(rates.shape)
-    ceilings = np.full((len(RUNGS), 2), PAGE_WIDTHS[0], np.int32)
+    ceilings = np.full((len(RUNGS), 2), MEASURED_WIDTHS[0], np.int32)
     for rung, (side, bits) in enumerate(RUNGS):
         ceilings[rung, side] = bits
     turn = np.argsort(places, axis=1)

@@ -11,6 +11,8 @@ from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, held_pages, spend
 
 EVICTED = (0, 0)
+# Both sides alike, where one number says who goes first.
+LADDER = ((6, 6), (4, 4), (2, 2), EVICTED)
 
 
 def descend(

@@ -1,10 +1,10 @@
-"""Demotes the oldest pages 8 -> 4 -> 2, all layers and heads alike, then evicts the oldest."""
+"""Demotes the oldest pages 8 -> 6 -> 4 -> 2, all layers and heads alike, then evicts the oldest."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvq.policies import Evidence, Relief
-from kvq.policies.ladder import EVICTED, descend_by_age
+from kvq.policies.ladder import LADDER, descend_by_age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,5 +14,4 @@ class Oldest:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        rungs = [(4, 4), (2, 2), EVICTED]
-        return descend_by_age(evidence, rungs, bytes_short, columns_short)
+        return descend_by_age(evidence, LADDER, bytes_short, columns_short)

@@ -41,9 +41,10 @@ class Qaq:
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         layers, heads, columns = held_pages(evidence)[:, :3].T
-        targets = [key_targets(evidence, (4, 2)), value_targets(evidence, (4, 2, 0))]
+        targets = [key_targets(evidence, (6, 4, 2)), value_targets(evidence, (6, 4, 2, 0))]
         reached = np.concatenate(targets, axis=-1)[layers, heads, columns]
-        rungs = np.array([(4, 8), (2, 8), (8, 4), (8, 2), EVICTED], np.int32)
+        keys, values = ([(k, 8) for k in (6, 4, 2)], [(8, v) for v in (6, 4, 2)])
+        rungs = np.array([*keys, *values, EVICTED], np.int32)
         turn = np.argsort(reached, axis=1, kind="stable")
         reached = np.take_along_axis(reached, turn, axis=1)
         return descend(evidence, rungs[turn], reached, bytes_short, columns_short)

@@ -2,7 +2,7 @@
 
 Every (layer, KV head) gives up its least important page before any gives up its second least, so
 all keep the same number, as keeping the top k of each head does. `demote=1` spends the same order
-on bits first: all pages fall to 4 bits, then to 2, and only then is the least important evicted.
+on bits first: all pages fall to 6 bits, to 4, to 2, and only then is the least important evicted.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq.policies import Evidence, Relief
-from kvq.policies.ladder import EVICTED, descend, rank_from_top
+from kvq.policies.ladder import EVICTED, LADDER, descend, rank_from_top
 from kvq.policies.spend import held_pages
 
 
@@ -47,7 +47,7 @@ class Scorer(ABC):
         importance = self.importance(evidence)[layers, heads, columns]
         spared = self.spared(evidence)[layers, heads, columns]
         ranks = rank_from_top(2 * (layers * evidence.widths.shape[1] + heads) + spared, importance)
-        rungs = [(4, 4), (2, 2), EVICTED] if self.demote else [EVICTED]
+        rungs = LADDER if self.demote else (EVICTED,)
         stages = np.arange(len(rungs)) + len(rungs) * spared[:, None]
         keys = stages * (len(ranks) + 1) - ranks[:, None]
         return descend(evidence, rungs, keys, bytes_short, columns_short)

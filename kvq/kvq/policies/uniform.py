@@ -35,7 +35,7 @@ class Uniform:
         if not rungs or not falls or any(rung[0] not in PAGE_WIDTHS for rung in rungs):
             raise UsageError(
                 f"--kv-policy uniform: order={self.order} is not possible: write K:V pairs of "
-                "8, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2"
+                "8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2"
             )
 
     def _rungs(self) -> list[tuple[int, int]]:

@@ -40,7 +40,7 @@ class ZipCache:
         if not {self.high, self.low} <= set(PAGE_WIDTHS) or self.high <= self.low:
             raise UsageError(
                 f"--kv-policy zipcache: high={self.high} and low={self.low} are not possible: "
-                "8, 4 and 2 are, the first above the second"
+                "8, 6, 4 and 2 are, the first above the second"
             )
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:

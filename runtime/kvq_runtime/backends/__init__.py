@@ -27,10 +27,11 @@ BACKENDS = {
     "onnx": "kvq_runtime.backends.onnx:OnnxBackend",
     "llama.cpp": "kvq_runtime.backends.llama_cpp:LlamaCppBackend",
     "reference": "kvq_runtime.backends.reference:ReferenceBackend",
+    "float": "kvq_runtime.backends.reference:FloatBackend",
 }
 
 # `auto` takes the first of these that reads the model's files and can run here.
-PREFERENCE = ("onnx", "llama.cpp", "reference")
+PREFERENCE = ("onnx", "llama.cpp", "reference", "float")
 
 
 class ModelFiles(Protocol):
@@ -49,6 +50,11 @@ class ModelFiles(Protocol):
     @property
     def kv(self) -> KvPlan:
         """The default plan."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens the model was made for."""
         ...
 
     @property
@@ -77,6 +83,8 @@ class ModelFacts:
     `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
     `drafts_method` writes several drafts best on this model, where that was measured.
+    `fitted_layers`: the first layers after which the others' keys and values can be predicted by
+    matrices fitted for it, where there are such.
     """
 
     name: str
@@ -88,6 +96,7 @@ class ModelFacts:
     kv: KvPlan
     short_rope_tokens: int | None = None
     drafts_method: str | None = None
+    fitted_layers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +115,12 @@ class SequenceCache(Protocol):
     A pass is `begin`, the pass, and `commit` or `rewind`; several passes may add to one branch.
     `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
     the last token; None: a chain. More rows than a branch holds are possible for a chain that
-    begins one, a piece of a prompt, and are committed whole. `view` is that of their `Mode`.
+    begins one, a piece of a prompt, and are committed whole. `view` is that of
+    their `Mode`; in the layers of `silent` rows ask nothing and are only stored.
     `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
     stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
-    cache cannot. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
+    cache cannot, `crowded(n)` which tokens to open as gaps where what is gone takes the room of n
+    others. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
     parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
@@ -151,11 +162,14 @@ class SequenceCache(Protocol):
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None: ...
 
     def why_not_edit(self) -> str | None: ...
 
     def edit(self, start: int, stop: int, count: int, /) -> None: ...
+
+    def crowded(self, tokens: int, /) -> list[tuple[int, int]]: ...
 
     def commit(self, path: Sequence[int], /) -> None: ...
 
@@ -181,11 +195,28 @@ class Mode:
     `skipped` leaves what enters it as it is. `head_tokens` n: only the first n tokens of the
     vocabulary get logits, all others minus infinity; 0: all get theirs. Rows made by less than the
     whole model are guesses: they are rewound and never committed.
+
+    Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
+    enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
+    that the bundle has for that. Such rows may be committed, and have no
+    logits worth asking for.
     """
 
     view: str = "full"
     skipped: tuple[int, ...] = ()
     head_tokens: int = 0
+    predicted: tuple[int, ...] = ()
+    fitted: bool = False
+
+    @property
+    def guesses(self) -> bool:
+        """Whether its rows can only be rewound."""
+        return self.view != "full" or bool(self.skipped) or self.head_tokens > 0
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Layers without queries."""
+        return self.skipped + self.predicted
 
 
 WHOLE = Mode()

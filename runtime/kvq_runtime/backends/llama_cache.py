@@ -142,9 +142,11 @@ class LlamaCppCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
         assert view == "full"
+        assert not silent
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(
@@ -249,6 +251,10 @@ class LlamaCppCache:
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """None: what is gone leaves its room at once."""
+        return []
 
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens [start, stop) and moves what follows to leave room for `count` others.

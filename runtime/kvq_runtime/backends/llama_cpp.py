@@ -140,11 +140,12 @@ class LlamaCppBackend:
 
 def refusal(file: GgufFile, plan: KvPlan) -> str | None:
     """Why a cache of these widths is not possible, or None."""
-    for flag, bits in (("kbits", plan.k_bits), ("vbits", plan.v_bits)):
+    for what, flag, bits in (("keys", "kbits", plan.k_bits), ("values", "vbits", plan.v_bits)):
         if bits not in CACHE_TYPES:
             return (
-                f"--{flag} {bits} is not possible on the llama.cpp backend: choose 8 or 4, or "
-                f"16 for both (--kv fp); {bits}-bit pages need a bundle with an ONNX graph"
+                f"{what} of {bits} bits (--kv or --{flag}) are not possible on the llama.cpp "
+                f"backend: choose 8 or 4, or 16 for both (--kv fp); {bits}-bit pages need a bundle "
+                "with an ONNX graph"
             )
     for head_dim, bits in zip(file.head_dims, (plan.k_bits, plan.v_bits), strict=True):
         if head_dim % CACHE_TYPES[bits].block:

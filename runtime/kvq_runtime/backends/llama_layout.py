@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvq.config import Budget, KvPlan
 from kvq.errors import BackendError, BudgetError
-from kvq.formats import format_bytes
+from kvq.formats import format_bytes, sized
 from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
 from kvq_runtime.config import SessionRequest
 
@@ -209,8 +209,8 @@ class LlamaSizing:
             needed = self._bytes(context_tokens)
             if given is not None and needed > given:
                 raise BudgetError(
-                    f"a context of {context_tokens} tokens takes {format_bytes(needed)} "
-                    f"({needed} bytes) on the llama.cpp backend, which evicts nothing, and "
+                    f"a context of {context_tokens} tokens takes {sized(needed)} on the "
+                    "llama.cpp backend, which evicts nothing, and "
                     f"--kv-budget is {format_bytes(given)}; raise it or lower --ctx-size"
                 )
             return context_tokens, needed if given is None else given
@@ -240,7 +240,7 @@ class LlamaSizing:
         if smallest > given:
             raise BudgetError(
                 f"--kv-budget {format_bytes(given)} does not hold the smallest cache of this model "
-                f"on the llama.cpp backend, {CELLS} tokens; {smallest} bytes do"
+                f"on the llama.cpp backend, {CELLS} tokens; {sized(smallest)} do"
             )
         fits, too_many = 1, -(-self.model_tokens // CELLS) + 1
         while too_many - fits > 1:

@@ -31,7 +31,7 @@ SESSION_ENTRIES = {
 }
 ONLY_FATAL = 4
 # Of a layer in the graph's `layer_modes`.
-SKIP = 1
+SKIP, KEYS_AND_VALUES = 1, 2
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
@@ -71,6 +71,7 @@ class OnnxBackend(PagedBackend):
         self.ranks_by_halves = "exact_rows" in optional
         self._has_modes = "layer_modes" in optional
         self._has_head_rows = "head_rows" in optional
+        self._maps = bundle.maps() if "layers.1.map" in optional else {}
 
     @staticmethod
     def missing() -> str | None:
@@ -84,12 +85,12 @@ class OnnxBackend(PagedBackend):
         super().check_mode(mode)
         if mode != WHOLE and not self._has_modes:
             raise BackendError(
-                f"{self._bundle.path} was exported with --linear ort, whose products always read "
+                f"{self.bundle.path} was exported with --linear ort, whose products always read "
                 "all weights of all layers; export it with --linear kvq"
             )
         if mode.head_tokens and not self._has_head_rows:
             raise BackendError(
-                f"{self._bundle.path} has no head of which a part can be computed; export the "
+                f"{self.bundle.path} has no head of which a part can be computed; export the "
                 "model again with this version of kvq"
             )
 
@@ -115,16 +116,19 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
-    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[np.int64]]:
+    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[Any]]:
         """What the graph is told of how much to read; nothing where that is all."""
         if mode == WHOLE:
             return {}
-        layers = np.zeros(self._bundle.config.num_layers, np.int64)
+        layers = np.zeros(self.bundle.config.num_layers, np.int64)
         layers[list(mode.skipped)] = SKIP
+        layers[list(mode.predicted)] = KEYS_AND_VALUES
         view = np.array([native_linear.VIEWS.index(mode.view)], np.int64)
         head = np.array([mode.head_tokens], np.int64)
-        return {"layer_modes": layers, "weights_view": view} | (
-            {"head_rows": head} if mode.head_tokens else {}
+        return (
+            {"layer_modes": layers, "weights_view": view}
+            | ({"head_rows": head} if mode.head_tokens else {})
+            | (self._maps if mode.fitted else {})
         )
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ Knows no engine.
 """
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_READ
@@ -26,7 +28,7 @@ class PagedBackend:
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
-        self._bundle = bundle
+        self.bundle = bundle
         self._threads = threads
 
     @staticmethod
@@ -36,7 +38,7 @@ class PagedBackend:
 
     def tokenizer(self) -> Tokenizer | None:
         """See `Backend.tokenizer`."""
-        return self._bundle.tokenizer()
+        return self.bundle.tokenizer()
 
     @staticmethod
     def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
@@ -53,10 +55,15 @@ class PagedBackend:
 
     def check_mode(self, mode: Mode) -> None:
         """See `Backend.check_mode`."""
-        layers = self._bundle.config.num_layers
-        wrong = next((layer for layer in mode.skipped if not 0 <= layer < layers), None)
+        layers = self.bundle.config.num_layers
+        wrong = next((layer for layer in mode.silent if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
+        if mode.fitted and mode.predicted[:1] != (self.model.fitted_layers,):
+            raise BackendError(
+                f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
+                "export it again with --kv-predict"
+            )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
                 f"a head of {mode.head_tokens} tokens is not possible: 0 (all) to "
@@ -65,12 +72,12 @@ class PagedBackend:
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        return _config(self._bundle, request, self._threads)
+        return _config(self.bundle, request, self._threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""
         assert config.arena is not None
-        sensitivity = self._bundle.manifest.sensitivity
+        sensitivity = self.bundle.manifest.sensitivity
         return Cache(config.arena, sensitivity=sensitivity, engine=self.cache_kind)
 
 
@@ -116,7 +123,18 @@ def _facts(bundle: Bundle) -> ModelFacts:
         fingerprint=_fingerprint(bundle),
         kv=manifest.kv,
         short_rope_tokens=_short_rope_tokens(config),
+        fitted_layers=bundle.fitted_layers,
+        drafts_method=_drafts_method(manifest.quality or {}),
     )
+
+
+def _drafts_method(quality: Mapping[str, Any]) -> str | None:
+    """What the export's report recommends."""
+    found: object = quality.get("drafts")
+    if not isinstance(found, Mapping):
+        return None
+    method: object = cast(Mapping[str, object], found).get("method")
+    return method if isinstance(method, str) else None
 
 
 def _fingerprint(bundle: Bundle) -> str:

@@ -26,6 +26,7 @@ class ReferenceBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self._weight = cache(bundle.read_weight)
         self._half_weight = cache(self._read_half)
+        self._maps = bundle.restored_maps()
 
     @staticmethod
     def missing() -> str | None:
@@ -34,7 +35,7 @@ class ReferenceBackend(PagedBackend):
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""
-        mode, config = one_pass.mode, self._bundle.config
+        mode, config = one_pass.mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a head that is tied is another reading of the embedding
             config = replace(config, tied_head=False)
@@ -49,6 +50,8 @@ class ReferenceBackend(PagedBackend):
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,
                 skipped=mode.skipped,
+                predicted=mode.predicted,
+                maps=self._maps if mode.fitted else None,
             )
             for rows in one_pass.rows
         ]
@@ -59,9 +62,19 @@ class ReferenceBackend(PagedBackend):
 
     def _read_half(self, name: str) -> NDArray[np.float32]:
         """A weight by its upper nibbles; embeddings are always read whole."""
-        return self._bundle.read_weight(name, view="full" if name == "embed" else "hi")
+        return self.bundle.read_weight(name, view="full" if name == "embed" else "hi")
 
     def close(self) -> None:
         """See `Backend.close`."""
         self._weight.cache_clear()
         self._half_weight.cache_clear()
+
+
+class FloatBackend(ReferenceBackend):
+    """The reference's arithmetic over the native cache: what errs then is the cache alone.
+
+    The graph rounds activations to 8 bits, which hides what a wide cache costs.
+    """
+
+    name = "float"
+    cache_kind = "native"

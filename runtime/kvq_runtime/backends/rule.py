@@ -78,6 +78,7 @@ class RuleCache:
         *,
         view: str = "full",
         at: int | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)
@@ -135,6 +136,10 @@ class RuleCache:
         """See `SequenceCache`."""
         assert 0 <= start <= stop <= len(self.ids)
         self.ids[start:stop] = [-1] * count
+
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """What is gone takes no room."""
+        return []
 
     def state(self) -> bytes:
         """The ids as JSON."""

@@ -73,16 +73,19 @@ class Job:
         return self.cancelled or not (self.waits or self.outbox.full)
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
-        """Everything the request asked for, with the drafter that it asked for."""
+        """Everything the request asked for, with the drafter and predictor that it asked for."""
         session, asked = slot.session, self.request.draft
-        own = session.drafter
+        own, predict = session.drafter, session.predict
         try:
             if callable(asked):
                 session.drafter = asked()
+            if self.request.predict is not None:
+                session.predict = self.request.predict
             yield from self._work(slot, decoding)
         finally:
             if callable(asked):
                 session.drafter = own
+            session.predict = predict
 
     def _work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         request, session = self.request, slot.session
@@ -143,6 +146,8 @@ class Job:
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
             evicted_share=stats.evicted_share,
+            predicted_tokens=stats.predicted_tokens,
+            stale_tokens=stats.stale_tokens,
         )
 
     def _read(self, slot: Slot, ids: Sequence[int], chunk_tokens: int) -> Work[Any, None]:

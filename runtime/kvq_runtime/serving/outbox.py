@@ -61,6 +61,8 @@ class Report:
     mean_k_bits: float = 0.0
     mean_v_bits: float = 0.0
     evicted_share: float = 0.0
+    predicted_tokens: int = 0
+    stale_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -263,6 +263,7 @@ class SessionPool(Generic[S]):
                 owner=request.owner,
                 reuse=request.reuse,
                 transient=request.transient,
+                predict=request.predict,
             )
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)

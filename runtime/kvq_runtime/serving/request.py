@@ -42,7 +42,8 @@ class GenerationRequest:
     (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
     may. For `grammar` and `shown` see `GenerationOptions`. `draft`: whether the session's drafter
     is asked, or what makes another for this request. `edits`: what follows a change of an earlier
-    prompt is kept as it was computed (PIE), not only what stands before.
+    prompt is kept as it was computed (PIE), not only what stands before. `predict`: what of the
+    prompt is predicted, as `Engine.session` takes it; None: as the server does.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -66,6 +67,7 @@ class GenerationRequest:
     shown: frozenset[int] = frozenset()
     draft: bool | Callable[[], Drafter] = True
     edits: bool = False
+    predict: str | None = None
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:

@@ -1,7 +1,8 @@
 """Sessions kept on disk: found by the tokens they begin with, bounded in bytes, never trusted.
 
 A saved session is `NAME.kvq` (the runtime's snapshot, which checks every byte) beside `NAME.ids`
-(its tokens as int64, only a hint where to look). Files of one model and KV setting share a
+(its tokens as int64, and -n after them where only the first n - 1 were computed and others
+predicted: only a hint where to look). Files of one model and KV setting share a
 folder. A session is copied by the thread that saves it and written by another; until it is on
 disk the copy stands in for the file. Whatever the disk does, the worst is a prompt read again.
 """
@@ -26,6 +27,7 @@ from kvq.files import replace_file
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.serving.writer import Parcel, Writer
 from kvq_runtime.session import Session
+from kvq_runtime.staleness import Staleness
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,11 @@ _STALE_S = 3600
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedSession:
-    """One session on disk and the tokens it is believed to hold."""
+    """One session on disk and the tokens it is believed to hold, all or the first computed."""
 
     path: Path
     tokens: Ids
+    computed: int | None = None
 
     @property
     def owner(self) -> str:
@@ -74,13 +77,18 @@ class SavedSessions:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def best(self, ids: Ids, owner: str = "") -> tuple[SavedSession | None, int]:
-        """The session of `owner` that shares the longest beginning with `ids`, and its length."""
+    def best(
+        self, ids: Ids, owner: str = "", *, exact: bool = True
+    ) -> tuple[SavedSession | None, int]:
+        """The session of `owner` that shares the longest beginning with `ids`, and its length.
+
+        `exact`: a beginning of which nothing was predicted.
+        """
         best, length = None, 0
         with self._lock:
             rows = [row for row in self._rows if row.owner == owner]
         for row in rows:
-            shared = common_prefix(row.tokens, ids)
+            shared = common_prefix(row.tokens[: row.computed if exact else None], ids)
             if shared > length:
                 best, length = row, shared
         return best, length
@@ -94,7 +102,9 @@ class SavedSessions:
         it fails, that is logged and counted, and what was there before is found again. One that
         is larger than all that may be kept is not written.
         """
-        row = SavedSession(path=self._path_for(tokens, replaces, owner), tokens=tokens)
+        computed = session.sequence.staleness.computed
+        path = self._path_for(tokens, replaces, owner)
+        row = SavedSession(path=path, tokens=tokens, computed=computed)
         if not self.fits(session):
             return row
         with self._lock:
@@ -146,7 +156,10 @@ class SavedSessions:
         """Both files of a session, on the writing thread."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         parcel.taken.write(parcel.path)
-        ids = parcel.taken.state.tokens.astype("<i8").tobytes()
+        state = parcel.taken.state
+        computed = Staleness(state.ages).computed
+        marks = [] if computed is None else [-1 - computed]
+        ids = np.append(state.tokens, marks).astype("<i8").tobytes()
         with replace_file(parcel.path.with_suffix(".ids")) as stream:
             stream.write(ids)
 
@@ -213,7 +226,10 @@ def _row(path: Path) -> SavedSession | None:
     if not complete:
         _unlink(session)
         return None
-    return SavedSession(path=session, tokens=np.frombuffer(content, "<i8").astype(np.int64))
+    tokens, computed = np.frombuffer(content, "<i8").astype(np.int64), None
+    if len(tokens) and tokens[-1] < 0:
+        tokens, computed = tokens[:-1], -1 - int(tokens[-1])
+    return SavedSession(path=session, tokens=tokens, computed=computed)
 
 
 def _unlink(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvq.errors import KvqError
 from kvq_runtime.hunks import common_prefix
+from kvq_runtime.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session import Session
 
@@ -48,12 +49,16 @@ class Slot:
 
     @property
     def stale(self) -> bool:
-        """Whether nobody uses it and some of its text was encoded before a change on its left."""
+        """Whether nobody uses it and some of its text is not exact; see `Staleness`."""
         return not self.busy and self.session.sequence.staleness.stale > 0
 
-    def shared(self, ids: Ids, owner: str) -> int:
-        """Tokens it shares with a text of `owner`; what others gave it is not told by its speed."""
-        return common_prefix(self.tokens, ids) if self.owner == owner else 0
+    def shared(self, ids: Ids, owner: str, *, exact: bool) -> int:
+        """Tokens it shares with a text of `owner`; what others gave it is not told by its speed.
+
+        `exact`: of those only what was computed.
+        """
+        computed = self.session.sequence.staleness.computed if exact else None
+        return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
 
     def give_to(self, owner: str) -> None:
         """Belongs to `owner` from now on; what it holds of another's text is forgotten."""
@@ -93,21 +98,29 @@ class Slots:
         self.all = [Slot(open_session()) for _ in range(count)]
 
     def lease(
-        self, ids: Sequence[int], *, owner: str, reuse: bool, transient: bool = False
+        self,
+        ids: Sequence[int],
+        *,
+        owner: str,
+        reuse: bool,
+        transient: bool = False,
+        predict: str | None = None,
     ) -> Slot | None:
         """A free slot for a text of `owner`, the one that shares most with it; there must be one.
 
         A slot that would lose more than it shares is left alone when another is free, and what
         a slot holds is copied, to be saved, before something else takes its place; None while
         that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
-        sends one with every key, takes the place of another and is never saved.
+        sends one with every key, takes the place of another and is never saved. What was predicted
+        is only shared with a text that would be predicted as well; `predict` as in a request.
         """
         wanted = as_ids(ids)
+        exact = not self.all[0].session.predicts if predict is None else predict == OFF
         free = [slot for slot in self.all if not slot.busy]
         spent = [slot for slot in free if slot.transient]
-        slot = _closest(spent if transient and spent else free, wanted, owner)
+        slot = _closest(spent if transient and spent else free, wanted, owner, exact=exact)
         if not (transient and slot.transient):
-            slot = self._for_keeps(slot, free, wanted, owner, reuse=reuse)
+            slot = self._for_keeps(slot, free, wanted, owner, reuse=reuse, exact=exact)
         if slot is None:
             return None
         slot.give_to(owner)
@@ -116,11 +129,18 @@ class Slots:
         return slot
 
     def _for_keeps(
-        self, closest: Slot, free: Sequence[Slot], wanted: Ids, owner: str, *, reuse: bool
+        self,
+        closest: Slot,
+        free: Sequence[Slot],
+        wanted: Ids,
+        owner: str,
+        *,
+        reuse: bool,
+        exact: bool,
     ) -> Slot | None:
         """A slot for `wanted` that costs no other text more than it must; None: not yet."""
-        shared = closest.shared(wanted, owner) if reuse else 0
-        row, on_disk = self.saved.best(wanted, owner) if reuse else (None, 0)
+        shared = closest.shared(wanted, owner, exact=exact) if reuse else 0
+        row, on_disk = self.saved.best(wanted, owner, exact=exact) if reuse else (None, 0)
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
             slot = self._make_free(free)
             if slot is not None:
@@ -213,6 +233,6 @@ class Slots:
         slot.saved = None
 
 
-def _closest(slots: Sequence[Slot], wanted: Ids, owner: str) -> Slot:
+def _closest(slots: Sequence[Slot], wanted: Ids, owner: str, *, exact: bool) -> Slot:
     """The slot whose text begins most like `wanted`; of several, the one unused for longest."""
-    return max(slots, key=lambda one: (one.shared(wanted, owner), -one.released_at))
+    return max(slots, key=lambda one: (one.shared(wanted, owner, exact=exact), -one.released_at))

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from caches import budget_for_tokens, open_cache
 from kvq.cache import Cache
@@ -20,6 +22,7 @@ from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
 from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
+from kvq_apps.bench.plot import log_ticks
 from kvq_apps.bench.report import comparisons, passes
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
@@ -27,17 +30,8 @@ from kvq_export.random_bundle import random_bundle
 from kvq_models.config import LayerConfig
 from kvq_models.registry import family_for
 from kvq_runtime.bundle import Bundle
+from tiny_shape import COMMON
 
-COMMON: Mapping[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-}
 SCALED_ROPE = shapes.SHAPES["llama-3.2-1b"]["rope_scaling"]
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -66,12 +60,6 @@ ROW_KEYS = {
 }  # fmt: skip
 
 Make = Callable[..., Bundle]
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +307,26 @@ def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[st
     assert out.count("onnxruntime  fp32") >= 2
 
 
+def test_the_tables_have_no_column_of_dashes(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *quick_flags(make("llama")), "--threads", "1", "--kbits", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "decode ms" in out
+    assert "of 1 row" in out
+    assert not {"growth", "than", "MatMulNBits"} & set(out.split())
+    assert "-" not in out.split()
+
+
+@given(low=st.floats(1e-6, 1e6), factor=st.floats(1.5, 1e4))
+def test_every_axis_has_at_least_three_round_ticks(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert len(ticks) >= 3
+    assert ticks == sorted(set(ticks))
+    assert low <= ticks[0]
+    assert ticks[-1] <= low * factor
+
+
 def test_a_row_holds_medians_and_rates() -> None:
     setting = Setting(kv="4:2", policy="h2o", budget="1MiB")
     case = Case(engine="kvq", setting=setting, context=64, threads=1, sequence=Silent())
@@ -494,7 +502,6 @@ def test_passes_are_held_against_one_row_and_against_the_twin() -> None:
 
 def test_memory_is_read_at_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(bandwidth, "perf_counter", lambda: next(clock) / 4)
     assert bandwidth.read_bandwidth(2) == 4 << 20
 
@@ -610,9 +617,8 @@ def test_a_shape_has_the_parameters_of_its_model(name: str, parameters: int) -> 
     assert sum(math.prod(source.shape) for source in weights.values()) == parameters
 
 
-def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"tiny": {**COMMON, **CASES["llama"]}}
-    monkeypatch.setattr(shapes, "SHAPES", tiny)
+@pytest.mark.usefixtures("tiny_shape")
+def test_a_shape_is_made_once() -> None:
     path = shapes.shape_bundle("tiny")
     written = (path / "kvq.json").stat().st_mtime_ns
     assert Bundle.open(path).manifest.name == "tiny"
@@ -635,7 +641,7 @@ def test_a_shape_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--chats", "1,4"], "--chats needs --suite serve"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
-        (["--kv", "4:2,3:3"], "choose 8, 4 or 2"),
+        (["--kv", "4:2,3:3"], "choose 8, 6, 4 or 2"),
         (["--kv", "4:2,fp", "--kbits", "8"], "refine one setting"),
         (["--kv-policy", "oldest"], "--kv-policy needs a --kv-budget"),
         (["--kv-policy", "best", "--kv-budget", "1MiB"], "--kv-policy 'best' is unknown"),

@@ -1,32 +1,18 @@
 """`kvq bench --suite serve`: what it counts and refuses, on a real server; never how fast."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq_apps.bench import chats, serving, shapes
+from kvq_apps.bench import chats, serving
 from kvq_apps.bench.chats import ChatsJob
 from kvq_apps.bench.serving import BOTH, CHAT, COMPLETIONS, ServeJob, p95
 from kvq_apps.cli import main
 from kvq_runtime.backends import Pass
 from kvq_runtime.backends.onnx import OnnxBackend
 from shelf import Shelf
-
-TINY_SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +21,17 @@ def bundle(shelf: Shelf) -> str:
 
 
 def test_every_phase_is_measured(
-    bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
-    complete = serving._Asker.complete
+    complete = serving.Asker.complete
 
     def counted(*arguments: object) -> list[float]:
         taken = complete(*arguments)  # type: ignore[arg-type]
         asked.append(len(taken))
         return taken
 
-    monkeypatch.setattr(serving._Asker, "complete", counted)
+    monkeypatch.setattr(serving.Asker, "complete", counted)
     quick = {"every_s": 0.025, "chat_s": 0.25, "completion_tokens": 3}
     monkeypatch.setattr(serving, "ServeJob", lambda **given: ServeJob(**{**given, **quick}))
     words = ["--suite", "serve", "--context", "20", "--repeat", "2", "--threads", "1", "--json"]
@@ -101,11 +86,10 @@ def test_what_the_suite_cannot_do_is_refused(
 # Chats at once, without a server
 
 
+@pytest.mark.usefixtures("tiny_shape")
 def test_chats_at_once_write_what_is_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
     # A round takes a second by this clock.
     looks: list[float] = []
     monkeypatch.setattr(chats, "perf_counter", lambda: looks.append(len(looks)) or looks[-1])
@@ -140,11 +124,8 @@ def test_chats_at_once_write_what_is_counted(
     assert "answers of 64 tokens after 65" in out
 
 
-def test_chats_that_cannot_be_measured_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
+@pytest.mark.usefixtures("tiny_shape")
+def test_chats_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--suite", "serve", "--shape", "tiny", "--context", "65", "--repeat", "1"]
     # refused in the pool's own thread
     assert main([*words, "--chats", "1,4", "--kv-budget", "1KiB"]) == 2

@@ -1,6 +1,7 @@
 """The app by its keys: sending, queueing, cancelling, failing, branching, settings, leaving."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from chat_pilot import LONG_S, gated, meter, run, say, shown, telling, until
+from environment import ROOTS
 from kvq_apps import cli
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat import controller, engine_link, keys
@@ -23,6 +25,7 @@ from kvq_apps.chat.commands import COMMANDS, parse_command
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
+from kvq_apps.chat.kv_files import forget_oldest
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
@@ -60,7 +63,7 @@ sys.stdin.isatty = sys.stdout.isatty = lambda: True
 cli.main(["chat", "/no/such/model", "--no-log"])
 print(seen)
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    environment = os.environ | ROOTS
     finished = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
@@ -313,6 +316,13 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
         note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
         assert note in shown(app)
         assert 0 < stats.encoded_tokens < stats.prompt_tokens
+        (edited,) = [one.edited for one in client.turns if one.edited]
+        assert [row.text for row in edited] == before[:3]
+        left = client.stale
+        await say(app, pilot, "/exact")
+        assert f"{left} tokens were encoded again" in shown(app)
+        await say(app, pilot, "/exact")
+        assert "all of it is exact already" in shown(app)
         await pilot.press("alt+p")
         await until(
             pilot, lambda: app.controller.idle and len(app.controller.conversation.messages) == 6
@@ -338,6 +348,22 @@ def test_escape_leaves_an_edit() -> None:
         assert (app.prompt.text, app.prompt.border_title) == ("", None)
         await say(app, pilot, "two")
         assert len(app.controller.conversation.messages) == 4
+
+    run(script)
+
+
+def test_an_edit_keeps_what_was_being_written() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        for end in ("escape", "enter"):
+            app.prompt.fill("not sent yet")
+            await pilot.press("alt+up", "alt+up", "e")
+            assert app.prompt.text == "one"
+            await pilot.press("alt+up", "e")
+            await pilot.press(end)
+            await until(pilot, lambda: app.controller.idle)
+            assert (app.prompt.text, app.prompt.border_title) == ("not sent yet", None)
+        assert app.controller.conversation.messages[0].branches == 2
 
     run(script)
 
@@ -542,15 +568,113 @@ def test_a_chat_is_resumed_with_its_kv(tmp_path: Path) -> None:
 
     async def other_plan(app: ChatApp, pilot: Pilot[Any]) -> None:
         await until(pilot, lambda: app.controller.idle)
-        text = " ".join(shown(app).split())
-        assert "not restored" in text
-        assert "the next reply encodes again" in text
+        assert "KV cache restored at 4:2" in shown(app)
         await say(app, pilot, "four")
-        assert app.controller.engine.stats.cached_tokens == 0
+        assert app.controller.engine.stats.cached_tokens > 0
 
     client = FakeClient()
     client.facts = dataclasses.replace(client.facts, k_bits=8)
     run(other_plan, client, folder=tmp_path, latest=True)
+
+
+def kept_in(app: ChatApp) -> tuple[str, int]:
+    """Widths and budget of the engine."""
+    facts = app.controller.engine.facts
+    assert facts is not None
+    return f"{facts.k_bits}:{facts.v_bits}", facts.kv_budget
+
+
+def test_each_chat_goes_on_at_its_own_widths_and_budget(tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "narrow")
+        await say(app, pilot, "/new")
+        await say(app, pilot, "wide")
+        await say(app, pilot, "/kv 8:4 32MiB")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.controller.idle)
+        assert kept_in(app) == ("8:4", 32 << 20)
+        assert "KV cache restored at 8:4 in 32.0 MiB: " in shown(app)
+        await say(app, pilot, "wide again")
+        assert app.controller.engine.stats.cached_tokens > 0
+        narrow = (await app.controller.history.read(lambda history: history.search("narrow")))[0]
+        app.controller.do(lambda: app.controller.resume_chat(narrow.id))
+        await until(pilot, lambda: app.controller.idle)
+        assert kept_in(app) == ("4:2", 64 << 20)
+        await say(app, pilot, "narrow again")
+        assert app.controller.engine.stats.cached_tokens > 0
+
+    run(first, folder=tmp_path)
+    run(second, folder=tmp_path, latest=True)
+
+
+def test_widths_of_the_command_line_hold_and_the_chat_says_so(tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        await say(app, pilot, "/kv 8:4 32MiB")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.controller.idle)
+        assert kept_in(app) == ("4:2", 64 << 20)
+        said = [message.text for message in app.transcript.messages if not message.id]
+        assert said == [
+            "the KV cache is not restored (it was kept at 8:4 in 32.0 MiB, and you asked for 4:2 "
+            "in 64.0 MiB): the next reply encodes the chat again"
+        ]
+
+    run(first, folder=tmp_path)
+    run(second, folder=tmp_path, latest=True, kv_pinned=True)
+
+
+def test_a_cache_of_another_model_is_one_sentence(tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.controller.idle)
+        assert [message.text for message in app.transcript.messages if not message.id] == [
+            "the KV cache is not restored (it was kept for another model): the next reply encodes "
+            "the chat again"
+        ]
+
+    other = FakeClient()
+    other.facts = dataclasses.replace(other.facts, fingerprint="other")
+    run(first, folder=tmp_path)
+    run(second, other, folder=tmp_path, latest=True)
+
+
+def test_the_kv_is_saved_when_nothing_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "SAVE_AFTER_S", 0.02)
+
+    def kept() -> list[int]:
+        return [len(json.loads(path.read_text())["tokens"]) for path in tmp_path.glob("kv/*.kv")]
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "one")
+        await until(pilot, lambda: kept() == [app.controller.engine.stats.context_tokens])
+        before = kept()
+        await say(app, pilot, "two")
+        await until(pilot, lambda: kept() == [app.controller.engine.stats.context_tokens])
+        assert kept() > before
+        await until(pilot, lambda: app.controller.idle)
+        # Nothing is new, so nothing is written.
+        (path,) = (tmp_path / "kv").glob("*.kv")
+        path.unlink()
+        await pilot.pause(0.1)
+        assert kept() == []
+
+    run(script, folder=tmp_path)
+
+
+def test_what_a_killed_process_had_begun_to_write_goes(tmp_path: Path) -> None:
+    old, new = tmp_path / ".a.kv-00", tmp_path / ".b.kv-00"
+    for path in (old, new, tmp_path / "c.kv"):
+        path.write_bytes(b"x" * 10)
+    os.utime(old, (0, 0))
+    forget_oldest(tmp_path, 100)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.kv-00", "c.kv"]
 
 
 def test_the_list_of_chats_searches_and_opens(tmp_path: Path) -> None:
@@ -609,7 +733,7 @@ def test_kv_is_changed_live() -> None:
         await say(app, pilot, "/kv 1MiB")
         assert "2 MiB can" in shown(app)
         await say(app, pilot, "/kv 3:2")
-        assert "bits 3 is not possible: choose 8, 4 or 2" in " ".join(shown(app).split())
+        assert "/kv 3:2 is not possible: choose " in " ".join(shown(app).split())
         assert "/32.0 MiB K8V4" in meter(app)
         await say(app, pilot, "two")
         assert app.controller.conversation.messages[-1].text.startswith("You asked: **two**")

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
+FLOATS = {"k_bits": 16, "v_bits": 16}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,33 @@ def test_only_what_differs_is_encoded(bundle: str) -> None:
     fresh.close()
 
 
+def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
+    """CHAT-16; and `/exact` makes the chat one that was never edited."""
+    client, fresh = local(bundle, **FLOATS), local(bundle, **FLOATS)
+    client.open()
+    fresh.open()
+    question = "one two three " + "four five six seven eight nine ten " * 8
+    edited = question.replace("one", "ONE")
+    first, _ = answer(client, question)
+    answer(client, question, first, "more")
+    stream = Stream()
+    asked = replace(turn(edited), edited=turn(question).messages)
+    client.reply(asked, stream)
+    stats = stream.take().stats
+    assert stats is not None
+    assert 0 < stats.encoded_tokens < stats.prompt_tokens / 4
+    session = client._session
+    assert session is not None
+    held = session.tokens
+    assert client.reread(Stream()) > stats.prompt_tokens / 2
+    assert client.reread(Stream()) == 0
+    assert session.tokens == held
+    text, _ = answer(client, edited)
+    assert text == answer(fresh, edited)[0]
+    client.close()
+    fresh.close()
+
+
 def test_the_statistics_are_the_sessions_own(bundle: str) -> None:
     client = local(bundle)
     facts = client.open()
@@ -200,6 +230,53 @@ def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
         assert app.controller.engine.stats.encoded_tokens <= 1
 
     run(second, local(bundle), latest=True, **options)
+
+
+def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -> None:
+    async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello")
+        await say(app, pilot, "/kv 8:4")
+
+    async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.controller.idle)
+        facts = app.controller.engine.facts
+        assert facts is not None
+        assert (facts.k_bits, facts.v_bits) == (8, 4)
+        assert f"KV cache restored at 8:4 in {format_bytes(facts.kv_budget)}: " in shown(app)
+        await say(app, pilot, "/retry")
+        assert app.controller.engine.stats.encoded_tokens <= 1
+
+    async def smaller(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.controller.idle)
+        (said,) = (message.text for message in app.transcript.messages if not message.id)
+        assert said.startswith("the KV cache is not restored (")
+        assert said.endswith("): the next reply encodes the chat again")
+        assert "{" not in said
+        assert str(tmp_path) not in said
+
+    options = {"sampling": GREEDY, "max_tokens": 6, "folder": tmp_path}
+    run(first, local(bundle), **options)
+    run(second, local(bundle), latest=True, **options)
+    run(smaller, local(bundle, context_tokens=512), latest=True, **options)
+
+
+def test_a_model_without_a_chat_template_is_refused_at_the_start(bundle: str) -> None:
+    says = "has no chat template, so it cannot chat; `kvq run -m .*` continues plain text, and `def"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "chat_template", None)
+        with pytest.raises(ModelError, match=says):
+            local(bundle).open()
+
+        async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+            await until(pilot, lambda: "no model" in meter(app))
+            assert "has no chat template" in " ".join(shown(app).split())
+
+        run(script, local(bundle), ready=False)
+    with server(b"") as (url, _), pytest.MonkeyPatch.context() as patch:
+        rows = [{"id": "m", "meta": {"kbits": 4, "chat": False}}]
+        patch.setitem(globals(), "MODELS", {"data": rows})
+        with pytest.raises(ModelError, match="cannot chat; its /v1/completions continues"):
+            RemoteClient(url).open()
 
 
 # Over HTTP

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import ROOTS
 from kvq.errors import DataError
 from kvq_apps.chat import conversation as conversation_module
 from kvq_apps.chat import history as history_module
@@ -132,7 +133,7 @@ def test_writers_in_two_processes_never_see_a_lock(path: Path) -> None:
             chat.finish("done", ReplyStats())
         """
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    environment = os.environ | ROOTS
     command = [sys.executable, "-c", program, str(path)]
     running = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(300) for process in running] == [0, 0]
@@ -179,7 +180,7 @@ def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None
             print(number, flush=True)
         """
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    environment = os.environ | ROOTS
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(path)],
         env=environment, stdout=subprocess.PIPE, text=True,

@@ -10,13 +10,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
+from fcntl import ioctl
 from itertools import count
 from pathlib import Path
 
 import pytest
 
+from environment import environment_in
 from kvq_apps.chat.history import History
 
 LONG_S = 300.0  # only a hang takes so long: what is waited for stays once it is there
@@ -25,14 +28,7 @@ KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment whose folders are the test's own."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # A worker of xdist has the size of no terminal, which would be believed over the real one.
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        clean.pop(name, None)
-    folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("DATA", "CACHE", "CONFIG")}
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | folders | {"PYTHONPATH": roots, "TERM": "xterm-256color"}
+    return environment_in(tmp_path) | {"TERM": "xterm-256color"}
 
 
 def piped(
@@ -67,6 +63,7 @@ def test_a_message_on_a_pipe_is_answered_without_escapes(home: dict[str, str]) -
     assert answer["chat"] == found["chats"][0]["id"]
     exported = Path(home["XDG_DATA_HOME"]) / "chat.jsonl"
     assert piped("--export", str(exported), home=home).returncode == 0
+    assert piped("--export", "-", home=home).stdout == exported.read_bytes()
     assert [json.loads(line)["role"] for line in exported.read_text().splitlines()] == [
         "user", "assistant", "user", "assistant"
     ]  # fmt: skip
@@ -121,6 +118,7 @@ class Terminal:
         self.process = subprocess.Popen(
             command, env=home, stdin=terminal, stdout=terminal if stdout is None else stdout,
             stderr=terminal, start_new_session=True, close_fds=True,
+            preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - takes no lock
         )  # fmt: skip
         os.close(terminal)
         self.output = b""
@@ -144,12 +142,18 @@ class Terminal:
             except OSError:
                 time.sleep(0.02)
 
+    def hang_up(self) -> None:
+        """Goes away, as a window that is closed."""
+        os.close(self._master)
+        self._master = -1
+
     def close(self) -> None:
         """Ends the process, whatever it does."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 @pytest.fixture
@@ -252,6 +256,58 @@ def test_no_color_has_no_colours(home: dict[str, str], opened: list[Terminal]) -
     # The terminal is left as it was: main screen, cursor on.
     assert terminal.output.rfind(b"\x1b[?1049l") > terminal.output.rfind(b"\x1b[?1049h") >= 0
     assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
+
+
+RESTORED = (b"\x1b[?1049", b"\x1b[?1000", b"\x1b[?1004", b"\x1b[?2004")
+
+
+def left_as_it_was(output: bytes) -> bool:
+    """Whether main screen, mouse, focus, paste and cursor are the shell's again."""
+    switched = all(output.rfind(code + b"l") > output.rfind(code + b"h") >= 0 for code in RESTORED)
+    return switched and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize("engine", ["fake:tokens=5", "fake:tok_ms=100000000"])
+def test_a_terminated_chat_leaves_the_terminal_as_it_was(
+    engine: str, home: dict[str, str], opened: list[Terminal]
+) -> None:
+    stuck = "ms" in engine
+    terminal = Terminal([*KVQ, "--engine", engine], home)
+    opened.append(terminal)
+    terminal.until(lambda: b"ready" in terminal.output)
+    terminal.type("hi\r")
+    terminal.until(lambda: (b"answering" if stuck else b"word4") in terminal.output)
+    terminal.process.send_signal(signal.SIGTERM)
+    # An engine that is stuck for a day does not keep it.
+    terminal.until(lambda: terminal.process.poll() is not None)
+    terminal.until(lambda: left_as_it_was(terminal.output))
+    assert terminal.process.returncode == 128 + signal.SIGTERM
+    assert b"Traceback" not in terminal.output
+    history = History(history_of(home))
+    question, answer = history.branch(history.chats()[0].id)
+    assert (question.text, answer.state) == ("hi", "interrupted" if stuck else "done")
+    assert (history.snapshot(history.chats()[0].id) is None) == stuck
+    history.close()
+
+
+def test_a_closed_terminal_ends_the_chat_and_keeps_it(
+    home: dict[str, str], opened: list[Terminal]
+) -> None:
+    terminal = Terminal([*KVQ, "--engine", "fake:tokens=5"], home)
+    opened.append(terminal)
+    terminal.until(lambda: b"ready" in terminal.output)
+    terminal.type("hi\r")
+    terminal.until(lambda: b"word4" in terminal.output)
+    terminal.hang_up()
+    terminal.process.wait(LONG_S)
+    assert terminal.process.returncode == 128 + signal.SIGHUP
+    history = History(history_of(home))
+    chat = history.chats()[0].id
+    assert [message.state for message in history.branch(chat)] == ["done", "done"]
+    kept = history.snapshot(chat)
+    assert kept is not None
+    assert json.loads(Path(kept.path).read_text())["tokens"]
+    history.close()
 
 
 # tmux: what a person sees

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment_in
 from kvq import __version__
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
@@ -32,11 +32,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. 
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment of one's own: no flags, an empty cache folder, no colours."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("KVQ_")}
-    # The source roots are wherever this process found them.
-    roots = os.pathsep.join(path for path in sys.path if path)
-    return clean | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": roots}
+    return environment_in(tmp_path)
 
 
 def kvq(
@@ -95,8 +91,23 @@ def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
 
 
 def test_version(home: dict[str, str]) -> None:
-    finished = kvq("--version", home=home)
-    assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+    for flag in ("--version", "-V"):
+        finished = kvq(flag, home=home)
+        assert (finished.returncode, finished.stdout) == (0, f"kvq {__version__}\n".encode())
+
+
+def test_without_a_word_it_shows_its_help(home: dict[str, str]) -> None:
+    bare, asked = kvq(home=home), kvq("--help", home=home)
+    assert (bare.returncode, bare.stdout) == (0, asked.stdout)
+    assert b"export" in bare.stdout
+
+
+def test_flags_have_the_names_that_other_programs_gave_them(bundle: str, ask: Ask) -> None:
+    found = ask("run", "-m", bundle, "--temperature", "0", "--max-tokens", "3", "The", "quick")
+    assert found["new_tokens"] == 3
+    assert found["text"] == ask("run", "-m", bundle, "--temp", "0", "-n", "3", "The quick")["text"]
+    endless = ask("run", "-m", bundle, "--temp", "0", "-n", "-1", "--ctx-size", "50", "The quick")
+    assert endless["prompt_tokens"] + endless["new_tokens"] >= 50
 
 
 # They name another thing the command does, which no environment can ask for.
@@ -230,6 +241,7 @@ def test_a_bad_value_names_its_variable(
         (["here", "hello"], None, ("here", "hello")),
         (["here", "hello"], "there", ("here", "hello")),
         (["-m", "here", "hello"], "there", ("here", "hello")),
+        (["-m", "here", "hello", "there", "you"], None, ("here", "hello there you")),
     ],
 )
 def test_model_and_prompt(
@@ -364,7 +376,7 @@ def test_a_float_cache_in_bytes_decides_the_context(bundle: str, ask: Ask) -> No
 def test_usage_goes_to_stderr(bundle: str, home: dict[str, str]) -> None:
     finished = kvq("run", bundle, "hi", "-n", "3", "-u", home=home)
     assert b"3 new tokens at" in finished.stderr
-    assert b"mean bits 16.0:16.0, 0% evicted" in finished.stderr
+    assert b"not quantised yet: it all fits in fp16, 0% evicted" in finished.stderr
     assert b"new tokens" not in finished.stdout
 
 
@@ -529,7 +541,8 @@ def test_export_prints_a_table_and_progress_apart(
     table = finished.stdout.decode()
     assert "8 bits, block 64" in table
     assert "8:4, 4 sink tokens" in table
-    assert "weights_and_kv.mean_kld" in table
+    assert table.index("at 8:4 this model keeps ") < table.index("weights_and_kv.mean_kld")
+    assert re.search(r"keeps \d+% of its first choices \(\d+% with an unquantised cache\)", table)
     assert b"100 %" in finished.stderr
     assert b"\x1b" not in finished.stderr + finished.stdout
     manifest = json.loads((destination / "kvq.json").read_text())
@@ -565,6 +578,11 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     again = kvq(*words, home=home)
     assert again.returncode == 0, again.stderr.decode()
     assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
+
+
+def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:
+    found = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
+    assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
 
 
 def test_export_json(checkpoint: Path, home: dict[str, str], tmp_path: Path) -> None:

@@ -43,22 +43,22 @@ def refused(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 4 or 2"),
-        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 4 or 2"),
-        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 4 or 2"),
+        (["--kbits", "3"], "--kbits 3 is not possible: choose 8, 6, 4 or 2"),
+        (["--kbits", "-4"], "--kbits -4 is not possible: choose 8, 6, 4 or 2"),
+        (["--vbits", "16"], "--vbits 16 is not possible: choose 8, 6, 4 or 2"),
         (["--kbits", "four"], "'four' is not a whole number"),
-        (["--kv", "4:3"], "--vbits 3 is not possible"),
+        (["--kv", "4:3"], "--kv 4:3 is not possible: choose "),
         (["--kv", "low"], "--kv 'low' is not possible: write K:V widths such as 4:2, or fp"),
         (["--kv-budget", "lots"], "--kv-budget 'lots' is not possible: give bytes (64MiB"),
         (["--kv-budget", "0"], "--kv-budget '0' is not possible"),
         (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
         (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
         (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, early, lookahead"),
-        (["--draft", "lookup:most=0"], "--draft lookup: most=0 is not possible: 1 or more"),
+        (["--draft", "suffix:most=0"], "--draft suffix: most=0 is not possible: 1 or more"),
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),
         (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),
-        (["--predict", "0"], "--predict 0 is not possible: give 1 or more"),
+        (["--predict", "0"], "--predict 0 is not possible: give 1 or more, or -1 (until the"),
         (["--temp", "-1"], "--temp -1.0 is not possible: give 0 (greedy) or more"),
         (["--temp", "nan"], "--temp nan is not possible"),
         (["--top-p", "2"], "--top-p 2.0 is not possible: give above 0 and up to 1 (off)"),
@@ -84,10 +84,9 @@ def test_words(bundle: str, refused: Refused) -> None:
     assert "the prompt is empty; write" in refused("run")
     assert "the prompt is empty" in refused("run", "-m", bundle, "")
     assert "the prompt is empty" in refused("run", "-m", bundle, "-")
-    assert "2 words were given besides -m; quote the prompt" in refused("run", "-m", "a", "b", "c")
-    assert "at most two words" in refused("run", "a", "b", "c")
-    assert "required: COMMAND" in refused()
-    assert "invalid choice: 'rnu'" in refused("rnu")
+    assert "at most two words; quote the prompt, or name the model" in refused("run", "a", "b", "c")
+    assert "there is no command 'exprt'; did you mean export?" in refused("exprt")
+    assert "there is no command 'qqq'; `kvq --help` lists all" in refused("qqq")
 
 
 def test_without_an_embedded_model_one_must_be_given(
@@ -102,7 +101,8 @@ def test_without_an_embedded_model_one_must_be_given(
 
 
 def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
-    assert "there is no model at ./nowhere" in refused("run", "-m", "./nowhere", "hello")
+    assert "there is no model at ./nowhere; give" in refused("run", "-m", "./nowhere", "hello")
+    assert "no model at defualt; did you mean default?" in refused("run", "-m", "defualt", "hello")
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert "is not a GGUF file, or is cut short" in refused(
         "run", str(tmp_path / "weights.gguf"), "hello"
@@ -191,7 +191,7 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
     assert "text-absent cannot be read: No such file" in evaluate("--task", "ppl", f"{file}-absent")
     assert "scoring needs at least 4" in evaluate("--task", "ppl", file)
     several = evaluate("--task", "ppl", file, "--context", "64,128")
-    assert "only passkey and retrieval take several" in several
+    assert "only --task passkey and retrieval take several" in several
     assert "--context 0 is not possible" in evaluate("--task", "ppl", file, "--context", "0")
     assert "--max-tokens 0 is not possible" in evaluate("--task", "ppl", file, "--max-tokens", "0")
     assert "give numbers from 0 to 1" in evaluate("--task", "passkey", "--depths", "0,2")
@@ -208,7 +208,7 @@ def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path
         return line
 
     source = str(checkpoint)
-    assert "MODEL is missing" in export()
+    assert "CHECKPOINT is missing" in export()
     assert "--wbits 5 is not possible: choose 4 or 8" in export(source, "--wbits", "5")
     assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
     assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
@@ -231,3 +231,16 @@ def test_a_bundle_without_a_tokenizer(checkpoint: Path, refused: Refused, tmp_pa
     options = ExportOptions(quality=False, tokenizer=False)
     folder = export_model(checkpoint, tmp_path / "bundle", options).path
     assert "has no tokenizer, it takes token ids only" in refused("run", str(folder), "hello")
+
+
+def test_errors_name_what_was_typed(
+    bundle: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", "-m", bundle, "hello")
+    assert "error: --kv 3:2 is not possible: choose " in refused(*run, "--kv", "3:2")
+    assert "error: -ctk 3 is not possible" in refused(*run, "-ctk", "3")
+    assert "error: --max-tokens 0 is not possible" in refused(*run, "--max-tokens", "0")
+    assert "error: -n 0 is not possible" in refused(*run, "-n", "0")
+    monkeypatch.setenv("KVQ_PREDICT", "0")
+    assert "error: KVQ_PREDICT 0 is not possible" in refused(*run)
+    assert "error: --predict -5 is not possible" in refused(*run, "--predict", "-5")

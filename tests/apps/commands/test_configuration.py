@@ -143,7 +143,7 @@ def test_a_switch_is_true_or_false(user_file: Path) -> None:
         ("kv.budgt = 1", "1: [kv] has no key budgt"),
         ("[modl]\nthreads = 3", "1: there is no section modl; known: [model], [kv], [chat]"),
         ("kv = 3", "1: kv is a section; write [kv]"),
-        ('[kv]\n\n"bits" = "9:9"', "3: --kbits 9 is not possible: choose 8, 4 or 2"),
+        ('[kv]\n\n"bits" = "9:9"', "3: --kv 9:9 is not possible: choose 8, 6, 4 or 2"),
         ("[kv]\nbits = [4]", "2: kv.bits needs text or a number"),
         ('[kv]\nbudget = "lots"', "2: --kv-budget 'lots' is not possible"),
         ('[kv]\npolicy = "best"', "2: --kv-policy 'best' is unknown; possible: "),

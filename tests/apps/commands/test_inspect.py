@@ -36,7 +36,7 @@ def saved(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_state: None) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kvq"
 
@@ -122,6 +122,16 @@ def test_a_thousand_tokens_more_take_what_the_estimate_says(bundle: Path, inspec
     assert list(at.values()) == sorted(at.values(), reverse=True)
 
 
+def test_a_context_beyond_the_models_own_is_warned_of(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "512"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "600"]) == 0
+    warning = capsys.readouterr().err
+    assert "a context of 600 tokens is more than the 512 this model was made for" in warning
+
+
 def test_a_budget_is_taken_as_it_is(bundle: Path, inspect: Inspect, refused: Refused) -> None:
     found = inspect(bundle, "--estimate", "--kv-budget", "1MiB")["estimate"]
     assert found["kv_bytes"] == 1 << 20
@@ -181,7 +191,7 @@ def test_a_gguf_file(
     assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
     assert found["kv_bytes"] == row_bytes * CONTEXT
     assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
-    assert "--kbits 2 is not possible on the llama.cpp backend: choose 8 or 4" in refused(
+    assert "keys of 2 bits (--kv or --kbits) are not possible on the llama.cpp" in refused(
         file, "--estimate", "--kv", "2:2"
     )
     assert "fits yes, " in table(file, "--estimate")
@@ -201,7 +211,7 @@ def test_a_saved_session(
 
 def _with_header(content: bytes, **changes: object) -> bytes:
     """A saved session with another header, its digest made right again."""
-    prefix = snapshot._PREFIX
+    prefix = snapshot.PREFIX
     length = prefix.unpack_from(content)[1]
     header = json.loads(content[prefix.size : prefix.size + length]) | changes
     encoded = json.dumps(header).encode()
@@ -275,16 +285,61 @@ def test_without_a_path_the_bundles_made_so_far_are_listed(
     assert main(["inspect"]) == 0
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert f"no bundle is in {cache / 'bundles'} yet: `kvq run" in shown.err
+    assert "no model was made or run yet: `kvq run" in shown.err
 
-    made = Path(shutil.copytree(bundle, cache / "bundles" / "good-1"))
-    broken = Path(shutil.copytree(bundle, cache / "bundles" / "torn-2"))
+    made = Path(shutil.copytree(bundle, cache / "bundles" / "good-0123456789ab"))
+    broken = Path(shutil.copytree(bundle, cache / "bundles" / "torn-0123456789ab"))
     (broken / "model.onnx").unlink()
     (cache / "bundles" / ".good-1.0a.partial").mkdir()
-    good, torn = inspect()["bundles"]
-    assert (good["name"], good["kv"], good["path"]) == ("bundle", "4:2", str(made))
+    good, torn = inspect()["models"]
+    assert (good["name"], good["kv"], good["path"]) == ("good", "4:2", str(made))
     assert good["context_length"] == 512
+    assert torn["name"] == "torn"
     assert "model.onnx is missing" in torn["error"]
     shown = table()
     assert f"4:2, 209 bytes a token 512 {made}" in shown
-    assert f"torn-2 - - - unusable: {broken}/model.onnx is missing" in shown
+    assert f"torn - - - - unusable: {broken}/model.onnx is missing" in shown
+
+
+def test_what_was_made_or_run_is_found_by_its_name_from_anywhere(
+    bundle: Path,
+    checkpoint: Path,
+    inspect: Inspect,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvq_apps.text_input.piped_input", lambda: "")
+    run = Path(shutil.copytree(bundle, tmp_path / "elsewhere" / "was-run"))
+    made = tmp_path / "elsewhere" / "was-made"
+    assert main(["run", "-m", str(run), "-n", "1", "a", "b"]) == 0
+    assert main(["export", str(checkpoint), "-o", str(made), "--no-quality", "--no-calibrate"]) == 0
+    capsys.readouterr()
+    assert [row["path"] for row in inspect()["models"]] == [str(made), str(run)]
+    assert set(inspect("--names")["names"]) == {"default", "nano", "was-run", "was-made"}
+    assert inspect("was-made")["path"] == str(made)
+    assert main(["run", "-m", "was-run", "-n", "1", "hello"]) == 0
+    capsys.readouterr()
+    # What lies in this folder goes before; the other is then known by its path.
+    (tmp_path / "was-run").symlink_to(bundle)
+    monkeypatch.chdir(tmp_path)
+    assert inspect("was-run")["path"] == "was-run"
+    assert str(run) in inspect("--names")["names"]
+    shutil.rmtree(made)
+    assert [row["path"] for row in inspect()["models"]] == [str(run)]
+
+
+def test_a_removed_bundle_takes_nothing_else_with_it(
+    bundle: Path, inspect: Inspect, refused: Refused, tmp_path: Path
+) -> None:
+    gone, shared = (Path(shutil.copytree(bundle, tmp_path / name)) for name in ("gone", "shared"))
+    (shared / "thesis.txt").write_text("mine")
+    (shared / "kvq.json").write_text("damaged")
+    removed = inspect("--remove", gone)
+    assert removed["removed"] == str(gone)
+    assert removed["bytes"] > 100_000
+    assert not gone.exists()
+    inspect("--remove", shared)
+    assert [file.name for file in shared.iterdir()] == ["thesis.txt"]
+    assert "--remove deletes bundles only" in refused("--remove", shared)
+    assert "--remove needs the bundle to delete" in refused("--remove")

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvq.config import PAGE_WIDTHS
 from kvq_apps import shell_completion
 from kvq_apps.cli import COMMANDS, SHELLS, build_parser, main
 
 # Types the line and prints what is offered for its last word.
 ASK = """
+kvq() { [[ "$*" == "inspect --names" ]] && printf '%s\\n' default nano qwen3; }
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
 _kvq
@@ -62,9 +64,16 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "run", "--kv") == {"--kv", "--kv-budget", "--kv-policy", "--kv-read"}
     assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}
     assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
+    assert bash(script, "kvq", "run", "-m", "") == {"default", "nano", "qwen3"}
+    assert bash(script, "kvq", "inspect", "q") == {"qwen3"}
+    assert bash(script, "kvq", "run", "--kv-policy", "s") == {"snapkv", "streaming"}
+    # A colon begins a word of the shell, which then replaces only what follows it.
+    assert bash(script, "kvq", "run", "--kv", "8") == {f"8:{bits}" for bits in PAGE_WIDTHS}
+    assert bash(script, "kvq", "run", "--kv", "4:") == set(map(str, PAGE_WIDTHS))
+    assert bash(script, "kvq", "run", "--kv=f") == {"fp"}
     # Nothing of ours: the shell then offers files.
-    assert bash(script, "kvq", "run", "-m", "") == set()
-    assert bash(script, "kvq", "inspect", "") == set()
+    assert bash(script, "kvq", "export", "") == set()
+    assert bash(script, "kvq", "run", "--json-schema", "") == set()
     hidden = {"--engine"}
     for name in COMMANDS:
         assert bash(script, "kvq", name, "-") == flags_of(name) - hidden

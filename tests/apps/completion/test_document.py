@@ -134,3 +134,48 @@ def test_what_of_a_draft_is_shown(
     draft: str, before: str, rest: str, below: str, left: str
 ) -> None:
     assert shown(draft, Around(before, rest, ("", below))) == left
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            ["def f(x):\n", "    return x\n", "\n", "  \n", "\t", "x = 1", "\r\n", " ", "    "]
+        ),
+        max_size=20,
+    ),
+    edits=st.lists(
+        st.tuples(
+            st.integers(0, 200), st.integers(0, 30),
+            st.sampled_from(["", "\n", "  ", "x", "\n    y\n", "(", "\t\n"]),
+        ),
+        max_size=12,
+    ),
+)  # fmt: skip
+def test_a_text_that_changes_encodes_as_the_whole(
+    tokenizers: list[Tokenizer], pieces: list[str], edits: list[tuple[int, int, str]]
+) -> None:
+    for tokenizer in tokenizers:
+        text, blocks = "".join(pieces), BlockTokenizer(tokenizer)
+        for start, count, new in edits:
+            text = text[:start] + new + text[start + count :]
+            for part in (text[:start], text[start:], text):
+                assert blocks.encode(part) == tokenizer.encode(part)
+
+
+def test_a_part_of_a_long_text_begins_at_the_same_line_while_somebody_types() -> None:
+    document = Document("".join(f"line number {n}\n" for n in range(3000)))
+    before, after = document.around((2000, 3), 4000)
+    assert 4000 <= len(before) < 4000 + 65 * 17
+    assert before.endswith("1999\nlin")
+    assert after.startswith("e number 2000\n")
+    assert 4000 <= len(after) < 4100
+    first = before[:20]
+    for key in range(40):
+        document.replace(Position(2000, 3 + key), Position(2000, 3 + key), "x")
+        before, _ = document.around((2000, 4 + key), 4000)
+        assert before.startswith(first)
+    assert document.around((0, 0), 10)[0] == ""
+    copy = document.copy()
+    document.replace(Position(0, 0), Position(0, 1), "")
+    assert copy.text == "l" + document.text

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment_in
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.engine import Completion, Draft
 from kvq_apps.lsp.frames import RpcError, read_frames
@@ -309,7 +310,7 @@ def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "kvq_apps.cli", "lsp", "--threads", "1", "--drafts", "2"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment_in(tmp_path),
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None

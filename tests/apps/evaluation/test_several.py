@@ -7,7 +7,17 @@ import pytest
 
 from kvq.errors import DataError
 from kvq_apps.cli import main
-from kvq_apps.evaluation.several import Place, Scores, _overlap, _score, places
+from kvq_apps.engine import Engine
+from kvq_apps.evaluation.several import (
+    CANDIDATE_PLACES,
+    CANDIDATES,
+    Place,
+    Scores,
+    _overlap,
+    _score,
+    clearly_best,
+    places,
+)
 from kvq_runtime.alternatives import Alternative
 from kvq_runtime.bundle import Bundle
 from shelf import Shelf
@@ -50,6 +60,37 @@ def test_the_best_draft_counts(shelf: Shelf) -> None:
     same = [draft("abc"), draft("abc"), draft("xyz")]
     assert _overlap(same) == pytest.approx(1 / 3, abs=0.34)
     assert _overlap(same[:2]) == 1.0
+
+
+def test_only_what_is_clearly_better_is_recorded() -> None:
+    base = [0.1, 0.5, 0.3, 0.4]
+    by_one = [0.3, 0.7, 0.5, 0.61]
+    by_luck = [2.0, 0.5, 0.3, 0.4]
+    assert clearly_best({"a": base, "b": by_luck}) == "a"
+    assert clearly_best({"a": base, "b": by_luck, "c": by_one}) == "c"
+    assert clearly_best({"a": by_one, "b": base}) == "a"
+
+
+def test_an_export_records_the_method_and_auto_follows_it(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kvq_apps.evaluation.several.clearly_best", lambda _: "branches:kind=beam")
+    path = str(tmp_path / "made")
+    words = ["export", str(shelf.checkpoint()), "-o", path, "--no-calibrate", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)["quality"]["drafts"]
+    assert (found["method"], found["places"]) == ("branches:kind=beam", CANDIDATE_PLACES)
+    assert set(found["similarity"]) == set(CANDIDATES)
+    with Engine.open(path, threads=1) as engine:
+        assert engine.model.drafts_method == "branches:kind=beam"
+        assert engine.tokenizer is not None
+        written = {}
+        for method in ("auto", "branches:kind=beam", "branches"):
+            with engine.session(kv="fp", draft_tokens=100) as session:
+                session.prefill(range(1, 20))
+                written[method] = [one.ids for one in session.drafts(3, 6, method=method)]
+    assert written["auto"] == written["branches:kind=beam"] != written["branches"]
 
 
 def test_the_table(shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

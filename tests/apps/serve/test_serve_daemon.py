@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import ROOTS, folders_in
 from kvq import __version__
 from kvq.errors import BackendError, UsageError
 from kvq_apps.chat.client import Stream, Turn
@@ -25,17 +26,25 @@ from kvq_apps.serve.listening import listen_on_file
 from kvq_apps.serve.protocol import PROTOCOL, check_answer
 from kvq_apps.serve.reach import UnixConnection, get_json
 from kvq_apps.serve.server import Server
-from serving import PATIENCE_S, Rule, ask, process, request_bytes, running, send, wait_until
-
-COMPLETIONS = "/v1/completions"
+from serving import (
+    COMPLETIONS,
+    PATIENCE_S,
+    Rule,
+    ask,
+    process,
+    request_bytes,
+    running,
+    send,
+    wait_until,
+)
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    folders = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("CACHE", "STATE", "CONFIG")}
+    folders = folders_in(tmp_path)
     for name, folder in folders.items():
         monkeypatch.setenv(name, folder)
-    return folders | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return folders | ROOTS
 
 
 # The handshake (SRV-21)
@@ -166,7 +175,7 @@ def test_status_and_stop_without_a_server(capsys: pytest.CaptureFixture[str]) ->
 def test_a_state_folder_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "STATE").write_text("a file")
+    (tmp_path / "state").write_text("a file")
     assert main(["serve", "/nowhere", "--port", "0"]) == 2
     complaint = capsys.readouterr().err
     # it would serve all the same, were there a model
@@ -339,11 +348,6 @@ def test_a_log_on_a_full_disk_is_one_note(
         for _ in range(5):
             logging.getLogger("kvq_apps").info("lost")
     assert capsys.readouterr().err.count("cannot be written") == 1
-
-
-@pytest.fixture
-def rule() -> Rule:
-    return Rule()
 
 
 def turn(text: str) -> Turn:

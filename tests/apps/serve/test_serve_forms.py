@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from serving import Rule, ask, running
+from serving import CHAT, COMPLETIONS, Rule, ask, client, running
 from tiny import byte_level_tokenizer
 
 pytest.importorskip("llguidance")
@@ -24,7 +24,6 @@ jsonschema = pytest.importorskip("jsonschema")
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GO = "<|im_start|>"
 # In the manner of the families: each row how it lists tools, calls and results.
 SAYS = {
@@ -103,10 +102,6 @@ def served(form: str, said: str | None = None) -> Iterator[Server]:
     rule.backend.rule = scripted if said is not None else random
     with running(rule.load, sessions=2) as server:
         yield server
-
-
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", max_retries=0, api_key="none")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,7 @@ from kvq.errors import SnapshotError
 from kvq_runtime import snapshot
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.saving import SavedSessions, as_ids
-from serving import PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
-
-COMPLETIONS = "/v1/completions"
+from serving import COMPLETIONS, PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
 
 class SlowDisk:

@@ -1,0 +1,258 @@
+-- Code completion by `kvq lsp` as ghost text: require('kvq').setup() is all there is to call.
+local options = require('kvq.options')
+local server = require('kvq.server')
+
+local M = {}
+
+local own = nil -- the options, once set up
+local view = nil -- who draws: kvq.ghost or kvq.native
+local enabled = true
+local attached = {}
+
+-- Whether kvq is to complete in `buffer`: a file's text, of a kind that is not switched off.
+local function wanted(buffer)
+  if vim.bo[buffer].buftype ~= '' or not vim.bo[buffer].modifiable then
+    return false
+  end
+  local rule = own.filetypes[vim.bo[buffer].filetype]
+  if rule == nil then
+    rule = own.filetypes['*']
+  end
+  return rule and true or false
+end
+
+local function group_of(buffer)
+  return vim.api.nvim_create_augroup('kvq-' .. buffer, { clear = true })
+end
+
+local function attach(buffer)
+  if not enabled or not wanted(buffer) then
+    return
+  end
+  local first = not attached[buffer]
+  if (first or server.client() == nil) and server.attach(buffer, own) then
+    attached[buffer] = true
+    view.attach(buffer, group_of(buffer))
+  end
+end
+
+local function detach(buffer)
+  if attached[buffer] then
+    attached[buffer] = nil
+    group_of(buffer)
+    if vim.api.nvim_buf_is_valid(buffer) then
+      view.detach(buffer)
+      server.detach(buffer)
+    end
+  end
+end
+
+-- The actions
+
+local function inserter(part)
+  return function()
+    view.accept(part)
+  end
+end
+
+M.accept = inserter('all')
+M.accept_line = inserter('line')
+M.accept_word = inserter('word')
+
+function M.next()
+  view.cycle(1)
+end
+
+function M.previous()
+  view.cycle(-1)
+end
+
+function M.trigger()
+  attach(vim.api.nvim_get_current_buf())
+  view.trigger()
+end
+
+function M.dismiss()
+  view.dismiss()
+end
+
+-- Whether a draft is shown at the cursor.
+function M.visible()
+  return view ~= nil and view.visible()
+end
+
+-- Switches completion off or on, for all buffers.
+function M.toggle()
+  enabled = not enabled
+  for buffer in pairs(vim.deepcopy(attached)) do
+    if not enabled then
+      detach(buffer)
+    end
+  end
+  attach(vim.api.nvim_get_current_buf())
+  vim.api.nvim_echo({ { 'kvq is ' .. (enabled and 'on' or 'off') } }, false, {})
+end
+
+function M.restart()
+  for buffer in pairs(vim.deepcopy(attached)) do
+    detach(buffer)
+  end
+  server.stop()
+  attach(vim.api.nvim_get_current_buf())
+end
+
+-- One line that says what the last completion cost, or why there was none.
+function M.explain()
+  server.explain(vim.api.nvim_get_current_buf(), function(report)
+    local line = server.why_not or 'no completion of this buffer was asked for'
+    if report and report.whyNot then
+      line = 'no completion: ' .. report.whyNot
+    elseif report then
+      line = ('%d drafts; reused %d tokens, encoded %d, %.0f ms'):format(
+        #report.drafts, report.reusedTokens, report.encodedTokens, report.ms
+      )
+    end
+    vim.notify('kvq: ' .. line)
+  end)
+end
+
+-- A few words for a status line: which draft is shown, or why none is.
+function M.status()
+  if own == nil or not enabled then
+    return 'kvq off'
+  end
+  local index, of = view.count()
+  if of then
+    return index and ('kvq %d/%d'):format(index, of) or ('kvq (%d)'):format(of)
+  end
+  return server.why_not and 'kvq: ' .. server.why_not or 'kvq'
+end
+
+-- Keys and commands
+
+local ACTIONS = {
+  'accept', 'accept_line', 'accept_word', 'next', 'previous', 'trigger', 'dismiss',
+}
+local COMMANDS = vim.list_extend({ 'toggle', 'restart', 'explain' }, ACTIONS)
+
+local function typed(key)
+  return vim.api.nvim_replace_termcodes(key, true, true, true)
+end
+
+-- What the key did before, as <Plug> of its own; nothing when it had no mapping.
+local function keep(action, key)
+  local before
+  for _, mapping in ipairs(vim.api.nvim_get_keymap('i')) do
+    before = typed(mapping.lhs) == typed(key) and mapping or before
+  end
+  if before == nil then
+    return nil
+  end
+  local plug = ('<Plug>(kvq-before-%s)'):format(action)
+  local does = (before.rhs or ''):gsub('<SID>', ('<SNR>%d_'):format(before.sid or 0))
+  vim.api.nvim_set_keymap('i', plug, does, {
+    callback = before.callback,
+    expr = before.expr == 1,
+    noremap = before.noremap == 1,
+    silent = before.silent == 1,
+    replace_keycodes = before.replace_keycodes == 1 or nil,
+  })
+  return plug
+end
+
+-- The key does `action` where a draft is shown, and what it did before elsewhere.
+local function map_key(action, key)
+  local describe = 'kvq: ' .. action:gsub('_', ' ')
+  if action == 'trigger' then
+    vim.keymap.set('i', key, '<Plug>(kvq-trigger)', { desc = describe })
+    return
+  end
+  local otherwise = keep(action, key) or key
+  vim.keymap.set('i', key, function()
+    return M.visible() and ('<Plug>(kvq-%s)'):format(action) or otherwise
+  end, { expr = true, remap = true, desc = describe })
+end
+
+local function map_plugs()
+  for _, action in ipairs(ACTIONS) do
+    -- Undo takes back what was accepted, and not what was typed before it.
+    local undo = action:sub(1, 6) == 'accept' and '<C-g>u' or ''
+    local plug = ('<Plug>(kvq-%s)'):format(action)
+    vim.keymap.set('i', plug, ("%s<Cmd>lua require('kvq').%s()<CR>"):format(undo, action))
+  end
+end
+
+local function map_keys()
+  map_plugs()
+  for action, key in pairs(own.keys or {}) do
+    if key and not M.mapped[action] then
+      map_key(action, key)
+      M.mapped[action] = true
+    end
+  end
+end
+
+M.mapped = {}
+
+local function create_commands()
+  vim.api.nvim_create_user_command('Kvq', function(command)
+    if not vim.tbl_contains(COMMANDS, command.args) then
+      local names = table.concat(COMMANDS, ', ')
+      vim.notify(('kvq: no command %q; possible are %s'):format(command.args, names), 3)
+      return
+    end
+    M[command.args]()
+  end, {
+    nargs = 1,
+    complete = function(lead)
+      return vim.tbl_filter(function(name)
+        return vim.startswith(name, lead)
+      end, COMMANDS)
+    end,
+    desc = 'kvq: one of its actions',
+  })
+  vim.api.nvim_create_user_command('KvqToggle', M.toggle, { desc = 'kvq: off or on' })
+end
+
+-- Whether Neovim draws the ghost text itself. It has no key that asks, so 'subtle' is drawn by kvq.
+local function neovim_draws()
+  return vim.lsp.inline_completion ~= nil and own.native ~= false and own.mode == 'eager'
+end
+
+-- Completes from now on; `given`: see |kvq-options|. May be called again with other options.
+function M.setup(given)
+  if vim.fn.has('nvim-0.7') ~= 1 then
+    error('kvq: this is for Neovim 0.7 and later', 0)
+  end
+  if own then
+    M.restart()
+  end
+  own = options.merged(given)
+  view = require(neovim_draws() and 'kvq.native' or 'kvq.ghost')
+  view.setup(own)
+  vim.api.nvim_set_hl(0, 'KvqGhost', { default = true, link = 'Comment' })
+  create_commands()
+  map_keys()
+  local group = vim.api.nvim_create_augroup('kvq', { clear = true })
+  local function on(events, callback)
+    vim.api.nvim_create_autocmd(events, {
+      group = group,
+      callback = function(event)
+        callback(event.buf)
+      end,
+    })
+  end
+  on({ 'BufEnter', 'BufFilePost', 'FileType', 'InsertEnter' }, attach)
+  -- A buffer that gets another name is another document to the server.
+  on({ 'BufDelete', 'BufFilePre' }, detach)
+  if vim.v.vim_did_enter == 1 then
+    attach(vim.api.nvim_get_current_buf())
+  end
+end
+
+-- For :checkhealth.
+function M.facts()
+  return { options = own, native = own ~= nil and neovim_draws(), enabled = enabled }
+end
+
+return M

@@ -1,0 +1,396 @@
+// Attention of a few tokens over quantised pages and a floating-point tail, on tensor cores.
+//
+// A block is (part of the pages, 8 query rows, KV head); its warps take pages in turn. Of a page a
+// warp computes logits [64 tokens, 8 rows] = codes . (queries * scales), each query row's running
+// softmax, and values [channels, 8 rows] += codes . (weights * scales): both are products of codes
+// as they lie in memory (codes.h). Lane 4g + t owns query row g, sixteen of its tokens each.
+#pragma once
+#include "codes.h"
+#include "kvq_cuda.h"
+#include "queries.h"
+
+namespace kvq::cuda {
+
+constexpr int kRows = 8, kWarps = 4, kThreads = kWarps * kWarp;
+constexpr float kNothing = -1e30f;  // running maximum before the first visible key
+
+// One side of a page: its planes, granule by granule, and its grid.
+struct Side {
+    const uint8_t* granule[kGranulesPerSide];
+    const uint8_t* grid;
+    // The bits below the upper nibbles, of vector `vector` (4n + t) of a group: half as many
+    // vectors where they are two each, of which a lane's codes lie in the upper fields if t is odd.
+    template <int Bits>
+    KVQ_DEVICE_MEMBER uint32_t low_word(int group, int group_bytes, int vector, int g,
+                                        int granule_bytes) const {
+        if constexpr (Bits == 8)
+            return word(1, group * group_bytes + 32 * vector + 4 * g, granule_bytes);
+        if constexpr (Bits == 6)
+            return word(1, group * group_bytes / 2 + 32 * (vector / 2) + 4 * g, granule_bytes) >>
+                   4 * (vector % 2);
+        return 0;
+    }
+    KVQ_DEVICE_MEMBER uint32_t word(int plane, int offset, int granule_bytes) const {
+        const int part = offset >= granule_bytes;
+        const uint8_t* at = granule[2 * plane + part] + offset - part * granule_bytes;
+        return *reinterpret_cast<const uint32_t*>(at);
+    }
+};
+
+KVQ_DEVICE Side side_of(const kvq_cuda_sequence& s, const Entry& e, bool values, int head_dim) {
+    Side side;
+    const uint32_t* slots = e.granule + (values ? kGranulesPerSide : 0);
+    for (int i = 0; i < kGranulesPerSide; i++)
+        side.granule[i] = s.pool + s.pool_bytes - (int64_t{slots[i]} + 1) * s.granule_bytes;
+    side.grid = s.pool + int64_t{e.constants} * s.constant_bytes +
+                (values ? static_cast<int64_t>(grid_bytes(head_dim)) : 0);
+    return side;
+}
+
+// What a lane knows of its query row, and of the part of the output it holds: channels 16m + g and
+// 16m + g + 8 of query rows 2t and 2t + 1.
+template <int Dim>
+struct Running {
+    float maximum = kNothing, sum = 0;
+    float out[Dim / 16][4] = {};
+};
+
+struct Lane {
+    int g, t;     // of lane 4g + t
+    bool is_row;  // row g is a query row, not padding
+    int64_t position;
+    const float* query;  // as floats are met, [head_dim]
+    int64_t turn_stride;
+};
+
+KVQ_DEVICE float over_row(float x, bool largest) {
+    for (int mask = 1; mask < 4; mask *= 2) {
+        const float other = shuffle_xor(x, mask);
+        x = largest ? fmaxf(x, other) : x + other;
+    }
+    return x;
+}
+
+// Which slots of a page that starts at `start` the row sees: visibility.h in one line.
+KVQ_DEVICE uint64_t low_bits(int64_t count) {
+    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+}
+KVQ_DEVICE uint64_t sees(const Lane& lane, const View& view, int window) {
+    const int64_t start = int64_t{view.pos0} + view.delta;
+    const uint64_t outside = window > 0 ? low_bits(lane.position - window + 1 - start) : 0;
+    return lane.is_row ? view.mask & low_bits(lane.position - start + 1) & ~outside : 0;
+}
+
+// Token i of the sixteen a lane owns, by the width at which the page's values lie.
+KVQ_DEVICE int own_token(const Lane& lane, int v_bits, int i) {
+    return v_bits == 2 ? 16 * lane.t + i : i / 8 * 32 + 8 * lane.t + i % 8;
+}
+
+// Codes . numbers for 16 tokens at a time: logits [row][token] of one page in shared memory.
+template <int Dim, int Bits>
+KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& side,
+                           float (*logits)[kPageTokens]) {
+    constexpr int kPer = kCodes<Bits>, kTurns = (Dim + 4 * kPer - 1) / (4 * kPer);
+    const Line scales = scales_of(side.grid), mids = mids_of(side.grid, Dim);
+    const float top = fmaxf(scales.top(), 1e-30f);
+    uint32_t numbers[kTurns][kProducts<Bits>][2];
+    float base = 0;
+    for (int turn = 0; turn < kTurns; turn++)
+        for (int i = 0; i < kProducts<Bits>; i++) {
+            float x[4];
+            for (int j = 0; j < 4; j++) {
+                const int channel = (4 * turn + lane.t) * kPer + 4 * i + j;
+                const float q = channel < Dim && lane.is_row ? query[channel] : 0.0f;
+                x[j] = channel < Dim ? q * (scales.at(channel) / top) : 0.0f;
+                base += channel < Dim ? q * mids.at(channel) : 0.0f;
+            }
+            number_operand(x, numbers[turn][i]);
+        }
+    base = over_row(base, false);
+    const float unit = top * static_cast<float>(1 << (8 - Bits));
+    constexpr int kStored = Bits == 2 ? 2 : 4;  // bits of the first plane
+    constexpr int kGroupBytes = Dim * kStored;  // of eight tokens
+    for (int tile = 0; tile < kPageTokens / 16; tile++) {
+        float sums[4] = {};
+        for (int turn = 0; turn < kTurns; turn++) {
+            uint32_t word[2] = {}, low[2] = {};
+            const int vector = 4 * turn + lane.t;
+            for (int half = 0; half < 2 && vector * kPer < Dim; half++) {
+                const int offset = (2 * tile + half) * kGroupBytes + 32 * vector + 4 * lane.g;
+                word[half] = side.word(0, offset, 16 * Dim);
+                low[half] =
+                    side.low_word<Bits>(2 * tile + half, kGroupBytes, vector, lane.g, 16 * Dim);
+            }
+            for (int i = 0; i < kProducts<Bits>; i++) {
+                uint32_t codes[4];
+                code_operand<Bits>(word, low, i, codes);
+                mma(sums, codes, numbers[turn][i]);
+            }
+        }
+        for (int i = 0; i < 4; i++)
+            logits[2 * lane.t + i % 2][16 * tile + lane.g + i / 2 * 8] = sums[i] * unit;
+    }
+    sync_warp();
+    for (int i = 0; i < 16; i++) logits[lane.g][16 * lane.t + i] += base;
+    sync_warp();
+}
+
+// The row's softmax goes on over its logits; weights of the lane's own tokens. How far what was
+// summed before has shrunk.
+template <int Dim>
+KVQ_DEVICE float weigh(const Lane& lane, const float* logits, uint64_t seen, int v_bits,
+                       float softcap, Running<Dim>& state, float* weights) {
+    float most = kNothing;
+    for (int i = 0; i < 16; i++) {
+        const int token = own_token(lane, v_bits, i);
+        float x = logits[token];
+        if (softcap > 0) x = softcap * kLog2E * tanh(x / (softcap * kLog2E));
+        weights[i] = seen >> token & 1 ? x : kNothing;
+        most = fmaxf(most, weights[i]);
+    }
+    const float maximum = fmaxf(state.maximum, over_row(most, true));
+    const float shrunk = exp2_fast(state.maximum - maximum);
+    float sum = 0;
+    for (int i = 0; i < 16; i++) {
+        weights[i] = weights[i] > kNothing ? exp2_fast(weights[i] - maximum) : 0.0f;
+        sum += weights[i];
+    }
+    state.sum = state.sum * shrunk + over_row(sum, false);
+    state.maximum = maximum;
+    return shrunk;
+}
+
+// Adds the page's values: out = out * shrunk + codes . (weights * scales) + weights . mids.
+template <int Dim, int Bits>
+KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk, const Side& side,
+                           bool channels, Running<Dim>& state) {
+    const int groups = channels ? Dim : kPageTokens;
+    const Line scales = scales_of(side.grid), mids = mids_of(side.grid, groups);
+    const float top = channels ? 1.0f : fmaxf(scales.top(), 1e-30f);
+    uint32_t numbers[4][2];
+    float constant = 0;
+    for (int i = 0; i < 4; i++) {
+        float x[4];
+        for (int j = 0; j < 4; j++) {
+            const int token = own_token(lane, Bits, 4 * i + j);
+            const float weight = weights[4 * i + j];
+            x[j] = channels ? weight : weight * (scales.at(token) / top);
+            constant += channels ? weight : weight * mids.at(token);
+        }
+        number_operand(x, numbers[i]);
+    }
+    constant = over_row(constant, false);
+    const float unit = top * static_cast<float>(1 << (8 - Bits));
+    float shrink[2], added[2];
+    for (int i = 0; i < 2; i++) {
+        const int source = 4 * (2 * lane.t + i);
+        shrink[i] = shuffle_from(shrunk, source);
+        added[i] = shuffle_from(constant, source);
+    }
+    constexpr int kWords = 4 / kProducts<Bits>;            // of a channel, in this lane
+    constexpr int kGroupBytes = 64 * (Bits == 2 ? 2 : 4);  // of eight channels
+    for (int tile = 0; tile < Dim / 16; tile++) {
+        float sums[4] = {};
+        for (int w = 0; w < kWords; w++) {
+            uint32_t word[2], low[2] = {};
+            for (int half = 0; half < 2; half++) {
+                const int offset =
+                    (2 * tile + half) * kGroupBytes + 32 * (4 * w + lane.t) + 4 * lane.g;
+                word[half] = side.word(0, offset, 16 * Dim);
+                low[half] = side.low_word<Bits>(2 * tile + half, kGroupBytes, 4 * w + lane.t,
+                                                lane.g, 16 * Dim);
+            }
+            for (int i = 0; i < kProducts<Bits>; i++) {
+                uint32_t codes[4];
+                code_operand<Bits>(word, low, i, codes);
+                mma(sums, codes, numbers[w * kProducts<Bits> + i]);
+            }
+        }
+        for (int i = 0; i < 4; i++) {
+            const int channel = 16 * tile + lane.g + i / 2 * 8;
+            const float scale = channels ? scales.at(channel) : 1.0f;
+            const float more = channels ? added[i % 2] * mids.at(channel) : added[i % 2];
+            state.out[tile][i] = state.out[tile][i] * shrink[i % 2] + sums[i] * unit * scale + more;
+        }
+    }
+}
+
+template <int Dim>
+KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
+                            const Lane& lane, int kv_head, int index, float (*logits)[kPageTokens],
+                            Running<Dim>& state) {
+    const View view = static_cast<const View*>(s.views)[index];
+    const Entry& e =
+        static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
+    if (e.k_bits == 0) return;
+    const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
+    const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
+    switch (e.k_bits) {
+        case 8:
+            key_logits<Dim, 8>(lane, query, keys, logits);
+            break;
+        case 6:
+            key_logits<Dim, 6>(lane, query, keys, logits);
+            break;
+        case 4:
+            key_logits<Dim, 4>(lane, query, keys, logits);
+            break;
+        default:
+            key_logits<Dim, 2>(lane, query, keys, logits);
+    }
+    float weights[16];
+    const float shrunk = weigh<Dim>(lane, logits[lane.g], sees(lane, view, a.window_tokens),
+                                    e.v_bits, a.softcap, state, weights);
+    const bool channels = s.forms[kv_head] & kChannelValues;
+    switch (e.v_bits) {
+        case 8:
+            add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 6:
+            add_values<Dim, 6>(lane, weights, shrunk, values, channels, state);
+            break;
+        case 4:
+            add_values<Dim, 4>(lane, weights, shrunk, values, channels, state);
+            break;
+        default:
+            add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
+    }
+    sync_warp();
+}
+
+// Up to 64 rows of the tail, float16 as they are: a page without codes.
+template <int Dim>
+KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
+                            const Lane& lane, int kv_head, int tile, uint64_t seen,
+                            float (*logits)[kPageTokens], Running<Dim>& state) {
+    const int64_t first = int64_t{kv_head} * s.tail_stride + 64 * tile;
+    const int count = min(64, s.tail_rows - 64 * tile);
+    const uint16_t *keys = s.tail_keys + first * Dim, *values = s.tail_values + first * Dim;
+    for (int group = 0; group < 4; group++) {
+        float sums[4] = {};
+        for (int c = 4 * lane.t; c < Dim; c += 16) {
+            uint32_t b[2], k[4] = {};
+            const float* q = lane.query + c;
+            for (int i = 0; i < 2; i++) b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
+            for (int i = 0; i < 4; i++) {
+                const int token = 16 * group + lane.g + i % 2 * 8;
+                if (token < count)
+                    k[i] = *reinterpret_cast<const uint32_t*>(keys + token * Dim + c + i / 2 * 2);
+            }
+            mma(sums, k, b);
+        }
+        for (int i = 0; i < 4; i++)
+            logits[2 * lane.t + i % 2][16 * group + lane.g + i / 2 * 8] = sums[i];
+    }
+    sync_warp();
+    float weights[16];
+    const float shrunk =
+        weigh<Dim>(lane, logits[lane.g], lane.is_row ? seen : 0, 4, a.softcap, state, weights);
+    uint32_t numbers[4][2];
+    for (int i = 0; i < 4; i++) number_operand(weights + 4 * i, numbers[i]);
+    float shrink[2];
+    for (int i = 0; i < 2; i++) shrink[i] = shuffle_from(shrunk, 4 * (2 * lane.t + i));
+    for (int m = 0; m < Dim / 16; m++) {
+        float sums[4] = {};
+        for (int i = 0; i < 4; i++) {
+            uint32_t v[4];
+            for (int j = 0; j < 4; j++) {
+                const int channel = 16 * m + lane.g + j % 2 * 8;
+                uint32_t pair = 0;
+                for (int k = 0; k < 2; k++) {
+                    const int token = own_token(lane, 4, 4 * i + j / 2 + 2 * k);
+                    if (token < count) pair |= uint32_t{values[token * Dim + channel]} << 16 * k;
+                }
+                v[j] = pair;
+            }
+            mma(sums, v, numbers[i]);
+        }
+        for (int i = 0; i < 4; i++) state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
+    }
+    sync_warp();
+}
+
+// Joins the warps of a block, one after the other, into row 8-row block's partial results.
+template <int Dim>
+KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[Dim + 2],
+                     int warp) {
+    for (int turn = 0; turn < kWarps; turn++) {
+        if (turn == warp) {
+            const float before = turn ? part[lane.g][0] : kNothing;
+            const float sum = turn ? part[lane.g][1] : 0.0f;
+            const float maximum = fmaxf(before, state.maximum);
+            const float old = exp2_fast(before - maximum),
+                        mine = exp2_fast(state.maximum - maximum);
+            sync_warp();
+            if (lane.t == 0) {
+                part[lane.g][0] = maximum;
+                part[lane.g][1] = sum * old + state.sum * mine;
+            }
+            for (int i = 0; i < 2; i++) {
+                const int row = 2 * lane.t + i;
+                const float o = shuffle_from(old, 4 * row), m = shuffle_from(mine, 4 * row);
+                for (int tile = 0; tile < Dim / 16; tile++)
+                    for (int upper = 0; upper < 2; upper++) {
+                        float& to = part[row][2 + 16 * tile + lane.g + 8 * upper];
+                        to = (turn ? to * o : 0.0f) + state.out[tile][2 * upper + i] * m;
+                    }
+            }
+        }
+        sync_block();
+    }
+}
+
+// Grid: splits, blocks of 8 rows, KV heads.
+template <int Dim>
+KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
+    KVQ_SHARED float logits[kWarps][kRows][kPageTokens];
+    KVQ_SHARED float part[kRows][Dim + 2];
+    const int split = block_index().x, kv_head = block_index().z, warp = thread_index() / kWarp;
+    const int group = a.heads / a.kv_heads, rows = s.tokens * group;
+    Lane lane;
+    lane.g = thread_index() % kWarp / 4, lane.t = thread_index() % 4;
+    const int row = block_index().y * kRows + lane.g;
+    lane.is_row = row < rows;
+    const int token = lane.is_row ? row / group : 0;
+    lane.position = s.positions[token];
+    lane.query = s.queries + (int64_t{kv_head} * rows + (lane.is_row ? row : 0)) * Dim;
+    lane.turn_stride = int64_t{a.heads} * s.tokens * Dim;
+
+    const int tiles = (s.tail_rows + 63) / 64, all = s.view_count + tiles;
+    const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
+    Running<Dim> state;
+    for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
+        if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
+        else
+            attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
+                             s.tail_masks[int64_t{token} * tiles + i - s.view_count], logits[warp],
+                             state);
+    }
+    join<Dim>(lane, state, part, warp);
+    const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;
+    for (int i = thread_index(); i < kRows * (Dim + 2); i += kThreads) {
+        const int r = i / (Dim + 2);
+        if (block_index().y * kRows + r < rows)
+            s.partials[((first + r) * a.splits + split) * (Dim + 2) + i % (Dim + 2)] =
+                part[r][i % (Dim + 2)];
+    }
+}
+
+// A block per row of a KV head, a thread per channel.
+KVQ_KERNEL merge(kvq_cuda_attention a, kvq_cuda_sequence s) {
+    const int group = a.heads / a.kv_heads, rows = s.tokens * group, dim = a.head_dim;
+    const int row = block_index().x, kv_head = block_index().y, i = thread_index();
+    const float* parts = s.partials + (int64_t{kv_head} * rows + row) * a.splits * (dim + 2);
+    float top = kNothing, sum = 0, total = 0;
+    for (int p = 0; p < a.splits; p++) top = fmaxf(top, parts[p * (dim + 2)]);
+    for (int p = 0; p < a.splits; p++) {
+        const float weight = exp2_fast(parts[p * (dim + 2)] - top);
+        sum += parts[p * (dim + 2) + 1] * weight;
+        if (i < dim) total += parts[p * (dim + 2) + 2 + i] * weight;
+    }
+    const int head = kv_head * group + row % group;
+    if (i < dim)
+        s.out[(int64_t{row / group} * a.heads + head) * dim + i] = sum > 0 ? total / sum : 0.0f;
+}
+
+}  // namespace kvq::cuda

@@ -1,0 +1,100 @@
+// What a kernel may use: the few names by which one source compiles with nvcc and, for proofs on
+// any machine, against an emulated grid of threads. No kernel names anything of CUDA itself.
+#pragma once
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include "emulator.h"
+#else
+#include <cuda_fp16.h>
+
+#define KVQ_KERNEL static __global__ void
+#define KVQ_DEVICE static __device__ __forceinline__
+#define KVQ_DEVICE_MEMBER __device__ __forceinline__
+#define KVQ_SHARED __shared__
+
+namespace kvq::cuda {
+
+struct Dim3 {
+    int x = 1, y = 1, z = 1;
+};
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+KVQ_DEVICE int thread_index() {
+    return static_cast<int>(threadIdx.x);
+}
+KVQ_DEVICE int thread_count() {
+    return static_cast<int>(blockDim.x);
+}
+KVQ_DEVICE int3 block_index() {
+    return make_int3(int(blockIdx.x), int(blockIdx.y), int(blockIdx.z));
+}
+KVQ_DEVICE int3 grid_size() {
+    return make_int3(int(gridDim.x), int(gridDim.y), int(gridDim.z));
+}
+KVQ_DEVICE void sync_block() {
+    __syncthreads();
+}
+KVQ_DEVICE void sync_warp() {
+    __syncwarp();
+}
+KVQ_DEVICE float shuffle_from(float x, int lane) {
+    return __shfl_sync(kAllLanes, x, lane);
+}
+KVQ_DEVICE float shuffle_xor(float x, int mask) {
+    return __shfl_xor_sync(kAllLanes, x, mask);
+}
+KVQ_DEVICE float half_value(uint16_t h) {
+    return __half2float(__ushort_as_half(h));
+}
+KVQ_DEVICE uint16_t half_bits(float x) {
+    return __half_as_ushort(__float2half_rn(x));
+}
+KVQ_DEVICE uint32_t word_of(__half2 x) {
+    return *reinterpret_cast<uint32_t*>(&x);
+}
+KVQ_DEVICE __half2 pair_of(uint32_t x) {
+    return *reinterpret_cast<__half2*>(&x);
+}
+KVQ_DEVICE uint32_t halves(float low, float high) {
+    return word_of(__floats2half2_rn(low, high));
+}
+KVQ_DEVICE uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+    return word_of(__hfma2(pair_of(a), pair_of(b), pair_of(c)));
+}
+KVQ_DEVICE float exp2_fast(float x) {
+    return exp2f(x);
+}
+KVQ_DEVICE float add(float a, float b) {
+    return __fadd_rn(a, b);
+}
+KVQ_DEVICE float sub(float a, float b) {
+    return __fsub_rn(a, b);
+}
+KVQ_DEVICE float mul(float a, float b) {
+    return __fmul_rn(a, b);
+}
+KVQ_DEVICE float divide(float a, float b) {
+    return __fdiv_rn(a, b);
+}
+KVQ_DEVICE float root(float x) {
+    return __fsqrt_rn(x);
+}
+
+// C [16, 8] += A [16, 16] B [16, 8]; emulator.h says which lane holds what.
+KVQ_DEVICE void mma(float* c, const uint32_t* a, const uint32_t* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace kvq::cuda
+
+#define KVQ_LAUNCH(kernel, grid, threads, stream, ...)                                            \
+    kernel<<<dim3(unsigned((grid).x), unsigned((grid).y), unsigned((grid).z)), unsigned(threads), \
+             0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#endif

@@ -1,0 +1,233 @@
+// A grid of blocks of threads on one processor, for proofs: every kernel of this folder compiles
+// against this instead of CUDA and must give what the numpy reference gives.
+//
+// A thread is a fiber. It runs until it must wait for others: its block (sync_block) or its warp
+// (shuffles, mma). Blocks run one after the other, so what they share is a static array, full of
+// what the block before left. Threads that wait for each other at different places end the process.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define KVQ_KERNEL static void
+#define KVQ_DEVICE static inline
+#define KVQ_DEVICE_MEMBER inline
+#define KVQ_SHARED static
+
+namespace kvq::cuda {
+
+using std::ceil, std::min, std::rint, std::tanh;
+
+struct Dim3 {
+    int x = 1, y = 1, z = 1;
+};
+
+constexpr int kWarp = 32;
+
+class Emulator {
+public:
+    static Emulator& now() {
+        static Emulator emulator;
+        return emulator;
+    }
+
+    void launch(Dim3 grid, int threads, const std::function<void()>& kernel) {
+        kernel_ = &kernel;
+        grid_size = grid;
+        fibers_.resize(static_cast<size_t>(threads));
+        for (block.z = 0; block.z < grid.z; block.z++)
+            for (block.y = 0; block.y < grid.y; block.y++)
+                for (block.x = 0; block.x < grid.x; block.x++) run_block();
+    }
+
+    void wait(bool whole_block) {
+        fibers_[current_].waits = whole_block ? Waits::kBlock : Waits::kWarp;
+        swapcontext(&fibers_[current_].context, &scheduler_);
+    }
+
+    // A word every lane of the warp can read after both have called wait(false). Two sets of
+    // words: a lane may be one exchange ahead of its neighbours, never two.
+    uint32_t exchange(const uint32_t* words, int count, uint32_t (*out)[8]) {
+        Fiber& own = fibers_[current_];
+        const size_t set = own.exchanges++ % 2;
+        std::memcpy(own.words[set], words, sizeof(uint32_t) * static_cast<size_t>(count));
+        wait(false);
+        const size_t first = current_ / kWarp * kWarp;
+        for (size_t lane = 0; lane < kWarp; lane++)
+            std::memcpy(out[lane], fibers_[first + lane].words[set], sizeof out[lane]);
+        return static_cast<uint32_t>(current_ - first);
+    }
+
+    int thread() const { return static_cast<int>(current_); }
+    int threads() const { return static_cast<int>(fibers_.size()); }
+    Dim3 block, grid_size;
+
+private:
+    enum class Waits { kNothing, kWarp, kBlock, kEnded };
+    struct Fiber {
+        ucontext_t context;
+        Waits waits;
+        size_t exchanges;
+        uint32_t words[2][8];
+        std::vector<char> stack = std::vector<char>(128 << 10);
+    };
+
+    static void enter() {
+        Emulator& e = now();
+        (*e.kernel_)();
+        e.fibers_[e.current_].waits = Waits::kEnded;
+    }
+
+    void run_block() {
+        for (Fiber& fiber : fibers_) {
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = &scheduler_;
+            makecontext(&fiber.context, enter, 0);
+            fiber.waits = Waits::kNothing;
+            fiber.exchanges = 0;
+        }
+        while (step()) {}
+    }
+
+    // Runs whoever can go on; false once all have ended.
+    bool step() {
+        bool moved = false;
+        for (current_ = 0; current_ < fibers_.size(); current_++)
+            if (fibers_[current_].waits == Waits::kNothing) {
+                swapcontext(&scheduler_, &fibers_[current_].context);
+                moved = true;
+            }
+        bool ended = true;
+        for (const Fiber& fiber : fibers_) ended &= fiber.waits == Waits::kEnded;
+        for (size_t warp = 0; warp < fibers_.size(); warp += kWarp)
+            moved |= release(warp, warp + kWarp, Waits::kWarp);
+        moved |= release(0, fibers_.size(), Waits::kBlock);
+        if (!moved && !ended) {
+            std::fputs("threads wait for each other at different places\n", stderr);
+            std::abort();
+        }
+        return !ended;
+    }
+
+    // All of these wait for the same: they go on.
+    bool release(size_t first, size_t last, Waits what) {
+        for (size_t i = first; i < last; i++)
+            if (fibers_[i].waits != what) return false;
+        for (size_t i = first; i < last; i++) fibers_[i].waits = Waits::kNothing;
+        return true;
+    }
+
+    const std::function<void()>* kernel_ = nullptr;
+    std::vector<Fiber> fibers_;
+    size_t current_ = 0;
+    ucontext_t scheduler_;
+};
+
+inline int thread_index() {
+    return Emulator::now().thread();
+}
+inline int thread_count() {
+    return Emulator::now().threads();
+}
+inline Dim3 block_index() {
+    return Emulator::now().block;
+}
+inline Dim3 grid_size() {
+    return Emulator::now().grid_size;
+}
+inline void sync_block() {
+    Emulator::now().wait(true);
+}
+inline void sync_warp() {
+    Emulator::now().wait(false);
+}
+
+inline float shuffle_from(float x, int lane) {
+    uint32_t word, words[kWarp][8];
+    std::memcpy(&word, &x, 4);
+    Emulator::now().exchange(&word, 1, words);
+    std::memcpy(&x, &words[lane][0], 4);
+    return x;
+}
+
+inline float shuffle_xor(float x, int mask) {
+    return shuffle_from(x, thread_index() % kWarp ^ mask);
+}
+
+inline float half_value(uint16_t h) {
+    _Float16 value;
+    std::memcpy(&value, &h, 2);
+    return static_cast<float>(value);
+}
+inline uint16_t half_bits(float x) {
+    const _Float16 value = static_cast<_Float16>(x);
+    uint16_t h;
+    std::memcpy(&h, &value, 2);
+    return h;
+}
+inline uint32_t halves(float low, float high) {
+    return half_bits(low) | static_cast<uint32_t>(half_bits(high)) << 16;
+}
+inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+    const auto one = [&](int shift) {
+        const auto part = [shift](uint32_t x) { return half_value(uint16_t(x >> shift)); };
+        return std::fma(part(a), part(b), part(c));
+    };
+    return halves(one(0), one(16));
+}
+inline float exp2_fast(float x) {
+    return std::exp2(x);
+}
+// Rounded once each, never contracted: the bytes of a page depend on them.
+inline float add(float a, float b) {
+    return a + b;
+}
+inline float sub(float a, float b) {
+    return a - b;
+}
+inline float mul(float a, float b) {
+    return a * b;
+}
+inline float divide(float a, float b) {
+    return a / b;
+}
+inline float root(float x) {
+    return std::sqrt(x);
+}
+
+// The definition of mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16"): lane 4g + t holds of A rows g and g + 8 at columns 2t, 2t + 1, 2t + 8, 2t +
+// 9, of B those rows of column g, of C columns 2t and 2t + 1 of rows g and g + 8.
+inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
+    uint32_t mine[6], all[kWarp][8];
+    std::memcpy(mine, a, 16);
+    std::memcpy(mine + 4, b, 8);
+    const int lane = static_cast<int>(Emulator::now().exchange(mine, 6, all));
+    const auto half_of = [](uint32_t pair, int i) { return half_value(uint16_t(pair >> 16 * i)); };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            const int pair = k % 8 / 2, upper = k / 8;
+            const uint32_t x = all[row % 8 * 4 + pair][(row >= 8) + 2 * upper];
+            const uint32_t y = all[column * 4 + pair][4 + upper];
+            sum += static_cast<double>(half_of(x, k % 2)) * half_of(y, k % 2);
+        }
+        c[i] = static_cast<float>(sum);
+    }
+}
+
+}  // namespace kvq::cuda
+
+#define KVQ_LAUNCH(kernel, grid, threads, stream, ...) \
+    (static_cast<void>(stream),                        \
+     ::kvq::cuda::Emulator::now().launch(grid, threads, [&] { kernel(__VA_ARGS__); }))

@@ -1,0 +1,85 @@
+/* The C ABI of the kernels for CUDA: every pointer but those to the structures themselves is the
+   device's, every call queues work on `stream` and returns at once. Pages, grids and panels have
+   the bytes of the CPU's (format.h, kvq/reference_linear.py), so a cache that was filled on one
+   device goes on on the other. What is decided about pages (widths, evictions, edits) is decided on
+   the host; these are told. */
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    int32_t heads, kv_heads, head_dim, rotary_pairs;
+    float scale, softcap, rope_factor, norm_eps;
+    int32_t window_tokens; /* 0: none */
+    int32_t splits;        /* parts that a KV head's pages are divided into */
+} kvq_cuda_attention;
+
+/* One layer of one sequence. Row r of a KV head is query head r % (heads / kv_heads) of token r /
+ * (heads / kv_heads). */
+typedef struct {
+    int32_t tokens;
+    int32_t view_count, most_columns;
+    int32_t tail_rows,
+        tail_stride; /* float16 rows to attend to, the pass's own last; rows there is room for */
+    int32_t turns;   /* distinct shifts of pages */
+    int64_t pool_bytes, constant_bytes, granule_bytes;
+    const uint8_t* pool;
+    const void* entries;               /* Entry [kv_heads, most_columns] of format.h */
+    const void* views;                 /* View [view_count] */
+    const int32_t* turn_of_view;       /* [view_count] */
+    const int32_t* deltas;             /* [turns]: how far the pages of a turn have moved */
+    const uint8_t* forms;              /* [kv_heads] */
+    uint16_t *tail_keys, *tail_values; /* float16 [kv_heads, tail_stride, head_dim] */
+    const uint64_t* tail_masks;        /* [tokens, ceil(tail_rows / 64)]: rows that a token sees */
+    const float* qkv;                  /* [tokens, (heads + 2 kv_heads) * head_dim] */
+    const int64_t* positions;          /* [tokens] */
+    const float* inv_freq;             /* [rotary_pairs] */
+    const float *q_norm, *k_norm;      /* [head_dim], or null */
+    float* queries;  /* scratch [1 + turns, heads * tokens, head_dim]: first as floats are met, then
+                        every turn's */
+    float* partials; /* scratch [heads * tokens, splits, head_dim + 2] */
+    float* out;      /* [tokens, heads * head_dim] */
+} kvq_cuda_sequence;
+
+/* Turns queries and keys, writes keys and values to the last `tokens` of the tail's rows, attends,
+   joins the splits. `sequence` is the host's. 0, or an error of CUDA's; KVQ_BAD_ARGUMENT for a
+   head_dim without a kernel. */
+int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                    void* stream);
+
+/* 64 float16 rows of keys or values, rows[i] of [stride, head_dim], as the 8-bit planes (hi4, then
+   lo4: 64 * head_dim bytes) and the grid of a page. `scratch`: float32 [64 * head_dim]. `rotated`:
+   keys stored as their Hadamard transform. */
+typedef struct {
+    const uint16_t* x;
+    const int32_t* rows;
+    int32_t head_dim, values, channels, rotated;
+    float* scratch;
+    uint8_t *planes, *grid;
+} kvq_cuda_page;
+int kvq_cuda_pack(const kvq_cuda_page* page, void* stream);
+/* A hi4 plane (32 * head_dim bytes) becomes the 2-bit plane of its codes' top bits, at its start.
+ */
+int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
+
+/* out = residual + bias + weights . input for up to 16 tokens, as kvq_linear in kvq.h; but the
+   input is rounded to float16 against its largest number instead of to int8. `scratch`: uint16
+   [tokens, columns] and float [tokens]. */
+typedef struct {
+    int32_t rows, columns, bits, block;
+    const uint8_t* panels;
+    const float *x, *norm, *bias, *residual;
+    float* out;
+    int32_t tokens, activation, view;
+    float norm_eps;
+    uint16_t* inputs;
+    float* tops;
+} kvq_cuda_linear;
+int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

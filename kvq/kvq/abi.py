@@ -1,0 +1,201 @@
+"""The C ABI as ctypes sees it: its version, its structures and the signature of every call.
+
+`kvq/csrc/kvq.h` is the definition; `native` loads the library that this describes.
+"""
+
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint8,
+    c_uint16,
+    c_uint64,
+)
+from typing import Any
+
+import numpy as np
+
+from kvq.config import AttentionParams
+from kvq.formats import PAGE_VERSION
+from kvq.sizing import Geometry, Regions
+
+# The `KVQ_ABI` this module was written for.
+ABI = 10
+
+
+class Config(Structure):
+    """`kvq_config`: what a cache is asked to hold."""
+
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in (
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "k_bits",
+            "v_bits",
+            "sink_tokens",
+            "tail_tokens",
+            "tail_rows",
+            "chunk_tokens",
+            "context_tokens",
+            "splits",
+            "probes",
+            "draft_tokens",
+            "value_groups",
+            "page_version",
+        )
+    )
+
+
+class Layout(Structure):
+    """`kvq_layout`: where the regions of an arena lie."""
+
+    _fields_ = (
+        ("fixed_bytes", c_int64),
+        ("pool_bytes", c_int64),
+        ("granule_bytes", c_int64),
+        ("constant_bytes", c_int64),
+        ("minimum_bytes", c_int64),
+        ("max_columns", c_int32),
+        ("reserved", c_int32),
+        ("regions", c_int64 * len(Regions._fields)),
+    )
+
+
+class Stats(Structure):
+    """`kvq_stats`: what a cache holds."""
+
+    _fields_ = (
+        ("columns", c_int32),
+        ("views", c_int32),
+        ("tokens", c_int32),
+        ("tail_rows", c_int32),
+        ("branch_rows", c_int32),
+        ("reserved", c_int32),
+        ("used_bytes", c_int64),
+        ("peak_bytes", c_int64),
+        ("pages_seen", c_int64),
+        ("pages_read", c_int64),
+    )
+
+
+class Read(Structure):
+    """`kvq_read`: how little of the pages a pass may read."""
+
+    _fields_ = (
+        ("share", c_float),
+        ("spread", c_float),
+        ("channels", c_int32),
+        ("exact", c_int32),
+    )
+
+
+class Attention(Structure):
+    """`kvq_attention`: one layer of one pass."""
+
+    _fields_ = (
+        ("layer", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("rope_factor", c_float),
+        ("norm_eps", c_float),
+        ("window_tokens", c_int32),
+        ("rotary_pairs", c_int32),
+    )
+
+
+_FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
+_BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(Stats)
+POINTERS = {
+    np.dtype(kind): one
+    for kind, one in {
+        np.float32: _FLOATS, np.float16: _HALVES, np.int64: _INTS, np.int32: _INT32S,
+        np.uint8: _BYTES,
+    }.items()
+}  # fmt: skip
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, POINTER(Layout))),
+    "kvq_cache_open": (c_int32, (POINTER(Config), c_int64, _BYTES, POINTER(c_int64))),
+    "kvq_cache_close": (c_int32, (c_int64,)),
+    "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
+    "kvq_cache_read": (c_int32, (c_int64, POINTER(Read))),
+    "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
+    "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32, _BYTES)),
+    "kvq_cache_attend": (
+        c_int32,
+        (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    ),
+    "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
+    "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_trim": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_edit": (c_int32, (c_int64, c_int32, c_int32, c_int32, _STATS)),
+    "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
+    "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),
+    "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
+    "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
+    "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
+    "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),
+    "kvq_cache_views": (c_int32, (c_int64, c_int32, _INTS)),
+    "kvq_cache_places": (c_int32, (c_int64, c_int32, _INTS)),
+    "kvq_cache_evidence": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
+    "kvq_cache_constants": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS)),
+    "kvq_cache_key_squares": (c_int32, (c_int64, c_int32, c_int32, _FLOATS)),
+    "kvq_cache_page": (c_int64, (c_int64, c_int32, c_int32, c_int32, _BYTES)),
+    "kvq_cache_tail": (c_int32, (c_int64, c_int32, c_int32, c_int32, _HALVES, _HALVES, _INT32S)),
+    "kvq_cache_state_bytes": (c_int64, (c_int64,)),
+    "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
+    "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
+    "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
+    "kvq_status_text": (c_char_p, (c_int32,)),
+    "kvq_abi": (c_int32, ()),
+    "kvq_isa": (c_char_p, ()),
+    "kvq_isa_available": (c_char_p, ()),
+    "kvq_isa_select": (c_int32, (c_char_p,)),
+}
+
+
+def as_config(arena: Geometry) -> Config:
+    """What the library is asked to lay out."""
+    shape, plan = arena.shape, arena.plan
+    return Config(
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        plan.k_bits,
+        plan.v_bits,
+        plan.sink_tokens,
+        plan.tail_tokens,
+        arena.tail_rows,
+        arena.pass_tokens,
+        arena.context_tokens,
+        arena.splits,
+        arena.probes,
+        arena.draft_tokens,
+        arena.value_groups,
+        PAGE_VERSION,
+    )
+
+
+def as_attention(params: AttentionParams, rotary_pairs: int) -> Attention:
+    """What one call of `kvq_cache_attend` is told about its layer."""
+    return Attention(
+        params.layer,
+        params.num_heads,
+        params.num_kv_heads,
+        params.head_dim,
+        params.scale,
+        params.softcap,
+        params.rope_factor,
+        params.norm_eps,
+        params.window_tokens,
+        rotary_pairs,
+    )

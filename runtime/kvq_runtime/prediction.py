@@ -1,0 +1,124 @@
+"""KV Prediction (2410.08391): which keys and values of a prompt are predicted and not computed.
+
+A prompt's tokens go through the first layers of the model; the later layers' keys and values are
+made from what leaves these layers, by the layers' own matrices or by ones fitted for it. The model
+then writes on that cache alone. The first layers of a model as its own auxiliary model are this
+project's reading of the paper's layer-pruned ones; SwiftKV (2410.03960) does so after training.
+
+Lossy: what is predicted is counted, saved as such, and never taken for what is computed.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from kvq.errors import UsageError
+from kvq.named import named
+from kvq_runtime.backends import WHOLE, Mode, ModelFacts
+
+PREDICTORS = {"prefix": "kvq_runtime.prediction:Prefix"}
+# What says that nothing is to be predicted.
+OFF = "off"
+# What leaves it to the bundle.
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Of a prompt of n tokens, those from `sink_tokens` to n - `tail_tokens` are made in `mode`.
+
+    A stretch of fewer than `least_tokens` is computed: predicting it would cost passes.
+    """
+
+    mode: Mode
+    sink_tokens: int
+    tail_tokens: int
+    least_tokens: int
+
+    def piece(self, start: int, stop: int, *, going_on: bool) -> tuple[int, Mode]:
+        """Up to where tokens from `start` on, of a text up to `stop`, are alike, and their mode.
+
+        `going_on`: the token before was predicted.
+        """
+        first, last = max(start, self.sink_tokens), stop - self.tail_tokens
+        if not self.mode.predicted or last - first < (1 if going_on else self.least_tokens):
+            return stop, WHOLE
+        return (first, WHOLE) if start < first else (last, self.mode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix:
+    """Predicts a `share` of the layers, the last ones, or all but the first `layers`.
+
+    `sink` first and `tail` last tokens of every prompt are computed. `maps` auto: later layers'
+    keys and values are made by the bundle's fitted matrices where it has those of so many layers;
+    own: by the layers' own. `AUTO` predicts as the bundle was measured to do well.
+    """
+
+    share: float = 0.5
+    layers: int = 0
+    sink: int = 4
+    tail: int = 32
+    least: int = 64
+    maps: str = AUTO
+
+    def prediction(self, model: ModelFacts) -> Prediction:
+        """What this comes to for `model`. Raises `UsageError` for what no model can do."""
+        count = model.num_layers
+        if not 0 <= self.share < 1:
+            raise UsageError(
+                f"--kv-predict share={self.share:g} is not possible: give 0 up to, not including, "
+                "1 of the layers"
+            )
+        if self.maps not in (AUTO, "own"):
+            raise UsageError(f"--kv-predict maps={self.maps} is not possible: choose auto or own")
+        computed = self.layers or max(1, count - round(self.share * count))
+        if not 1 <= computed <= count:
+            raise UsageError(
+                f"--kv-predict layers={self.layers} is not possible: 1 to {count} of this model's "
+                "layers can be computed"
+            )
+        if min(self.sink, self.tail - 1, self.least - 1) < 0:
+            raise UsageError(
+                "--kv-predict takes sink=0 or more, and tail=1 and least=1 or more: the last "
+                "token's logits must be computed"
+            )
+        return Prediction(
+            mode=Mode(
+                predicted=tuple(range(computed, count)),
+                fitted=self.maps == AUTO and computed == model.fitted_layers,
+            ),
+            sink_tokens=self.sink,
+            tail_tokens=self.tail,
+            least_tokens=self.least,
+        )
+
+
+def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
+    """What `50%`, `NAME:option=value,...` or `off` says for `model`. Raises `UsageError`."""
+    predictor = predictor_named(text)
+    if text.strip().partition(":")[0] == AUTO and predictor is not None:
+        if model.fitted_layers is None:
+            raise UsageError(
+                f"--kv-predict {AUTO} is not possible: {model.name} was exported without measuring "
+                "what that costs; export it with --kv-predict auto, or give a share such as 50%"
+            )
+        predictor = replace(predictor, layers=model.fitted_layers)
+    return None if predictor is None else predictor.prediction(model)
+
+
+def predictor_named(text: str) -> Prefix | None:
+    """The predictor that `text` names, with its options; None: off. Raises `UsageError`."""
+    text = text.strip()
+    if text.partition(":")[0] == AUTO:
+        text = f"prefix:{text.partition(':')[2]}"
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%(?::(.*))?", text)
+    if text == OFF:
+        return None
+    if share:
+        text = f"prefix:share={float(share[1]) / 100},{share[2] or ''}"
+    elif text.partition(":")[0] not in PREDICTORS:
+        raise UsageError(
+            f"--kv-predict {text!r} is not possible: give {OFF}, {AUTO}, a share of the layers "
+            f"such as 50%, or one of {', '.join(PREDICTORS)}, such as prefix:layers=12,tail=32"
+        )
+    return named("--kv-predict", text, PREDICTORS)

@@ -1,0 +1,272 @@
+"""The Neovim plugin in a real Neovim, against the real language server with a completer of its own.
+
+Runs in the Neovim that is installed, or in those that KVQ_NVIM names; from 0.12 on both with
+Neovim's own ghost text and with the plugin's.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from neovim import FAKE_SERVER, PLUGIN, Neovim, executables
+
+pytestmark = pytest.mark.skipif(not executables(), reason="no Neovim is installed")
+
+MODE = "vim.api.nvim_get_mode().mode"
+STATUS = "require('kvq').status()"
+VISIBLE = "require('kvq').visible()"
+COLUMN = "vim.fn.col('.') - 1"
+MESSAGES = "vim.fn.execute('messages')"
+EXPLAINED = "kvq: 3 drafts; reused 5 tokens, encoded 2, 11 ms"
+WHAT_TAB_DID = "vim.keymap.set('i', '<Tab>', function() return '[tab]' end, { expr = true })"
+COMMAND = f"cmd = {{ '{sys.executable}', '{FAKE_SERVER}' }}"
+
+
+def _views() -> list[tuple[str, bool]]:
+    """Each Neovim, with the plugin's ghost text and, where it has one, with its own."""
+    found = []
+    for executable in executables():
+        probe = "lua io.stdout:write(tostring(vim.lsp.inline_completion ~= nil))"
+        command = [executable, "--headless", "--clean", "-c", probe, "-c", "qall"]
+        native = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found += [(executable, False)] + ([(executable, True)] if native == "true" else [])
+    return found
+
+
+def drawn_by(native: bool) -> str:
+    return f"native = {str(native).lower()}"
+
+
+class Editor(Neovim):
+    """Neovim with the plugin set up, and what its server was asked."""
+
+    def __init__(
+        self, executable: str, folder: Path, setup: str, *files: Path, **environment: str
+    ) -> None:
+        self._folder, self._calls = folder, folder / "calls.jsonl"
+        self._calls.touch()
+        init = f"{WHAT_TAB_DID} require('kvq').setup({{ {setup} }})"
+        calls = {"FAKE_LSP_CALLS": str(self._calls)}
+        super().__init__(executable, folder, init, *files, **calls, **environment)
+
+    def write(self, text: str, keys: str) -> None:
+        """Opens a new file of `text` and types `keys`."""
+        self.keys("<Esc>")
+        self.until(MODE, "n")
+        self.open(self._folder / f"{len(list(self._folder.glob('*.txt')))}.txt", text)
+        self.keys(keys)
+
+    def calls(self) -> list[str]:
+        """What stood before the cursor, at each completion that was written."""
+        return [json.loads(line)["before"] for line in self._calls.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=_views(), ids=str)
+def view(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    return request.param
+
+
+@pytest.fixture
+def start(view: tuple[str, bool], tmp_path: Path) -> Iterator[Callable[..., Editor]]:
+    """Starts a Neovim with options of its own."""
+    with ExitStack() as stack:
+        yield lambda *setup, **environment: stack.enter_context(
+            closing(Editor(view[0], tmp_path, *setup, **environment))
+        )
+
+
+@pytest.fixture(scope="module")
+def editor(view: tuple[str, bool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
+    executable, native = view
+    folder = tmp_path_factory.mktemp("nvim")
+    with closing(Editor(executable, folder, f"{COMMAND}, {drawn_by(native)}")) as opened:
+        yield opened
+
+
+def test_a_draft_is_shown_cycled_and_accepted(editor: Editor) -> None:
+    editor.write("one\ntwo\n", "ogre")
+    editor.until_row(1, "greet(name, loudly=True)")
+    assert editor.lines() == ["one", "gre", "two"]
+    editor.keys("<M-]>")
+    editor.until_row(1, "greet_all(names)")
+    editor.keys("<M-[>")
+    editor.until_row(1, "greet(name, loudly=True)")
+    editor.keys("<M-]><Tab>")
+    editor.until("vim.fn.getline(2)", "greet_all(names)")
+    assert editor.lua(f"return {COLUMN}") == len("greet_all(names)")
+    editor.until(VISIBLE, False)
+    # With nothing to accept the key does what it did before the plugin came.
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(2)", "greet_all(names)[tab]")
+    # What was accepted is one step of undo; what was typed before it stays.
+    editor.keys("<Esc>u")
+    editor.until("vim.fn.getline(2)", "gre")
+
+
+def test_words_and_lines_are_accepted_one_by_one(editor: Editor) -> None:
+    editor.write("", "iplu")
+    editor.until_row(0, "plural(")
+    assert [editor.row(row) for row in (1, 2, 3)] == ["    one,", "    two,", ")"]
+    editor.keys("<C-Right>")
+    editor.until("vim.fn.getline(1)", "plural")
+    editor.until(VISIBLE, True)
+    editor.keys("<S-Tab>")
+    editor.until("vim.fn.getline(1)", "plural(")
+    editor.until(VISIBLE, True)
+    editor.keys("<S-Tab>")
+    editor.until("vim.fn.getline(2)", "    one,")
+
+
+def test_what_stands_behind_the_cursor_stays(editor: Editor) -> None:
+    editor.write("()\n", "icall<Right>")
+    editor.until_row(0, "call(argument)")
+    assert editor.lines() == ["call()"]
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(1)", "call(argument)")
+    assert editor.lua(f"return {COLUMN}") == len("call(argument")
+
+
+def test_places_are_exact_behind_an_emoji(editor: Editor) -> None:
+    editor.write("", "i\U0001f44b caf")
+    editor.until_row(0, "\U0001f44b caf\u00e9 = '\U0001f44b'")
+    editor.keys("<C-Right>")
+    editor.until("vim.fn.getline(1)", "\U0001f44b caf\u00e9")
+    assert editor.lua(f"return {COLUMN}") == len("\U0001f44b caf\u00e9".encode())
+    editor.until(VISIBLE, True)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(1)", "\U0001f44b caf\u00e9 = '\U0001f44b'")
+
+
+def test_nothing_is_shown_where_nothing_fits(editor: Editor) -> None:
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.keys("x")
+    editor.until(STATUS, "kvq: filtered")
+    assert editor.row(0) == "grex"
+    editor.keys("<BS>")
+    editor.until(VISIBLE, True)
+    editor.keys("<C-]>")
+    editor.until(VISIBLE, False)
+    assert editor.row(0) == "gre"
+    editor.keys("e<Esc>")
+    editor.until(MODE, "n")
+    assert editor.lua(f"return {VISIBLE}") is False
+    assert editor.row(0) == "gree"
+
+
+def test_switched_off_it_is_silent(editor: Editor) -> None:
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.lua("vim.cmd('KvqToggle')")
+    editor.until(STATUS, "kvq off")
+    assert editor.row(0) == "gre"
+    editor.lua("vim.cmd('Kvq toggle')")
+    editor.keys("e")
+    editor.until(VISIBLE, True)
+    editor.lua("vim.cmd('messages clear') vim.cmd('Kvq explain')")
+    editor.until(f"{MESSAGES}:match('kvq: %d drafts.*')", EXPLAINED)
+
+
+def test_a_draft_is_typed_without_another_request(view: tuple[str, bool], editor: Editor) -> None:
+    if view[1]:
+        pytest.skip("Neovim itself asks after each key")
+    editor.write("", "igre")
+    editor.until_row(0, "greet(name, loudly=True)")
+    before = len(editor.calls())
+    for key in "en = ":
+        editor.keys(key)
+    # The first draft does not fit any more; the third does.
+    editor.until("vim.fn.getline(1)", "green = ")
+    editor.until_row(0, "green = 1")
+    editor.until(STATUS, "kvq 1/1")
+    editor.keys("<BS><BS><BS><BS><M-]>")
+    editor.until_row(0, "greet(name, loudly=True)")
+    assert len(editor.calls()) == before
+
+
+def test_a_list_of_completions_comes_first(view: tuple[str, bool], editor: Editor) -> None:
+    if view[1]:
+        pytest.skip("Neovim shows both")
+    editor.write("green_apple\n", "ogre")
+    editor.until(VISIBLE, True)
+    editor.keys("<C-n>")
+    editor.until("vim.fn.pumvisible()", 1)
+    editor.until(VISIBLE, False)
+    editor.keys("<C-e>")
+    editor.until(VISIBLE, True)
+
+
+def test_while_the_model_loads_it_says_so_and_then_shows(
+    view: tuple[str, bool], start: Callable[..., Editor], tmp_path: Path
+) -> None:
+    gate = tmp_path / "loaded"
+    file = tmp_path / "of_the_command_line"
+    file.write_text("one\n")
+    editor = start(f"{COMMAND}, {drawn_by(view[1])}", file, FAKE_LSP_LOADS=str(gate))
+    editor.keys("ccgre")
+    editor.until(STATUS, "kvq: the model is loading")
+    gate.touch()
+    editor.until_row(0, "greet(name, loudly=True)")
+    editor.lua("vim.cmd('checkhealth kvq')")
+    report = "\n".join(editor.lines())
+    assert "the server runs" in report
+    assert "ERROR" not in report
+    assert "WARNING" not in report
+
+
+def test_without_kvq_it_says_once_what_to_do(start: Callable[..., Editor]) -> None:
+    editor = start("path = 'no-such-kvq', mode = 'subtle'")
+    for _ in range(2):
+        editor.write("", "igre<C-\\><Tab>")
+        editor.until("vim.fn.getline(1)", "gre[tab]")
+    said = editor.lua(f"return {MESSAGES}")
+    assert said.count("was not found") == 1
+    assert "pip install" in said
+    editor.lua("vim.cmd('checkhealth kvq')")
+    assert 'the command "no-such-kvq" was not found' in "\n".join(editor.lines())
+
+
+def test_shown_only_when_asked_for(start: Callable[..., Editor]) -> None:
+    editor = start(f"{COMMAND}, mode = 'subtle'")
+    editor.write("", "igre")
+    editor.until("require('kvq.server').client().initialized == true", True)
+    assert editor.calls() == []
+    editor.keys("<C-\\>")
+    editor.until_row(0, "greet(name, loudly=True)")
+    editor.keys("<Esc>")
+    editor.until(MODE, "n")
+    # A server that ends is started anew.
+    editor.lua("vim.cmd('Kvq restart')")
+    editor.write("", "iplu<C-\\>")
+    editor.until_row(0, "plural(")
+    refused = editor.lua("return select(2, pcall(require('kvq').setup, { draft = 2 }))")
+    assert 'no option "draft"; possible are args, cmd, debounce_ms, drafts' in refused
+
+
+def test_the_help_names_every_option_key_and_command() -> None:
+    text = (PLUGIN / "doc/kvq.txt").read_text()
+    options = (PLUGIN / "lua/kvq/options.lua").read_text()
+    names = re.findall(r"^  (\w+) = ", options.partition("local types")[0], re.MULTILINE)
+    keys = re.findall(r"^    (\w+) = '(.+)',$", options, re.MULTILINE)
+    assert len(names) > 8
+    assert len(keys) == 7
+    assert [name for name in names if f"*kvq-{name}*" not in text] == []
+    for action, key in keys:
+        line = rf"{re.escape(key.replace(chr(92) * 2, chr(92)))}\s+<Plug>\(kvq-{action}\)"
+        assert re.search(line, text), action
+
+
+@pytest.mark.slow
+def test_the_embedded_model_completes(view: tuple[str, bool], start: Callable[..., Editor]) -> None:
+    command = f"cmd = {{ '{sys.executable}', '-m', 'kvq_apps.cli', 'lsp', '--threads', '1' }}"
+    editor = start(f"{command}, {drawn_by(view[1])}")
+    editor.write("import os\n\n\ndef read(path):\n", "Go    with open(")
+    editor.until(VISIBLE, True)
+    editor.keys("<Tab>")
+    editor.until("#vim.fn.getline('.') > #'    with open('", True)

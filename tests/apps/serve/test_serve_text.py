@@ -1,0 +1,245 @@
+"""What an answer holds: stop strings, seeds, text between two others, what editors send."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from kvq_apps.serve.server import Server
+from kvq_runtime.serving.indent import IndentLimit
+from serving import (
+    COMPLETIONS,
+    GREEDY,
+    Rule,
+    ask,
+    chat,
+    data,
+    running,
+)
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+# Text: stop strings, seeds, what stands between (SRV-11, SRV-12, SRV-18)
+
+
+def test_stop_strings_end_the_text_and_are_never_sent(rule: Rule, served: Server) -> None:
+    text = rule.text("abc", 30)
+    cases = {
+        "across tokens": ([text[7:10]], text[:7]),
+        "overlapping": ([text[9:12], text[7:11]], text[:7]),
+        "at the beginning": ([text[:2]], ""),
+        "never": (["ABC"], text),
+    }
+    for name, (stop, expected) in cases.items():
+        for stream in (False, True):
+            body = {"prompt": "abc", "max_tokens": 30, "stop": stop, "stream": stream}
+            reply = ask(served, COMPLETIONS, body)
+            if stream:
+                chunks = [chunk["choices"][0] for chunk in data(reply)]
+                found = "".join(chunk["text"] for chunk in chunks)
+                reason = chunks[-1]["finish_reason"]
+            else:
+                (choice,) = reply.json["choices"]
+                found, reason = choice["text"], choice["finish_reason"]
+            assert (found, reason) == (expected, "stop" if expected != text else "length"), name
+
+
+def test_a_stop_string_inside_a_character() -> None:
+    class Halves:
+        """Every second token completes an é."""
+
+        def __init__(self) -> None:
+            self.half = False
+
+        def push(self, token: int) -> str:
+            self.half = not self.half
+            return "" if self.half else "é"
+
+        def flush(self) -> str:
+            return "\ufffd" if self.half else ""
+
+    with running(Rule(detokenizer=Halves).load, sessions=1) as server:
+        body = {"prompt": "abc", "max_tokens": 9, "stop": "éé"}
+        (choice,) = ask(server, COMPLETIONS, body).json["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+        (choice,) = ask(server, COMPLETIONS, body | {"stop": None}).json["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("éééé\ufffd", "length")
+
+
+def test_a_seed_repeats_and_greedy_ignores_it(tiny: Server) -> None:
+    prompt = {"prompt": "The quick brown fox", "max_tokens": 12}
+
+    def texts(count: int, **settings: Any) -> set[str]:
+        replies = [ask(tiny, COMPLETIONS, prompt | settings) for _ in range(count)]
+        return {reply.json["choices"][0]["text"] for reply in replies}
+
+    seeded = texts(20, temperature=1.5, seed=5)
+    assert len(seeded) == 1
+    assert seeded != texts(1, temperature=1.5, seed=-5)
+    assert len(texts(6, temperature=1.5)) >= 4
+    assert len(texts(1, temperature=0, seed=1) | texts(1, temperature=0, seed=2)) == 1
+    first, second = ask(tiny, COMPLETIONS, prompt | {"temperature": 1.5, "seed": 5, "n": 2}).json[
+        "choices"
+    ]
+    assert {first["text"]} == seeded != {second["text"]}
+
+
+def test_a_suffix_and_infill_give_the_same_text(tiny: Server) -> None:
+    settings = {"temperature": 0, "max_tokens": 8, "n_predict": 8}
+    prefix, suffix = "def add(first, second):\n    return ", "\n\nprint(add(1, 2))"
+    suffixed = ask(tiny, COMPLETIONS, {"prompt": prefix, "suffix": suffix, **settings}).json
+    body = {"input_prefix": prefix[:-4], "prompt": prefix[-4:], "input_suffix": suffix, **settings}
+    infilled = ask(tiny, "/infill", body).json
+    assert infilled["content"] == suffixed["choices"][0]["text"]
+    assert infilled["tokens_evaluated"] == suffixed["usage"]["prompt_tokens"]
+    reverse = ask(tiny, "/infill", body | {"input_prefix": suffix, "input_suffix": prefix}).json
+    assert reverse["content"] != infilled["content"]
+
+
+# What llama.vim sends (LSP-29)
+LLAMA_VIM = {
+    "id_slot": 0,
+    "input_prefix": "def add(first, second):\n",
+    "input_suffix": "\n\nprint(add(1, 2))\n",
+    "input_extra": [
+        {"text": "def sub(a, b):\n    return a - b\n", "time": [1, 2], "filename": "sub.py"},
+        {"text": "VALUE = 3\n", "time": [1, 2], "filename": "value.py"},
+    ],
+    "prompt": "    return ",
+    "n_predict": 16,
+    "stop": ["\n\n\n"],
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.99,
+    "samplers": ["top_k", "top_p", "infill"],
+    "stream": False,
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1000,
+    "response_fields": [
+        "content",
+        "timings/prompt_n",
+        "timings/prompt_ms",
+        "timings/prompt_per_token_ms",
+        "timings/prompt_per_second",
+        "timings/predicted_n",
+        "timings/predicted_ms",
+        "timings/predicted_per_token_ms",
+        "timings/predicted_per_second",
+        "truncated",
+        "tokens_cached",
+    ],
+}
+
+
+def test_llama_vims_requests_are_understood(tiny: Server) -> None:
+    reply = ask(tiny, "/infill", LLAMA_VIM).json
+    assert list(reply) == LLAMA_VIM["response_fields"]
+    assert reply["truncated"] is False
+    again = ask(tiny, "/infill", LLAMA_VIM).json
+    assert again["tokens_cached"] == reply["timings/prompt_n"] - 1
+    assert again["timings/prompt_n"] == 1
+    # the extras stand in front: a new one behind them costs only itself and what follows
+    warm = {**LLAMA_VIM, "n_predict": 0, "response_fields": [""], "prompt": ""}
+    assert ask(tiny, "/infill", warm).json == {}
+    three = {**LLAMA_VIM, "n_cmpl": 3, "temperature": 1.5}
+    assert [row["content"] for row in ask(tiny, "/infill", three).json].__len__() == 3
+    streamed = ask(tiny, "/infill", {**LLAMA_VIM, "stream": True, "response_fields": None})
+    events = [json.loads(event.removeprefix("data: ")) for event in streamed.events]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_an_editors_next_infill_is_an_edit_of_the_text_before(tiny: Server) -> None:
+    """Only what changed is read again; `exact` reads all that follows."""
+    lines = [f"value_{number} = {number}\n" for number in range(12)]
+    body = {"input_prefix": "".join(lines), "input_suffix": "print(total)\n", "n_predict": 2}
+    ask(tiny, "/infill", body)
+    for exact, word in ((False, "other"), (True, "third")):
+        lines[6] = f"{word} = 1\n"
+        changed = body | {"input_prefix": "".join(lines), "x_kvq": {"exact": exact}}
+        told = ask(tiny, "/infill", changed).json["x_kvq"]
+        assert (told["edited"] == 0) == exact
+        read = told["prompt_tokens"] - told["cached_tokens"]
+        assert (read > told["prompt_tokens"] // 3) == exact
+
+
+def test_infill_drops_the_far_context_first(tiny: Server) -> None:
+    near = {"input_prefix": "x = ", "input_suffix": "\n", "n_predict": 4, "temperature": 0}
+    alone = ask(tiny, "/infill", near).json
+    extra = [{"filename": f"{n}.py", "text": f"value_{n} = {n}\n" * 12} for n in range(12)]
+    crowded = ask(tiny, "/infill", {**near, "input_extra": extra}).json
+    assert crowded["truncated"]
+    assert alone["tokens_evaluated"] < crowded["tokens_evaluated"] <= 512 - 4
+    newest = ask(tiny, "/infill", {**near, "input_extra": extra[-1:]}).json
+    assert not newest["truncated"]
+    long = ask(tiny, "/infill", {**near, "input_prefix": "word " * 900 + "x = "}).json
+    assert long["truncated"]
+    assert long["tokens_evaluated"] == 508
+
+
+def test_a_model_that_cannot_infill_is_named(served: Server) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ):
+        reply = ask(served, path, body)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "no_infilling")
+        assert reply.json["error"]["message"].startswith("rule: ")
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_infilled_text_ends_with_its_block(size: int) -> None:
+    text = "a)\n        b\n\n        c\n    d\n"
+    limit = IndentLimit(8)
+    shown = ""
+    for place in range(0, len(text), size):
+        shown += limit.feed(text[place : place + size])
+        if limit.reached:
+            break
+    assert shown + limit.flush() == "a)\n        b\n\n        c\n"
+    assert limit.reached
+    unlimited = IndentLimit(0)
+    assert unlimited.feed(text) == text
+
+
+def test_an_answer_ends_at_a_line_break_when_its_time_is_over() -> None:
+    class Lines:
+        """Every token is a line."""
+
+        def push(self, token: int) -> str:
+            time.sleep(0.004)
+            return "line\n"
+
+        def flush(self) -> str:
+            return ""
+
+    with running(Rule(detokenizer=Lines).load, sessions=1) as server:
+        body = {"prompt": "abc", "n_predict": 1500, "t_max_predict_ms": 1}
+        reply = ask(server, "/completion", body).json
+        assert reply["content"] == "line\n"
+        assert (reply["stop_type"], reply["tokens_predicted"]) == ("limit", 1)
+
+
+def test_llama_servers_small_routes(tiny: Server) -> None:
+    text = "Größe <|im_end|> 🎉"
+    ids = ask(tiny, "/tokenize", {"content": text}).json["tokens"]
+    assert ask(tiny, "/detokenize", {"tokens": ids}).json == {"content": text}
+    special = ask(tiny, "/tokenize", {"content": text, "parse_special": True}).json["tokens"]
+    assert len(special) < len(ids)
+    pieces = ask(tiny, "/tokenize", {"content": "🎉", "with_pieces": True}).json["tokens"]
+    content = b"".join(
+        bytes(row["piece"]) if isinstance(row["piece"], list) else row["piece"].encode()
+        for row in pieces
+    )
+    assert content.decode() == "🎉"
+    prompt = ask(tiny, "/apply-template", chat("hi")).json["prompt"]
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    props = ask(tiny, "/props").json
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    assert props["total_slots"] == 4
+    native = ask(tiny, "/completion", {"prompt": "The quick", "n_predict": 4, **GREEDY}).json
+    whole = ask(tiny, COMPLETIONS, {"prompt": "The quick", "max_tokens": 4, **GREEDY}).json
+    assert native["content"] == whole["choices"][0]["text"]
+    assert (native["tokens_predicted"], native["stop_type"]) == (4, "limit")

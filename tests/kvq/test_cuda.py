@@ -1,0 +1,371 @@
+"""The kernels for CUDA against the reference, on an emulated grid of threads: no GPU is needed.
+
+`emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
+tensor cores mean what they mean on a device; speed alone is left out.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvq import reference, reference_linear
+from kvq.formats import GRANULES, constant_bytes, grid_bytes
+from kvq.reference_linear import PanelFormat
+from shelf import Shelf
+
+SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
+ENTRY = np.dtype(
+    [("granule", "<u4", 8), ("constants", "<u4"), ("k_bits", "u1"), ("v_bits", "u1"),
+     ("peak", "u1"), ("mean", "u1")]
+)  # fmt: skip
+VIEW = np.dtype(
+    [("column", "<i4"), ("pos0", "<i4"), ("delta", "<i4"), ("first_token", "<i4"), ("mask", "<u8")]
+)
+NONE, ALL = 0xFFFFFFFF, (1 << 64) - 1
+ROTATED, CHANNELS = 1, 2
+# Numbers that meet codes are rounded to float16, and so are a tail's queries and weights.
+HALF = 2.0**-10
+
+Array = np.ndarray[Any, Any]
+
+
+def structure(name: str, fields: str) -> type[ctypes.Structure]:
+    """`fields`: a letter and names: i int32, l int64, f float, p pointer."""
+    kinds = {"i": c_int32, "l": c_int64, "f": c_float, "p": c_void_p}
+    rows = [
+        (word, kinds[line.split()[0]]) for line in fields.split(";") for word in line.split()[1:]
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": rows})
+
+
+Attention = structure(
+    "Attention",
+    "i heads kv_heads head_dim rotary_pairs; f scale softcap rope_factor norm_eps;"
+    "i window_tokens splits",
+)
+Sequence = structure(
+    "Sequence",
+    "i tokens view_count most_columns tail_rows tail_stride turns;"
+    "l pool_bytes constant_bytes granule_bytes;"
+    "p pool entries views turn_of_view deltas forms tail_keys tail_values tail_masks qkv positions "
+    "inv_freq q_norm k_norm queries partials out",
+)
+Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratch planes grid")
+Linear = structure(
+    "Linear",
+    "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
+    "f norm_eps; p inputs tops",
+)
+
+
+def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | int) -> None:
+    passed = [
+        argument.ctypes.data_as(c_void_p) if isinstance(argument, np.ndarray)
+        else argument if isinstance(argument, int) else ctypes.byref(argument)
+        for argument in arguments
+    ]  # fmt: skip
+    assert getattr(library, name)(*passed, None) == 0
+
+
+def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
+    """The structure; arrays as their addresses, which must outlive it."""
+    return kind(
+        **{
+            name: value.ctypes.data if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def library(shelf: Shelf) -> ctypes.CDLL:
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+
+    def build(path: Path) -> None:
+        flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
+        command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
+        subprocess.run(command, check=True)
+
+    folder = SOURCE.parent
+    contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    return ctypes.CDLL(str(shelf.once("libkvq_cuda_emulated.so", contents, build)))
+
+
+class Case(NamedTuple):
+    """What a sequence is made of."""
+
+    head_dim: int
+    widths: list[tuple[int, int]]
+    form: int = 0
+    tokens: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    window: int = 0
+    softcap: float = 0.0
+    splits: int = 3
+    tail: int = 21
+    deltas: tuple[int, ...] = (0,)
+    norms: bool = False
+
+
+class Held(NamedTuple):
+    """A sequence's keys and values of every KV head as attention must see them, and its parts."""
+
+    keys: list[Array]
+    values: list[Array]
+    positions: Array
+    seen: Array
+    parts: dict[str, Any]
+
+
+def held(case: Case, rng: np.random.Generator) -> Held:
+    """Pages of random numbers at the case's widths, each where it has moved, and a tail."""
+    dim, columns = case.head_dim, len(case.widths)
+    granule = 16 * dim
+    entries = np.zeros((case.kv_heads, columns), ENTRY)
+    entries["granule"] = NONE
+    groups = max(64, dim) if case.form & CHANNELS else 64
+    constants = constant_bytes(dim, groups)
+    pool = np.zeros(case.kv_heads * columns * (constants + 8 * granule), np.uint8)
+    views = np.zeros(columns, VIEW)
+    turn = np.array([column % len(case.deltas) for column in range(columns)], np.int32)
+    views["column"] = np.arange(columns)[::-1]  # in any order
+    views["pos0"] = 64 * views["column"] + 4
+    views["delta"] = np.array(case.deltas)[turn]
+    views["mask"] = ALL
+    views["mask"][:1] = 0x00FF_FFFF_FFFF_FF3F
+    inv_freq = frequencies(dim)
+    keys, values, free = [], [], 0
+    for head in range(case.kv_heads):
+        one_keys, one_values = [], []
+        for column, widths in enumerate(case.widths):
+            entry = entries[head, column]
+            entry["constants"], entry["k_bits"], entry["v_bits"] = head * columns + column, *widths
+            for side, bits in enumerate(widths):
+                x = rng.standard_normal((64, dim)).astype(np.float32) * rng.uniform(0.2, 3, dim)
+                stored = x.astype(np.float16).astype(np.float32)
+                if side == 0 and case.form & ROTATED:
+                    stored = reference.hadamard(stored)
+                axis = 0 if side == 0 or case.form & CHANNELS else 1
+                codes, grid = reference.encode(stored, axis)
+                planes = reference.planes(codes, bits, side) if bits else np.zeros(0, np.uint8)
+                for place in range(GRANULES.get(bits, 0)):
+                    entry["granule"][4 * side + place] = free
+                    end = len(pool) - free * granule
+                    pool[end - granule : end] = planes[place * granule :][:granule]
+                    free += 1
+                start = int(entry["constants"]) * constants + side * grid_bytes(dim)
+                line = np.frombuffer(grid.stored(), np.uint8)
+                pool[start : start + len(line)] = line
+                read = reference.decode(codes, grid, bits, axis) if bits else stored
+                if side == 0:
+                    read = reference.hadamard(read) if case.form & ROTATED else read
+                    delta = int(views["delta"][columns - 1 - column])
+                    moved = np.full(64, delta, np.int64)
+                    read = reference.rotate(read[:, None], moved, inv_freq)[:, 0]
+                (one_keys if side == 0 else one_values).append(read)
+        keys.append(np.concatenate([np.zeros((0, dim)), *one_keys]))
+        values.append(np.concatenate([np.zeros((0, dim)), *one_values]))
+    slots = np.arange(64)
+    placed = [slots + view["pos0"] + view["delta"] for view in views[::-1]]
+    positions = np.array(placed, np.int64).reshape(-1)
+    bits = [int(view["mask"]) >> slots.astype(object) & 1 for view in views[::-1]]
+    alive = [np.full(64, pair[0] > 0) for pair in case.widths]
+    seen = np.array(bits, bool).reshape(-1) & np.array(alive, bool).reshape(-1)
+    parts = {
+        "pool": pool, "pool_bytes": len(pool), "constant_bytes": constants,
+        "granule_bytes": granule, "entries": entries, "views": views, "view_count": columns,
+        "most_columns": columns, "turn_of_view": turn, "turns": len(case.deltas),
+        "deltas": np.array(case.deltas, np.int32),
+        "forms": np.full(case.kv_heads, case.form, np.uint8), "inv_freq": inv_freq,
+    }  # fmt: skip
+    return Held(keys, values, positions, seen, parts)
+
+
+def frequencies(dim: int) -> Array:
+    return (10_000.0 ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
+
+
+def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
+    """(what the kernels give, what they must, the largest value) of one pass over it all."""
+    rng = np.random.default_rng(case.head_dim + len(case.widths))
+    pages, dim, group = held(case, rng), case.head_dim, case.heads // case.kv_heads
+    rows = case.tail + case.tokens
+    tail = rng.standard_normal((2, case.kv_heads, rows + 3, dim)).astype(np.float16)
+    qkv = rng.standard_normal((case.tokens, (case.heads + 2 * case.kv_heads) * dim))
+    qkv = qkv.astype(np.float32)
+    end = 64 * len(case.widths) + 4 + max(case.deltas)
+    positions = np.arange(end + case.tail, end + rows)
+    norms = [rng.uniform(0.5, 2, dim).astype(np.float32) if case.norms else None for _ in range(2)]
+    # A branch: the last token follows the first, and so does not see what lies between.
+    sees = np.tril(np.ones((case.tokens, case.tokens), bool))
+    if case.tokens > 2:
+        sees[-1, 1:-1] = False
+        positions[-1] = positions[1]
+    tail_positions = np.concatenate([np.arange(end, end + case.tail), positions])
+    visible = np.concatenate([np.ones((case.tokens, case.tail), bool), sees], axis=1)
+    if case.window:
+        visible &= tail_positions[None] > positions[:, None] - case.window
+    words = -(-rows // 64)
+    masks = np.zeros((case.tokens, words), np.uint64)
+    for token, row in np.argwhere(visible):
+        masks[token, row // 64] |= np.uint64(1 << int(row) % 64)
+    shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": dim}
+    attention = filled(
+        Attention, **shape, rotary_pairs=dim // 2, scale=dim**-0.5, softcap=case.softcap,
+        rope_factor=1.0, norm_eps=1e-6, window_tokens=case.window, splits=case.splits,
+    )  # fmt: skip
+    out = np.zeros((case.tokens, case.heads, dim), np.float32)
+    scratch = [
+        np.zeros((1 + len(case.deltas)) * case.heads * case.tokens * dim, np.float32),
+        np.zeros(case.heads * case.tokens * case.splits * (dim + 2), np.float32),
+    ]
+    kept = {**pages.parts, "tail_keys": tail[0].copy(), "tail_values": tail[1].copy()}
+    kept |= {"tail_masks": masks, "qkv": qkv, "positions": positions, "out": out}
+    kept |= dict(zip(("q_norm", "k_norm", "queries", "partials"), (*norms, *scratch), strict=True))
+    sequence = filled(
+        Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, **kept
+    )  # fmt: skip
+    run(library, "kvq_cuda_attend", attention, sequence)
+
+    heads = qkv.reshape(case.tokens, -1, dim)
+    q, k, v = np.split(heads, [case.heads, case.heads + case.kv_heads], axis=1)
+    if case.norms:
+        q, k = (reference.normalize(x, norm, 1e-6) for x, norm in zip((q, k), norms, strict=True))
+    inv_freq = kept["inv_freq"]
+    q, k = (reference.rotate(x, positions, inv_freq) for x in (q, k))
+    want = np.zeros_like(out)
+    for head in range(case.heads):
+        own = head // group
+        tail_keys = np.concatenate([tail[0, own, : case.tail], k[:, own].astype(np.float16)])
+        tail_values = np.concatenate([tail[1, own, : case.tail], v[:, own].astype(np.float16)])
+        keys = np.concatenate([pages.keys[own], tail_keys]).astype(np.float64)
+        values = np.concatenate([pages.values[own], tail_values]).astype(np.float64)
+        seen = np.repeat(pages.seen[None], case.tokens, axis=0)
+        if case.window:
+            seen &= pages.positions[None] > positions[:, None] - case.window
+        seen = np.concatenate([seen, visible], axis=1)
+        logits = q[:, head].astype(np.float64) @ keys.T * dim**-0.5
+        if case.softcap:
+            logits = case.softcap * np.tanh(logits / case.softcap)
+        weights = np.where(seen, np.exp(logits - logits.max(axis=1, keepdims=True)), 0)
+        want[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values
+    return out, want, float(max(np.abs(v).max() for v in pages.values) if case.widths else 3.0)
+
+
+CASES = {
+    "every width": Case(
+        64, [(8, 8), (4, 2), (2, 4), (4, 4), (2, 2), (8, 2), (0, 0), (2, 8), (6, 6), (6, 2)]
+    ),
+    "rotated keys": Case(128, [(4, 4), (2, 2), (8, 8)], form=ROTATED, heads=8),
+    "values per channel": Case(128, [(4, 4), (2, 2), (8, 8), (6, 6)], form=CHANNELS),
+    "both, 80 channels": Case(80, [(4, 2), (2, 6), (6, 4), (8, 8)], form=ROTATED | CHANNELS),
+    "96 channels": Case(96, [(4, 2), (2, 8), (8, 4)]),
+    "256 channels": Case(256, [(4, 2), (8, 8)], form=ROTATED),
+    "moved pages": Case(64, [(4, 4)] * 5, form=ROTATED, deltas=(0, 7, 31)),
+    "a tree of tokens": Case(64, [(4, 2)] * 3, tokens=5, heads=6, tail=70),
+    "a window": Case(64, [(8, 8)] * 4, tokens=2, window=150),
+    "a softcap and norms": Case(64, [(4, 4)] * 2, softcap=20.0, norms=True),
+    "no pages": Case(64, [], splits=1, tail=100),
+    "more splits than work": Case(64, [(4, 4)], splits=8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> None:
+    got, want, largest = attended(CASES[name], library)
+    assert np.abs(got - want).max() < 2 * HALF * largest
+    assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_page_is_closed_to_the_byte(
+    head_dim: int, side: int, channels: bool, rotated: bool, library: ctypes.CDLL
+) -> None:
+    rng = np.random.default_rng(head_dim + side)
+    rows = rng.permutation(80)[:64].astype(np.int32)
+    x = (rng.standard_normal((80, head_dim)) * rng.uniform(1e-3, 40, head_dim)).astype(np.float16)
+    x[:, 3], x[rows[5]] = 0, -1.5  # equal numbers: a scale of 0
+    scratch = np.zeros(64 * head_dim, np.float32)
+    planes, groups = np.zeros(64 * head_dim, np.uint8), head_dim if channels else 64
+    grid = np.zeros(grid_bytes(groups), np.uint8)
+    page = filled(
+        Page, x=x, rows=rows, head_dim=head_dim, values=side, channels=channels, rotated=rotated,
+        scratch=scratch, planes=planes, grid=grid,
+    )  # fmt: skip
+    run(library, "kvq_cuda_pack", page)
+    want = x[rows].astype(np.float32)
+    codes, wanted = reference.encode(
+        reference.hadamard(want) if rotated else want, 0 if channels else 1
+    )
+    assert grid.tobytes() == wanted.stored()
+    np.testing.assert_array_equal(planes, reference.planes(codes, 8, side))
+    run(library, "kvq_cuda_narrow", planes, head_dim)
+    np.testing.assert_array_equal(planes[: 16 * head_dim], reference.planes(codes, 2, side))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16])
+@pytest.mark.parametrize(("bits", "view"), [(4, "full"), (8, "full"), (8, "hi")])
+@pytest.mark.parametrize("block", [32, 64])
+def test_products_are_those_of_the_weights(
+    tokens: int, bits: int, view: str, block: int, library: ctypes.CDLL
+) -> None:
+    rng = np.random.default_rng(tokens)
+    form = PanelFormat(rows=35, columns=200, bits=bits, block=block)
+    codes = rng.integers(0, 1 << bits, (form.rows, form.blocks * block), np.uint8)
+    codes[:, form.columns :] = 1 << (bits - 1)
+    scales = rng.uniform(0.1, 4, (form.rows, form.blocks)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
+    norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
+    bias = rng.standard_normal(form.rows).astype(np.float32)
+    residual = rng.standard_normal((tokens, form.rows)).astype(np.float32)
+    weights = reference_linear.dequantize(
+        codes, scales.astype(np.float32) * reference_linear.SCALE_UNIT, bits, view
+    )[:, : form.columns]
+    out = np.zeros((tokens, form.rows), np.float32)
+    inputs, tops = np.zeros((tokens, form.columns), np.uint16), np.zeros(tokens, np.float32)
+    common = {
+        "rows": form.rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
+        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
+        "inputs": inputs, "tops": tops,
+    }  # fmt: skip
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    plain = np.ascontiguousarray(x[:, : form.columns])
+    tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
+    cases: list[tuple[dict[str, Any], Array]] = [
+        ({"x": plain}, gate),
+        ({"x": plain, "norm": norm}, reference.normalize(plain, norm, 1e-6).astype(np.float64)),
+        ({"x": x, "activation": 1}, gate / (1 + np.exp(-gate)) * up),
+        ({"x": x, "activation": 2}, gate * (1 + tanh) / 2 * up),
+    ]
+    for given, entered in cases:
+        run(
+            library,
+            "kvq_cuda_linear_run",
+            filled(Linear, **common, **given, bias=bias, residual=residual),
+        )
+        product = entered @ weights.T.astype(np.float64)
+        scale = np.abs(entered).max(axis=1, keepdims=True) * np.abs(weights).sum(axis=1)
+        assert (np.abs(out - product - bias - residual) < HALF / 8 * scale + 1e-5).all()
+
+
+@pytest.mark.slow
+@pytest.mark.cross
+def test_nvcc_takes_the_kernels_without_a_warning(tmp_path: Path) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not installed")
+    flags = ("-std=c++17", "-arch", "sm_90", "--expt-relaxed-constexpr", "-Werror")
+    command = ["nvcc", *flags, "all-warnings", "--cubin", SOURCE, "-o", tmp_path / "kernels.cubin"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr

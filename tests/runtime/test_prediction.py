@@ -1,0 +1,252 @@
+"""KV Prediction: what is predicted, what it is worth, and that it never passes for computed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.errors import BackendError, UsageError
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_models.reference import PlainAttention, forward
+from kvq_runtime.backends import WHOLE, Mode
+from kvq_runtime.engine import Engine
+from kvq_runtime.prediction import prediction_named
+from kvq_runtime.session import Session
+from logits import divergence, generated, prompt
+from shelf import PLAIN, Shelf
+
+LAYERS = 4
+TEXT = prompt(400)
+BOTH = pytest.mark.parametrize("backend", ["onnx", "reference"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native() -> None:
+    if not native.available():
+        pytest.skip(native.why_not())
+
+
+@pytest.fixture(scope="module")
+def bundle(shelf: Shelf) -> Path:
+    weights = WeightFormat(bits=8)
+    return shelf.bundle(ExportOptions(quality=False, weights=weights), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    with Engine.open(bundle, backend="onnx", threads=1) as opened:
+        yield opened
+
+
+def opened(engine: Engine, predict: str | None, **options: Any) -> Session[Any]:
+    options = {"kv": "fp", "context_tokens": 1024, "kv_budget": "1024tok"} | options
+    return engine.session(predict=predict, **options)
+
+
+def test_what_is_asked_for_is_read_with_its_limits() -> None:
+    class Model:
+        num_layers, fitted_layers, name = 6, 4, "six"
+
+    def layers(text: str) -> tuple[int, ...]:
+        found = prediction_named(text, Model())  # type: ignore[arg-type]
+        assert found is not None
+        return found.mode.predicted
+
+    assert layers("50%") == layers("prefix") == layers("prefix:layers=3") == (3, 4, 5)
+    assert layers("0%") == layers("prefix:layers=6") == ()
+    assert layers("99%") == (1, 2, 3, 4, 5)
+    found = prediction_named("50%:tail=9,sink=1,least=5", Model())  # type: ignore[arg-type]
+    assert found is not None
+    assert found.piece(0, 100, going_on=False) == (1, WHOLE)
+    assert found.piece(1, 100, going_on=False) == (91, found.mode)
+    assert found.piece(91, 100, going_on=True) == (100, WHOLE)
+    assert found.piece(89, 100, going_on=True) == (91, found.mode)
+    assert found.piece(89, 100, going_on=False) == (100, WHOLE)
+    assert prediction_named("off", Model()) is None  # type: ignore[arg-type]
+    for wrong, told in (
+        ("100%", "share=1 is not possible"),
+        ("half", "give off, auto, a share of the layers such as 50%"),
+        ("prefix:layers=7", "1 to 6 of this model's layers"),
+        ("50%:tail=0", "tail=1"),
+        ("50%:tails=3", "possible: share=..., layers=..., sink=..., tail=..., least=..., maps=..."),
+    ):
+        with pytest.raises(UsageError, match=told):
+            prediction_named(wrong, Model())  # type: ignore[arg-type]
+
+
+@BOTH
+@pytest.mark.parametrize("exact", ["50%:tail=400", "prefix:layers=4", "off", "50%:least=365"])
+def test_nothing_predicted_equals_plain_prefill_bit_for_bit(
+    bundle: Path, backend: str, exact: str
+) -> None:
+    """KVP-5, on pages of four and two bits."""
+    with Engine.open(bundle, backend=backend, threads=1) as engine:
+        states = []
+        for predict in (None, exact):
+            with engine.session(predict=predict, kv="4:2", context_tokens=512, seed=1) as session:
+                session.prefill(TEXT)
+                assert session.exact
+                states.append((session.capture().state.cache, generated(session, 3)))
+        assert states[0] == states[1]
+
+
+def test_a_pass_predicts_what_the_reference_does(bundle: Path) -> None:
+    caches: dict[str, list[np.ndarray]] = {}
+    logits: dict[str, np.ndarray] = {}
+    for name in ("onnx", "reference"):
+        with Engine.open(bundle, backend=name, threads=1) as engine:
+            session = opened(engine, "50%:tail=5,sink=2", chunk_tokens=64)
+            session.prefill(TEXT[:200])
+            cache = session.sequence.cache
+            caches[name] = [
+                cache.tail(layer, 0)[side] for layer in range(LAYERS) for side in (0, 1)
+            ]
+            logits[name] = _last(session)
+            assert session.stats().predicted_tokens == 193
+            session.close()
+    for mine, theirs in zip(caches["onnx"], caches["reference"], strict=True):
+        wide = theirs.astype(np.float32)
+        assert np.sqrt(np.square(mine - wide).mean() / np.square(wide).mean()) < 0.05
+    assert divergence(logits["reference"][None], logits["onnx"][None]) < 0.01
+
+
+def test_later_layers_get_keys_and_values_of_the_stream_that_enters_the_first(
+    bundle: Path,
+) -> None:
+    """KVP-1 for one layer: where layer 3 has the matrices of layer 2 it gets what that computes."""
+    with Engine.open(bundle, backend="reference", threads=1) as engine:
+        files: Any = engine.files
+        config = files.config
+
+        def weight(name: str) -> np.ndarray:
+            return files.read_weight(name.replace("layers.3.", "layers.2."))
+
+        def given(**mode: Any) -> list[np.ndarray]:
+            seen: list[np.ndarray] = []
+            attention = PlainAttention()
+
+            def attend(params: Any, qkv: Any, *rest: Any) -> Any:
+                seen.append(qkv.copy())
+                return attention(params, qkv, *rest)
+
+            ids = np.array(TEXT[:20])
+            watched: Any = attend
+            forward(config, weight, ids, np.arange(20), watched, **mode)
+            return seen
+
+        whole, predicted = given(), given(predicted=(2, 3))
+    width = config.num_heads * config.head_dim
+    for layer in (0, 1):
+        np.testing.assert_array_equal(predicted[layer], whole[layer])
+    for layer in (2, 3):
+        np.testing.assert_array_equal(predicted[layer][:, width:], whole[2][:, width:])
+        assert not predicted[layer][:, :width].any()
+    assert np.abs(whole[3] - whole[2]).max() > 0.1
+
+
+def test_a_prompt_is_read_in_any_pieces_alike(engine: Engine) -> None:
+    states = []
+    for chunk in (32, 100):
+        with opened(engine, "50%", chunk_tokens=chunk) as session:
+            seen = 0
+            while not session.prefill(TEXT if not seen else (), cancel=_after(2)):
+                seen = session.sequence.cache.tokens
+            assert session.stats().predicted_tokens == len(TEXT) - 36
+            states.append((_last(session), session.sequence.state().ages))
+    np.testing.assert_allclose(states[0][0], states[1][0], atol=1e-3)
+    np.testing.assert_array_equal(states[0][1], states[1][1])
+
+
+def _after(count: int) -> Any:
+    asked = iter(range(count + 1))
+    return lambda: next(asked) == count
+
+
+def test_predicted_tokens_are_counted_and_never_taken_for_computed_ones(
+    engine: Engine, tmp_path: Path
+) -> None:
+    with opened(engine, "50%") as session, opened(engine, None) as exact:
+        session.prefill(TEXT)
+        first = generated(session, 4)
+        stats = session.stats()
+        assert stats.predicted_tokens == len(TEXT) - 36
+        assert stats.stale_tokens == len(TEXT) - 4 + 3  # what was computed from them, too
+        assert not session.exact
+        session.save(tmp_path / "saved")
+        exact.load(tmp_path / "saved")
+        assert exact.stats().predicted_tokens == stats.predicted_tokens
+        assert not exact.exact
+        assert exact.align(TEXT) == 4
+        exact.prefill()
+        assert exact.exact
+        assert exact.stats().predicted_tokens == 0
+        with opened(engine, None) as plain:
+            plain.prefill(TEXT)
+            np.testing.assert_array_equal(_last(plain), _last(exact))
+            assert divergence(_last(plain)[None], _last_of(engine, "50%")[None]) > 0.01
+        assert session.align([*TEXT, *first]) == len(TEXT) + 3
+        session.rollback(len(session.tokens) - 20)
+        assert session.stats().predicted_tokens == 16
+        session.predict = "off"
+        session.align(TEXT[:30])
+        assert session.stats().predicted_tokens == 0
+
+
+def _last(session: Session[Any]) -> np.ndarray:
+    logits = session.sequence.state().logits
+    assert logits is not None
+    return logits
+
+
+def _last_of(engine: Engine, predict: str) -> np.ndarray:
+    with opened(engine, predict) as session:
+        session.prefill(TEXT)
+        return _last(session)
+
+
+@pytest.mark.parametrize(("backend", "kv"), [("reference", "fp"), ("onnx", "8:8")])
+def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: str) -> None:
+    """Left to right, in pieces that may be interrupted, answers between them."""
+    with (
+        Engine.open(bundle, backend=backend, threads=1) as engine,
+        opened(engine, "50%", kv=kv) as session,
+    ):
+        session.prefill(TEXT)
+        generated(session, 5)
+        left = [session.refresh(51)]  # the last token first, which no pass has seen
+        assert left[0] == len(session.tokens) - 4 - 50
+        assert session.sequence.staleness.computed == 54
+        assert session.refresh(50, cancel=lambda: True) == left[0]
+        session.prefill(prompt(90, 7))  # predicted again, behind what is left
+        assert session.stats().predicted_tokens > 58
+        while left[-1]:
+            left.append(session.refresh(100))
+        assert session.exact
+        assert session.stats().predicted_tokens == 0
+        generated(session, 1)
+        with opened(engine, None, kv=kv) as plain:
+            plain.prefill(session.tokens[:-1])
+            wanted, found = _last(plain), _last(session)
+        assert divergence(wanted[None], found[None]) < (1e-7 if kv == "fp" else 0.02)
+
+
+def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
+    with opened(engine, "50%", kv="8:8", kv_budget="260tok") as session:
+        session.prefill(TEXT)
+        stats = session.stats()
+        assert stats.kv_bytes_peak <= stats.kv_budget
+        assert stats.predicted_tokens == len(TEXT) - 36
+
+
+def test_who_cannot_predict_says_so(bundle: Path, shelf: Shelf) -> None:
+    ort = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(linear="ort")))
+    with Engine.open(ort, threads=1) as engine, pytest.raises(BackendError, match="--linear kvq"):
+        engine.session(predict="50%")
+    with Engine.open(shelf.bundle(PLAIN), threads=1) as engine:
+        with pytest.raises(BackendError, match="layer 2 is none of the model's"):
+            engine.backend.check_mode(Mode(predicted=(1, 2)))
+        with pytest.raises(UsageError, match="predict '2' is not possible"):
+            engine.session(predict="2")

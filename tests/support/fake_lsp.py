@@ -1,0 +1,76 @@
+"""`kvq lsp` with a completer that needs no model: what editors' plugins are tested against.
+
+Run as a program it is the real language server. It goes on with lines that it knows, wherever a
+line's end is the beginning of one, and appends each call to the file that FAKE_LSP_CALLS names.
+FAKE_LSP_LOADS names a file without which the model goes on loading.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.engine import Completion, Draft
+from kvq_apps.lsp.server import LanguageServer
+
+KNOWN = (
+    "greet(name, loudly=True)",
+    "greet_all(names)",
+    "green = 1",
+    "plural(\n    one,\n    two,\n)",
+    "call(argument)",
+    "caf\u00e9 = '\U0001f44b'",
+)
+
+
+class KnownLines:
+    """Completes the lines above."""
+
+    def complete(
+        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+    ) -> Completion:
+        line, column = place
+        own = document.line(line)
+        before, after = own[:column], own[column:]
+        _append({"before": before, "after": after})
+        drafts = tuple(Draft(text=text, logprob=-1.0) for text in _goes_on(before, after))
+        return Completion(
+            drafts=drafts, reused_tokens=len(document.text), encoded_tokens=2, ms=11.0,
+            why_not=None if drafts else "filtered",
+        )  # fmt: skip
+
+    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def _goes_on(before: str, after: str) -> list[str]:
+    found = []
+    for known in KNOWN:
+        sizes = [size for size in range(2, len(known)) if before.endswith(known[:size])]
+        if sizes:
+            found.append(known[max(sizes) :].removesuffix(after))
+    return found
+
+
+def _append(call: dict[str, str]) -> None:
+    if name := os.environ.get("FAKE_LSP_CALLS"):
+        with open(name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(call) + "\n")
+
+
+def _load() -> KnownLines:
+    gate = os.environ.get("FAKE_LSP_LOADS")
+    while gate is not None and not Path(gate).exists():
+        time.sleep(0.01)
+    return KnownLines()
+
+
+if __name__ == "__main__":
+    server = LanguageServer(sys.stdin.buffer, sys.stdout.buffer, _load, lambda line: None)
+    sys.exit(server.run())
