@@ -12,7 +12,7 @@
 namespace kvq {
 
 constexpr int kBlockRows = 16;  // query rows that share one pass over the pages
-constexpr int kRowLanes = 8;    // of which so many at a time have a lane each
+constexpr int kRowLanes = 8;    // of which at most so many at a time have a lane each
 constexpr int kMaxGroups = kMaxHeadDim / 32;
 constexpr int kRunPages = 4;    // pages that are read together
 // What stands so many binary orders below a row's maximum adds less to its sum than float32 can
@@ -36,7 +36,7 @@ struct PageView {
 struct Block {
     int rows, head_dim;
     float softcap_log2;  // softcap * log2(e), or 0
-    float maximum[kBlockRows + kRowLanes];  // read sixteen at a time
+    float maximum[kBlockRows + 16];  // read sixteen at a time, from any row
     float sum[kBlockRows];
     alignas(64) float q[kBlockRows * kMaxHeadDim];  // rotated and scaled
     alignas(64) float acc[kBlockRows * kMaxHeadDim];

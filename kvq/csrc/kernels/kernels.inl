@@ -344,14 +344,15 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
 template <int N>
 inline bool softmax(Block& block, int first, const uint64_t* const* visible, int pages, int n,
                     Weights& to, bool any_order = false) {
-    alignas(64) float largest[kRowLanes], shrink[kRowLanes];
+    alignas(64) float largest[kRowLanes], shrink[kRowLanes], newest[kRowLanes];
     const F best = cap_and_mask<N>(block, first, visible, pages, n, to);
     const F before = load(block.maximum + first), after = max(before, best);
     store_rows(largest, best);
     store_rows(shrink, exp2_lanes(before - after));
-    store_rows(block.maximum + first, after);
+    store_rows(newest, after);
+    std::copy(newest, newest + N, block.maximum + first);
     bool any = false;
-    for (int r = 0; r < N; r++) any |= largest[r] >= block.maximum[first + r] - kNegligible;
+    for (int r = 0; r < N; r++) any |= largest[r] >= newest[r] - kNegligible;
     if (!any) return false;
     for (int r = 0; r < N; r++) {
         block.sum[first + r] *= shrink[r];
@@ -364,7 +365,7 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
         for (int r = 0; r < N; r++)
             for (int i = 0; i < kPageTokens; i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
-                const F weights = exp2_lanes(load(at) - set1(block.maximum[first + r]));
+                const F weights = exp2_lanes(load(at) - set1(newest[r]));
                 store(at, weights);
                 sums[r] = i ? sums[r] + weights : weights;
             }
@@ -413,7 +414,7 @@ inline void add_values(const PageView& page, int head_dim, const float* p, const
 }
 
 void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
-    rows_of<kRowLanes>(block.rows, [&](auto rows, int r) {
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
         row_logits<rows()>(page, block.head_dim, q + r * block.head_dim, scores + r * kPageTokens);
     });
 }
@@ -438,7 +439,7 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
 void attend_pages(Block& block, const float* q, const PageView* pages,
                   const uint64_t* const* visible, int count) {
     const int dim = block.head_dim;
-    rows_of<kRowLanes>(block.rows, [&](auto rows, int r) {
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
         Weights to;
         for (int i = 0; i < count; i++) row_logits<rows()>(pages[i], dim, q + r * dim, to.p[i]);
         if (!softmax<rows()>(block, r, visible, count, kPageTokens, to)) return;
@@ -618,17 +619,12 @@ void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t
     const int dim = block.head_dim;
     alignas(64) float keys[kMaxHeadDim * kPageTokens];
     transpose_keys(k, n, dim, keys);
-    rows_of<kRowLanes>(block.rows, [&](auto rows, int first) {
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int first) {
         Weights to;
-        split_rows<rows(), kRegisterRows>([&](auto count, int r) {
-            tile_logits<count()>(q + (first + r) * dim, dim, keys, to.p[0] + r * kPageTokens);
-        });
+        tile_logits<rows()>(q + first * dim, dim, keys, to.p[0]);
         // A row of a tree must get what it would get in the place where it is kept.
         if (!softmax<rows()>(block, first, &visible, 1, n, to, true)) return;
-        split_rows<rows(), kRegisterRows>([&](auto count, int r) {
-            tile_values<count()>(to.p[0] + r * kPageTokens, n, v, dim,
-                                 block.acc + (first + r) * dim);
-        });
+        tile_values<rows()>(to.p[0], n, v, dim, block.acc + first * dim);
     });
 }
 

@@ -6,7 +6,9 @@
 
 namespace {
 
-constexpr int kRegisterRows = 4;  // rows whose products with a vector of codes are summed in registers
+// Rows whose products with a vector of codes are summed in registers: those that pass through all
+// stages together, eight at most.
+constexpr int kRegisterRows = 4;
 
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
