@@ -56,9 +56,9 @@ NOTHING_AHEAD: Mapping[str, int] = {}
 SHORTEST_CONTEXT = 4 * GROUP_TOKENS
 
 COUNTED = {
-    "kvq": "the whole arena for the context, used or not: codes, scales and minima, floating-point "
-    "tail and sinks, room for a chunk, page table, statistics, scratch; keys per channel, values "
-    "per token, pages of 64",
+    "kvq": "the whole arena for the context, used or not: codes, scales and mids, floating-point "
+    "tail and sinks, room for a chunk, page table, statistics, scratch; forms by calibration, "
+    "pages of 64",
     "transformers": "packed codes, scales and zero points, and the residual window, floats as 16 "
     "bits; not the whole cache that every step restores to floats; the prompt attends to exact "
     "keys and values",
@@ -136,6 +136,17 @@ def engine_sessions(
     return {"f16": opener(UNQUANTIZED)} | openers
 
 
+def budget_sessions(engine: Engine, numbers: int, context_tokens: int) -> Openers:
+    """Openers of sessions that hold so many bits per number, by `numbers` of a token."""
+    setting = CacheSetting(k_bits=8, v_bits=8, policy="budget")
+    return {
+        f"budget, {bits} bits": setting.opener(
+            engine.session, context_tokens, int(bits * numbers * context_tokens / 8)
+        )
+        for bits in BUDGET_BITS
+    }
+
+
 def allocated_bytes(openers: Openers) -> dict[str, int]:
     """What each cache reserves when it is opened."""
     found: dict[str, int] = {}
@@ -145,7 +156,10 @@ def allocated_bytes(openers: Openers) -> dict[str, int]:
     return found
 
 
-KVQ_CACHES = {f"K{k}V{v}": (k, v) for k, v in ((8, 8), (8, 4), (4, 4), (4, 2), (2, 4), (2, 2))}
+KVQ_WIDTHS = ((8, 8), (6, 6), (8, 4), (6, 4), (4, 4), (4, 2), (2, 4), (2, 2))
+KVQ_CACHES = {f"K{k}V{v}": (k, v) for k, v in KVQ_WIDTHS}
+# Bits per number that peers hold, all counted: what `budget` makes of the same bytes.
+BUDGET_BITS = (8.5, 6.5, 5.0, 4.5, 3.25)
 LLAMA_CACHES = {"q8_0": (8, 8), "K q8_0, V q4_0": (8, 4), "q4_0": (4, 4)}
 
 
@@ -468,7 +482,7 @@ def compare(
     finally:
         progress.clear()
     tokens = len(texts[0])
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    numbers = _numbers(config)
     rows = []
     for name, outcome in zip(openers, outcomes, strict=True):
         if isinstance(outcome, BudgetError):
@@ -477,6 +491,11 @@ def compare(
         columns = _columns(outcome, held_bytes / tokens, numbers)
         rows.append({"engine": engine, "cache": name} | columns)
     return rows
+
+
+def _numbers(config: ModelConfig) -> int:
+    """Of a token's keys and values."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 def _columns(measured: Measurement, held: float, numbers: int) -> dict[str, Any]:
@@ -537,7 +556,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             gguf_type="f16",
             kv=KvPlan(k_bits=8, v_bits=8),
             quality=False,
-            calibrate=False,
             threads=threads,
         )
         exported = export_model(arguments.checkpoint, Path(folder) / "bundle", options)
@@ -548,6 +566,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             start = engine.tokenizer.control.start
             texts = windows(ids, start, context_tokens)[: arguments.windows]
             openers = engine_sessions(engine, KVQ_CACHES, "uniform", context_tokens)
+            openers = {**openers, **budget_sessions(engine, _numbers(config), context_tokens)}
             rows += compare("kvq", openers, texts, config, allocated_bytes(openers))
         rows += compare(
             "transformers", transformers_sessions(arguments.checkpoint, threads), texts, config

@@ -12,7 +12,8 @@ from kvq_apps.ngram_file import ngram_file
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import engine
 from kvq_runtime.alternatives import Writer
-from kvq_specdraft import writer_named
+from kvq_runtime.drafter import Drafter
+from kvq_specdraft import drafter_named, writer_named
 
 
 class Engine(engine.Engine):
@@ -31,6 +32,11 @@ class Engine(engine.Engine):
         """
         found = resolve_model(None if path is None else str(path))
         return super().open(found, threads=threads, backend=backend)
+
+    def drafter(self) -> Drafter | None:
+        """`auto`, where an answer with drafts is that without, bit for bit; elsewhere none."""
+        exact = self.backend.takes_trees and self.backend.rows_agree
+        return drafter_named("auto") if exact else None
 
     def writer(self, name: str) -> Writer:
         """The method of `Session.drafts` called `NAME` or `NAME:option=value,...`."""

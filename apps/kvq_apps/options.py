@@ -89,25 +89,27 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
 
 
 def drafter(arguments: Namespace) -> dict[str, Any]:
-    """`draft`, which makes the drafter of each session; empty where there is to be none."""
+    """`draft`, which makes the drafter of each session; empty where nothing is said of it."""
     asked = _asked_drafter(arguments)
-    if asked == NO_DRAFTER:
+    if asked is None:
         return {}
+    if asked == NO_DRAFTER:
+        return {"draft": lambda: None}
     from kvq_specdraft import drafter_named
 
     drafter_named(asked)  # refused before a model is loaded
     return {"draft": lambda: drafter_named(_with_files(asked))}
 
 
-def _asked_drafter(arguments: Namespace) -> str:
+def _asked_drafter(arguments: Namespace) -> str | None:
     """`--draft`, with the model of `--draft-model`. Raises `UsageError` for another drafter."""
     found = given(arguments, draft="draft", model="draft-model", threads="threads")
-    name, _, written = found.get("draft", NO_DRAFTER).partition(":")
+    name, _, written = found.get("draft", "").partition(":")
     own = [f"path={found['model']}"] if "model" in found else []
-    if own and name not in (NO_DRAFTER, "model"):
+    if own and name not in ("", NO_DRAFTER, "model"):
         raise UsageError(f"--draft-model is for --draft model, not for --draft {name}")
     if name != "model" and not own:
-        return found.get("draft", NO_DRAFTER)
+        return found.get("draft")
     parts = [*own, *filter(None, written.split(","))]
     if "threads" in found and not any(part.startswith("threads=") for part in parts):
         parts.append(f"threads={found['threads']}")

@@ -3,15 +3,22 @@
 Errors of attention outputs are cheap to know at run time; what they cost in the end is not, and
 differs between layers by orders of magnitude (Lee et al., arXiv 2502.04420, KVTuner; the layer
 sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). So it is measured
-once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
-fewer bits, its values, or half of its pages are evicted, and the divergence of the following
+once, on the finished bundle: a text is read into 8-bit pages, then the keys of one KV head are read
+at fewer bits, its values, or half of its pages are evicted, and the divergence of the following
 tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
-of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
+of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says. One
+text says little of a head that it does not use: prices go half way, in logarithms, to their
+layer's.
+
+The graph rounds activations, and answers every change of the cache with noise of its own, next to
+which all but the dearest layers look alike. A model whose weights fit memory as float32 is
+therefore computed exactly; a larger one by its graph, all heads of a layer together, and what that
+noise makes is subtracted.
 
 Before that it is found how every head's pages are best encoded, `kvq.config.PageForm`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import resources
 
@@ -20,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
-from kvq.policies import MEASURED_WIDTHS, Sensitivity
+from kvq.policies import MEASURED_WIDTHS, Attention, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
@@ -31,8 +38,10 @@ from kvq_runtime.bundle import Bundle
 READ_TOKENS = 768
 SCORED_TOKENS = 128
 CHUNK_TOKENS = 128
-# Rounding of activations moves predictions by this much whatever the cache holds.
-NOISE_NATS = 1e-6
+# Rounding in float32 moves predictions by this much whatever the cache holds.
+NOISE_NATS = 1e-8
+# Stored weights up to here are computed with exactly: four to eight times the bytes as float32.
+EXACT_WEIGHT_BYTES = 128 << 20
 # An eviction error below this share of the output's square is as good as none.
 FAINT = 1e-4
 
@@ -54,7 +63,9 @@ class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
-        self._backend = backends.open_backend("auto", bundle, threads=threads)
+        self.exact = bundle.weights_json()["bytes"] <= EXACT_WEIGHT_BYTES
+        name = "float" if self.exact else "auto"
+        self._backend = backends.open_backend(name, bundle, threads=threads)
         asked = CacheSpec(
             shape=bundle.config.cache_shape,
             plan=KvPlan(k_bits=8, v_bits=8),
@@ -83,10 +94,11 @@ class _Reading:
     def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         return forward_chain(self._backend, self.cache, ids, np.arange(len(ids)))
 
-    def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
-        """Mean nats per scored token once one layer's pages are read at these widths."""
+    def divergence(
+        self, layer: int, heads: Sequence[int], columns: range, k_bits: int, v_bits: int
+    ) -> float:
+        """Mean nats per scored token once pages of a layer's heads are read at these widths."""
         self.cache.load_state(self._state)
-        heads = range(self.widths.shape[1])
         self.cache.demote(
             np.array([(layer, h, c, k_bits, v_bits) for h in heads for c in columns], np.int32)
         )
@@ -145,31 +157,31 @@ def calibrate(
     """
     reading = _Reading(bundle, ids, threads, forms)
     try:
-        layers, _, count, _ = reading.widths.shape
+        layers, heads, count, _ = reading.widths.shape
+        every, pages, half = range(heads), range(count), range(count // 2)
+        _, middle, least = MEASURED_WIDTHS
+        together = [[head] for head in every] if reading.exact else [every]
         nats = np.zeros((layers, 2, len(MEASURED_WIDTHS)))
-        evict = np.zeros(layers)
-        half = range(count // 2)
+        paid = np.zeros((3, layers, len(together)))
         for layer in range(layers):
-            for index, bits in enumerate(MEASURED_WIDTHS[1:], start=1):
-                nats[layer, 0, index] = reading.divergence(layer, range(count), bits, 8)
-                nats[layer, 1, index] = reading.divergence(layer, range(count), 8, bits)
-            evict[layer] = reading.divergence(layer, half, 0, 0)
+            nats[layer, 0, 1] = reading.divergence(layer, every, pages, middle, 8)
+            nats[layer, 1, 1] = reading.divergence(layer, every, pages, 8, middle)
+            for group, some in enumerate(together):
+                paid[0, layer, group] = reading.divergence(layer, some, pages, least, 8)
+                paid[1, layer, group] = reading.divergence(layer, some, pages, 8, least)
+                paid[2, layer, group] = reading.divergence(layer, some, half, 0, 0)
+            nats[layer, :, 2] = paid[:2, layer].sum(axis=-1)
             progress(layer + 1, layers)
-        attention = reading.attention
-        narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
         # Whatever changes in the cache, rounded activations change with it: what the least harmful
         # of all changes does is no price of it.
         noise = nats[..., 1].min()
-        paid, gone = (np.maximum(found - noise, 0.05 * noise) for found in (nats[..., -1], evict))
-        # A layer that looks at the newest tokens alone gives old pages no error to divide by.
-        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)
-        lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
-        heads = attention.key_error.shape[:2]
+        paid = np.maximum(paid - noise, 0.05 * noise)
+        key, value, evict = _prices(paid, reading.attention, half)
         key_norm, value_norm = _weight_norms(bundle)
         return Sensitivity(
-            key=_of_heads(paid[:, 0] / (narrow * _total(attention.key_error)), heads),
-            value=_of_heads(paid[:, 1] / (narrow * _total(attention.value_error)), heads),
-            evict=_of_heads(gone / (len(half) * lost), heads),
+            key=key,
+            value=value,
+            evict=evict,
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
             key_norm=key_norm,
@@ -179,14 +191,21 @@ def calibrate(
         reading.close()
 
 
-def _total(error: NDArray[np.float32]) -> Floats:
-    """Sum over a layer's heads and pages; what no probe saw counts as next to nothing."""
-    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)
+def _prices(paid: Floats, attention: Attention, half: range) -> Floats:
+    """Nats per unit of key, value and eviction error [3, L, Hk], from nats [3, L, Hk or 1].
 
-
-def _of_heads(prices: Floats, shape: tuple[int, ...]) -> Floats:
-    """A layer's price for each of its heads."""
-    return np.broadcast_to(prices[:, None], shape)
+    `half`: the pages whose eviction was paid for.
+    """
+    narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
+    # A head that looks at the newest tokens alone gives old pages no error to divide by.
+    faint = FAINT * attention.output_square.sum(axis=-1, dtype=np.float64)
+    lost = np.maximum(attention.evict_error[..., : len(half)].sum(axis=-1), faint)
+    sides = (attention.key_error, attention.value_error)
+    errors = np.stack([*(narrow * error.sum(axis=-1) for error in sides), len(half) * lost])
+    errors = np.maximum(errors, 1e-12)  # what no probe saw counts as next to nothing
+    of_layers = (paid.sum(axis=-1) / errors.sum(axis=-1))[..., None]
+    of_heads = paid / errors if paid.shape == errors.shape else of_layers
+    return np.broadcast_to(np.sqrt(of_layers * of_heads), errors.shape)
 
 
 def _weight_norms(bundle: Bundle) -> tuple[Floats, Floats]:

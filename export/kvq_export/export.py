@@ -28,6 +28,7 @@ from kvq_export.quality import Original
 from kvq_export.sensitive import most_sensitive
 from kvq_export.staging import require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
+from kvq_models.config import ModelConfig
 from kvq_models.decoder import rope_settings
 from kvq_models.keys import read_keys
 from kvq_models.registry import read_checkpoint
@@ -145,14 +146,14 @@ def _weight_format(model: _Model, options: ExportOptions, progress: Progress) ->
             "none; leave it out, or choose --wbits 8"
         )
     progress(0, 1, "what each matrix loses at 4 bits")
-    ids = _quality_ids(model.tokenizer, model.original.config.vocab_size)
+    ids = _quality_ids(model.tokenizer, model.original.config)
     return replace(weights, wide=most_sensitive(model.original, ids, weights))
 
 
-def _quality_ids(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+def _quality_ids(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
     """The tokens that the quality report is measured on, int64 [T]."""
     ids = tokenizer.encode(quality.quality_text(), start=True)
-    return np.array(ids[: quality.token_limit(vocab_size)])
+    return np.array(ids[: min(quality.token_limit(config.vocab_size), config.context_length)])
 
 
 def _measured(
@@ -248,7 +249,7 @@ def _measure(
     step: Callable[[str], None],
 ) -> Mapping[str, Any]:
     bundle = Bundle.open(folder, verify="size")
-    ids = _quality_ids(tokenizer, bundle.config.vocab_size)
+    ids = _quality_ids(tokenizer, bundle.config)
     step("the checkpoint's answers")
     expected = quality.log_softmax(model.original.logits(ids))
     report: dict[str, Any] = {"text": "quality.txt", "tokens": len(ids)}

@@ -122,6 +122,9 @@ int kvq_cache_demote(int64_t handle, const kvq_action* actions, int32_t count, k
 int kvq_cache_demote_entering(int64_t handle, const uint8_t* widths) {
     return with_cache(handle, [&](Cache& cache) { return cache.demote_entering(widths); });
 }
+int kvq_cache_shift_sinks(int64_t handle, int32_t delta) {
+    return with_cache(handle, [&](Cache& cache) { return cache.shift_sinks(delta); });
+}
 int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta) {
     return with_cache(handle, [&](Cache& cache) { return cache.shift(column, delta); });
 }

@@ -317,6 +317,12 @@ int Cache::shift(int column, int32_t delta) {
     return tail_.open() ? int{KVQ_BAD_STATE} : pages_.shift(column, delta);
 }
 
+// Between the passes of a branch, too: room may be made for what it becomes.
+int Cache::shift_sinks(int32_t delta) {
+    if (tail_.unattended() || tail_.branch().staged) return KVQ_BAD_STATE;
+    return tail_.shift_sinks(delta);
+}
+
 int Cache::mask(int column, uint64_t mask) {
     return tail_.open() ? int{KVQ_BAD_STATE} : pages_.mask(column, mask);
 }

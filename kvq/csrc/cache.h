@@ -44,6 +44,7 @@ public:
     int demote(const kvq_action* actions, int count);
     int demote_entering(const uint8_t* widths);
     int shift(int column, int32_t delta);
+    int shift_sinks(int32_t delta);
     int mask(int column, uint64_t mask);
 
     // `columns` and `rows` are what the caller has room for: refused unless it is what there is.

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 10
+#define KVQ_ABI 11
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -130,6 +130,8 @@ KVQ_EXPORT int kvq_cache_demote(int64_t handle, const kvq_action *actions, int32
                                 kvq_stats *stats);
 /* Lowers what the pages to come close at: uint8 [layers, kv_heads, 2], as kvq_cache_entering tells. */
 KVQ_EXPORT int kvq_cache_demote_entering(int64_t handle, const uint8_t *widths);
+/* How far a column's tokens, or the sinks, stand from where their keys were rotated. */
+KVQ_EXPORT int kvq_cache_shift_sinks(int64_t handle, int32_t delta);
 KVQ_EXPORT int kvq_cache_shift(int64_t handle, int32_t column, int32_t delta);
 /* Hides the slots that `mask` leaves out, for good: what was rolled back does not come back. */
 KVQ_EXPORT int kvq_cache_mask(int64_t handle, int32_t column, uint64_t mask);

@@ -169,6 +169,20 @@ void Tail::split(int start, int stop, int by) {
     arena_.state->tail_used = to;
 }
 
+int Tail::shift_sinks(int32_t delta) const {
+    const int sinks = std::min(used(), config().sink_tokens);
+    for (int row = 0; row < sinks; row++) {
+        const Place at = place_of(row);
+        const int64_t position = int64_t{at.position} - at.delta + delta;
+        if (position < 0 || position > kMaxPosition) return KVQ_BAD_ARGUMENT;
+    }
+    for (int row = 0; row < sinks; row++) {
+        const Place at = place_of(row);
+        put(row, {at.position - at.delta + delta, delta, at.token});
+    }
+    return KVQ_OK;
+}
+
 bool Tail::holds(int start, int stop) const {
     return std::any_of(arena_.tail_tokens, arena_.tail_tokens + used(),
                        [&](int32_t token) { return token >= start && token < stop; });

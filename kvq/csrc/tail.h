@@ -59,6 +59,8 @@ public:
     void close_columns(PageTable& pages, int count, int rows);
     // Forgets tokens `start` to `stop` and moves those behind by `by`.
     void split(int start, int stop, int by);
+    // The sinks stand `delta` further than their keys were rotated.
+    int shift_sinks(int32_t delta) const;
     // Whether a row is one of tokens `start` to `stop`.
     bool holds(int start, int stop) const;
 

@@ -23,7 +23,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 10
+ABI = 11
 
 
 class Config(Structure):
@@ -140,6 +140,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_shift": (c_int32, (c_int64, c_int32, c_int32)),
+    "kvq_cache_shift_sinks": (c_int32, (c_int64, c_int32)),
     "kvq_cache_mask": (c_int32, (c_int64, c_int32, c_uint64)),
     "kvq_cache_entering": (c_int32, (c_int64, _BYTES)),
     "kvq_cache_columns": (c_int32, (c_int64, c_int32, _INTS, _BYTES)),

@@ -171,6 +171,8 @@ class Cache:
             self.engine.demote(relief.actions)
             if relief.entering is not None:
                 self.engine.demote_entering(relief.entering)
+            if relief.close_gap:
+                self.engine.shift_sinks(self._gap)
             short, columns = self.engine.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -179,6 +181,13 @@ class Cache:
             )
         self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
+
+    @property
+    def _gap(self) -> int:
+        """Tokens that are gone between the sinks and what follows them."""
+        sinks = self.plan.sink_tokens
+        behind = [*self.engine.columns()[0][:1, 2], *self.engine.places()[sinks : sinks + 1, 0]]
+        return int(behind[0]) - sinks if behind else 0
 
     def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
         if view not in VIEWS:

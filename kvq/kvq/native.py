@@ -289,6 +289,9 @@ class NativeCache:
     def shift(self, column: int, delta: int) -> None:
         _check(self._library.kvq_cache_shift(self.handle, column, delta))
 
+    def shift_sinks(self, delta: int) -> None:
+        _check(self._library.kvq_cache_shift_sinks(self.handle, delta))
+
     def mask(self, column: int, mask: int) -> None:
         _check(self._library.kvq_cache_mask(self.handle, column, mask))
 

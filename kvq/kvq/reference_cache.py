@@ -890,6 +890,15 @@ class ReferenceCache:
         for view in self._column(column).views:
             view.delta = delta
 
+    def shift_sinks(self, delta: int) -> None:
+        """The sinks stand `delta` further than their keys were rotated."""
+        self._check_between_passes()
+        rows = slice(0, self.arena.plan.sink_tokens)
+        positions = self._places.positions[rows] - self._places.deltas[rows] + delta
+        if not ((positions >= 0) & (positions <= MAX_POSITION)).all():
+            raise CacheError(f"positions must lie in 0 to {MAX_POSITION}")
+        self._places.positions[rows], self._places.deltas[rows] = positions, delta
+
     def mask(self, column: int, mask: int) -> None:
         self._check_idle()
         views = self._column(column).views

@@ -1,6 +1,6 @@
 """Several answers to one prompt, written side by side: a pass brings the next token of each.
 
-The rows of all answers lie in one branch, which is forgotten in the end. No row sees those of
+The rows of all answers lie in one branch, of which at most one answer is kept. No row sees those of
 another answer, so each says what it would say alone with the same seed; where a draw falls within
 the rounding of a pass of several rows it may say something else.
 """
@@ -15,11 +15,16 @@ from kvq_runtime.sequence import Branch, Work
 
 
 class Beside(Generic[C]):
-    """Answers over one branch; `going` are the numbers of those that have not ended."""
+    """Answers over one branch; `going` are the numbers of those that have not ended.
+
+    `kept` is the number of the answer that the sequence goes on with, None: with none.
+    """
 
     def __init__(self, branch: Branch[C], answers: Sequence[Generation]) -> None:
         self.going = list(range(len(answers)))
+        self.kept: int | None = None
         self._branch = branch
+        self._rows: list[list[int]] = [[] for _ in answers]
         self._answers = answers
         # Of each answer its last token, and the row that the token before it is in.
         self._last: list[tuple[int, int] | None] = [None] * len(answers)
@@ -28,6 +33,14 @@ class Beside(Generic[C]):
         """Ends an answer that its reader has had enough of."""
         if number in self.going:
             self.going.remove(number)
+
+    def commit(self) -> list[int]:
+        """Keeps the rows of `kept`, if there is one; its last token, which is in no row yet."""
+        pair = None if self.kept is None else self._last[self.kept]
+        if self.kept is None or pair is None:
+            return []
+        self._branch.commit(self._rows[self.kept])
+        return [pair[0]]
 
     def stepping(self, cancel: Cancel = never) -> Work[C, tuple[list[tuple[int, Step]], float]]:
         """A token more for each that is going: (its number, the step), and the seconds it took.
@@ -47,6 +60,8 @@ class Beside(Generic[C]):
         for place, number in enumerate(numbers):
             answer = self._answers[number]
             taken = answer.take(passed.logits[place : place + 1], cancel=cancel)
+            if last:
+                self._rows[number].append(first + place)
             self._last[number] = taken.token, first + place if last else -1
             steps += [(number, step) for step in taken.steps]
             if answer.finish_reason is not None:

@@ -181,20 +181,22 @@ class Engine:
         chunk_tokens: int = 256,
         draft_tokens: int | None = None,
         seed: int | None = None,
-        draft: Callable[[], Drafter] | None = None,
+        draft: Callable[[], Drafter | None] | None = None,
         predict: str | None = None,
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
-        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
-        `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what 8192 tokens (or a
-        shorter context) need. `kv_read` is what steps read of the cache's pages: 25%, `exact`, or a
-        row of `kvq.selectors` with options; None: all. `draft` makes the drafter, such as
-        `kvq_specdraft.lookup.Lookup`; None: every token takes a pass of its own. `draft_tokens`:
-        rows that drafts may take. `predict`: predict the keys and values of such a share of the
-        layers of a prompt, 50%, instead of computing them, see `kvq_runtime.prediction`; lossy, and
-        None or `off`: none. Raises `UsageError`, `BackendError` for what the
-        backend cannot do, and `BudgetError` for a budget too small, naming the smallest that works.
+        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits`
+        refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what
+        8192 tokens (or a shorter context) need. `kv_read` is what steps read of the cache's
+        pages: 25%, `exact`, or a row of `kvq.selectors` with options; None: all. `draft`
+        makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or `lambda: None` where
+        every token is to take a pass of its own; None: the engine's `drafter`.
+        `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
+        such a share of the layers of a prompt, 50%, instead of computing them, see
+        `kvq_runtime.prediction`; lossy, and None or `off`: none. Raises `UsageError`,
+        `BackendError` for what the backend cannot do, and `BudgetError` for a budget too
+        small, naming the smallest that works.
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
@@ -217,10 +219,14 @@ class Engine:
             config=config,
             vocabulary=self.vocabulary,
         )
-        session.drafter = None if draft is None else draft()
+        session.drafter = self.drafter() if draft is None else draft()
         session.predict = predict
         session.writers = self.writer
         return session
+
+    def drafter(self) -> Drafter | None:
+        """The drafter of a session that asks for none in particular; here it gets none."""
+        return None
 
     def writer(self, name: str) -> Writer:
         """The method of `Session.drafts` called `name`; the engine of `import kvq` knows some."""

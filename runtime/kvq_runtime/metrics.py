@@ -1,6 +1,6 @@
 """The one place that measures a session. Knows times and bytes, no tokens and no model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 
 from kvq.cache import Holdings
@@ -50,6 +50,21 @@ class SessionStats:
     predicted_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """What passes over generated tokens came to: guesses, those kept, and the time by its parts."""
+
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_ms: float = 0.0
+    pass_ms: float = 0.0
+    choose_ms: float = 0.0
+
+    def since(self, before: "Rounds") -> "Rounds":
+        """What was added since it was `before`."""
+        return Rounds(**{name: own - getattr(before, name) for name, own in asdict(self).items()})
+
+
 class Meter:
     """Adds up the times of one session's prefill chunks and decode steps."""
 
@@ -60,13 +75,13 @@ class Meter:
         self._prefilled_tokens = 0
         self._prefill_s = 0.0
         self._decoded_tokens = 0
-        self.draft_s = 0.0
+        self._draft_s = 0.0
         self._pass_s = 0.0
         self._choose_s = 0.0
         self._decode_bytes = 0
         self._rounds = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
         self._prompt_s = 0.0
         self._ttft_s = 0.0
         self._waiting = True
@@ -91,9 +106,9 @@ class Meter:
 
     def drafted(self, num_tokens: int, num_accepted: int, seconds: float) -> None:
         """A pass checked so many guesses, found in `seconds`, and kept so many of them."""
-        self.drafted_tokens += num_tokens
-        self.accepted_tokens += num_accepted
-        self.draft_s += seconds
+        self._drafted_tokens += num_tokens
+        self._accepted_tokens += num_accepted
+        self._draft_s += seconds
 
     def chose(self, prompt_tokens: int, all_tokens: int, seconds: float) -> None:
         """Tokens were chosen, the first `prompt_tokens` of which spell the end of the prompt."""
@@ -105,6 +120,17 @@ class Meter:
         self._prompt_s += seconds
         if all_tokens > prompt_tokens:
             self._ttft_s, self._prompt_s, self._waiting = self._prompt_s, 0.0, False
+
+    @property
+    def rounds(self) -> Rounds:
+        """Guesses and the time of all rounds so far."""
+        return Rounds(
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
+            draft_ms=self._draft_s * 1e3,
+            pass_ms=self._pass_s * 1e3,
+            choose_ms=self._choose_s * 1e3,
+        )
 
     def stats(
         self,
@@ -118,19 +144,15 @@ class Meter:
         draft_bytes: int = 0,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
-        decode_s = self.draft_s + self._pass_s + self._choose_s
+        decode_s = self._draft_s + self._pass_s + self._choose_s
         return SessionStats(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
             decode_tok_s=_rate(self._decoded_tokens, decode_s),
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            **asdict(self.rounds),
             tokens_per_round=_rate(self._decoded_tokens, self._rounds),
-            draft_ms=self.draft_s * 1e3,
-            pass_ms=self._pass_s * 1e3,
-            choose_ms=self._choose_s * 1e3,
             draft_bytes=draft_bytes,
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,

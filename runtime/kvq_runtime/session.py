@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_READ
-from kvq.errors import BackendError, KvqError, UsageError
+from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
@@ -23,20 +23,20 @@ from kvq_runtime.backends import Backend, C
 from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
 from kvq_runtime.constraint import Constraint
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import Drafter
+from kvq_runtime.drafting import Drafting
 from kvq_runtime.generation import (
     IDS_ONLY,
     Cancel,
     Generation,
     GenerationOptions,
     Step,
-    Taken,
     Vocabulary,
     never,
 )
-from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
+from kvq_runtime.metrics import Meter, Rounds, SessionStats, Stopwatch
 from kvq_runtime.prediction import prediction_named
-from kvq_runtime.sequence import Passed, Work
+from kvq_runtime.sequence import Work
 
 Progress = Callable[[int, int], None]
 
@@ -64,11 +64,7 @@ class Session(Generic[C]):
     ) -> None:
         self.sequence = sequences.Sequence(backend, config)
         self.writers: Callable[[str], Writer] = no_names
-        self._drafter: Drafter | None = None
-        self._drafter_is_new = True
-        self._computing: ComputingDrafter | None = None
-        # Rounds that the drafter is left alone for.
-        self._pause = 0
+        self._drafting = Drafting(backend, self.sequence)
         self._predict: str | None = None
         self._backend = backend
         self._vocabulary = vocabulary
@@ -84,21 +80,11 @@ class Session(Generic[C]):
     @property
     def drafter(self) -> Drafter | None:
         """Who guesses how the text goes on; one of its own, as it follows this text."""
-        return self._drafter
+        return self._drafting.drafter
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
-        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
-            raise BackendError(
-                f"--draft {type(drafter).__name__.lower()} is not possible on the "
-                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
-                "suffix or none, or run a bundle with an ONNX graph"
-            )
-        if isinstance(drafter, ComputingDrafter):
-            drafter.open(self._backend, self.config)
-        self._close_drafter()
-        self._drafter, self._drafter_is_new, self._pause = drafter, True, 0
-        self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
+        self._drafting.use(drafter)
 
     @property
     def predict(self) -> str | None:
@@ -133,10 +119,14 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def drafted(self) -> tuple[int, int, float]:
-        """Tokens drafted, tokens of these kept and milliseconds for it, as `stats` has them."""
-        meter = self._meter
-        return meter.drafted_tokens, meter.accepted_tokens, meter.draft_s * 1e3
+    def rounds(self) -> Rounds:
+        """What its rounds guessed and how long each part took, as `stats` has it."""
+        return self._meter.rounds
+
+    @property
+    def draft_bytes(self) -> int:
+        """What its drafter holds beside the cache; any thread may ask."""
+        return self._drafting.held_bytes
 
     @property
     def kv_bytes_peak(self) -> int:
@@ -323,7 +313,7 @@ class Session(Generic[C]):
         due, held = sequence.due(), len(sequence)
         first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
-            draft = yield from self._drafting(generation, branch, due)
+            draft = yield from self._drafting.draft(generation, branch, due)
             drafted_s = watch.lap()
             passed = yield from branch.extend(
                 [*due, *draft.ids],
@@ -342,7 +332,7 @@ class Session(Generic[C]):
         if taken.prompt_tokens:
             self._prompt_end = held + taken.prompt_tokens
         if passed.rows:
-            self._observe(draft, taken, passed)
+            self._drafting.observe(draft, taken, passed)
             drafted_s += watch.lap()
             self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
         return taken.steps, drafted_s + passed.seconds + chosen_s
@@ -355,11 +345,13 @@ class Session(Generic[C]):
 
     @contextmanager
     def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; nothing of them is kept in the end."""
+        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's."""
         generators = map(np.random.default_rng, seeds)
         answers = [self.begin(options, generator) for generator in generators]
         with self.sequence.branch() as branch:
-            yield Beside(branch, answers)
+            beside = Beside(branch, answers)
+            yield beside
+            self.sequence.append(beside.commit())
 
     def reading(self, max_tokens: int | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
@@ -451,15 +443,13 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
-            draft_bytes=(
-                self._drafter.held_bytes if isinstance(self._drafter, ComputingDrafter) else 0
-            ),
+            draft_bytes=self.draft_bytes,
         )
 
     def close(self) -> None:
         """Frees the cache's memory, and what its drafter holds."""
         self.sequence.close()
-        self._close_drafter()
+        self._drafting.close()
 
     def __repr__(self) -> str:
         config = self.config
@@ -474,10 +464,6 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _close_drafter(self) -> None:
-        if isinstance(self._drafter, ComputingDrafter):
-            self._drafter.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""
@@ -494,78 +480,6 @@ class Session(Generic[C]):
         if self._vocabulary.encode is None:
             raise UsageError("this model has no tokenizer: give token ids instead of a text")
         return self._vocabulary.encode(text, start=len(self.sequence) == 0)
-
-    def _drafting(
-        self, generation: Generation, branch: sequences.Branch[C], due: Sequence[int]
-    ) -> Work[C, Draft]:
-        """What the drafter guesses, as far as the answer and the branch have room for it.
-
-        Where nothing is due the next token needs no pass, and a draft would cost one.
-        """
-        drafter, room = self._drafter, self.sequence.cache.draft_room - len(due)
-        room = min(generation.room - 1, room)
-        if drafter is None or self._pause or not generation.drafts or not due or room < 1:
-            return NO_DRAFT
-        self._tell(drafter)
-        if self._computing is not None:
-            ground = Ground(
-                branch=branch,
-                due=due,
-                room=room,
-                exact_rows=generation.exact_rows,
-                foresight=generation.foresight,
-            )
-            draft = yield from self._computing.drafting(ground)
-            branch.forget()
-        else:
-            draft = drafter.propose(room)
-        self._check(draft, room)
-        return draft if draft.is_chain else draft.first(self.sequence.cache.tree_room - len(due))
-
-    def _check(self, draft: Draft, room: int) -> None:
-        """Raises `UsageError` for a draft that cannot be."""
-        size, count, parents = self._backend.model.vocab_size, len(draft.ids), draft.parents
-        who = type(self._drafter).__name__
-        if count > room or not all(0 <= token < size for token in draft.ids):
-            raise UsageError(
-                f"{who} proposed {count} tokens; possible are up to {room} of 0 to {size - 1}"
-            )
-        if parents is not None and (
-            len(parents) != count or not all(-1 <= one < own for own, one in enumerate(parents))
-        ):
-            raise UsageError(
-                f"{who} proposed a tree with parents {parents}; possible is for each of {count} "
-                "tokens an earlier one, or -1"
-            )
-        if draft.probabilities is not None and draft.probabilities.shape != (count, size):
-            raise UsageError(
-                f"{who} gave probabilities of shape {draft.probabilities.shape}; possible is "
-                f"({count}, {size})"
-            )
-
-    def _tell(self, drafter: Drafter) -> None:
-        """Tells `drafter` how the text has changed since it was last told."""
-        kept, new = self.sequence.changes()
-        if self._drafter_is_new:
-            kept, new, self._drafter_is_new = 0, self.tokens, False
-        drafter.follow(kept, new)
-
-    def _observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
-        """Tells the drafter what the pass made of `draft`."""
-        if self._pause:
-            self._pause -= 1
-        elif self._drafter is not None:
-            self._pause = draft.pause
-            self._drafter.observe(
-                Round(
-                    draft=draft,
-                    path=taken.path,
-                    tokens=(*(draft.ids[place] for place in taken.path), taken.token),
-                    logits=passed.logits,
-                    rows=passed.rows,
-                    seconds=passed.seconds,
-                )
-            )
 
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """A pass brought `count` tokens into the cache, the text's first `reached` among them."""

@@ -17,6 +17,8 @@ MARGIN = 1.02
 _LOOK_SHARE, _GUESS_SHARE = 0.003, 0.003
 _FIRST_LOOKS, _FIRST_GUESSES = 0.1, 0.3
 _MOST_PASSES = 4.0
+# A pass reads its weights once for so many guesses and the token before them.
+_MOST_GUESSES = 15
 # Rounds without a look at most; a patient drafter misses up to 2 to the power of so many looks.
 _MOST_PAUSE = 64
 _MOST_MISSES = 6
@@ -81,6 +83,7 @@ class Auto:
         best, self._chosen, plain_s = NO_DRAFT, None, self._plain_s
         if not plain_s:  # the first round tells
             return NO_DRAFT
+        room = min(room, _MOST_GUESSES)
         since, rate = perf_counter(), MARGIN * self._rows / plain_s
         left_s = self._looks.left_s(self._passed_s, plain_s)
         for candidate in self._candidates:

@@ -137,7 +137,8 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
     (tmp_path / "LICENSE").write_bytes(LICENSE[:6000])
     (tmp_path / "held_out").mkdir()
-    shutil.copy(__file__, tmp_path / "held_out/program.py")
+    for program in ("program.py", "held_out/program.py"):
+        shutil.copy(__file__, tmp_path / program)
     monkeypatch.chdir(tmp_path)
     settings = {"HOME": tmp_path, "KVQ_MODEL": tmp_path / "qwen3", "KVQ_THREADS": 1}
     for name, value in (settings | folders_in(tmp_path) | ROOTS).items():

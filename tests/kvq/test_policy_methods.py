@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from caches import minimum_budget, open_cache
+from kvq import native
+from kvq.config import CacheShape, KvPlan
 from kvq.formats import granule_bytes, page_bytes
 from kvq.policies import Evidence, Sensitivity
 from kvq.policies.qaq import key_targets, value_targets
+from pairs import attention, forward, frequencies, pack_heads, random_heads, relative_rms
 from policy_evidence import (
     DIM,
     after,
@@ -36,6 +40,36 @@ def test_streaming_drops_the_oldest_column_whole_and_never_demotes() -> None:
     facts.widths[:, :, 0] = 0
     facts.widths[1, 1, 0] = 8, 4
     assert relieve("streaming", facts, 1) == [[1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_streaming_counts_positions_inside_the_cache(use_native: bool) -> None:
+    """What is left attends as a text of these tokens alone would, at positions from 0 on."""
+    if use_native and not native.available():
+        pytest.skip(native.why_not())
+    shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
+    plan = KvPlan(k_bits=8, v_bits=8)
+    of, turned = attention(shape), frequencies(16)
+    rows = pack_heads(*random_heads(np.random.default_rng(0), shape, 900))
+    budget = minimum_budget(shape, plan, 900) + 6 * page_bytes(32, 8, 8)
+    cache = open_cache(shape, plan, budget, 900, policy="streaming", native=use_native)
+    for start in range(0, 896, 64):
+        forward(cache, [of], [rows[start : start + 64]], np.arange(start, start + 64), turned)
+        cache.commit(64)
+    got = forward(cache, [of], [rows[896:]], np.arange(896, 900), turned)[0]
+    first = cache.columns()[0][0, 2]
+    assert first > 4 + 64
+    assert cache.engine.places()[:4].tolist() == [[i, first - 4 + i, first - 4] for i in range(4)]
+    held = np.concatenate([rows[:4], rows[first:896]])
+    exact = open_cache(shape, KvPlan(k_bits=16, v_bits=16), 1 << 22, 900, native=use_native)
+    for start in range(0, len(held), 64):
+        part = held[start : start + 64]
+        forward(exact, [of], [part], np.arange(start, start + len(part)), turned)
+        exact.commit(len(part))
+    want = forward(exact, [of], [rows[896:]], np.arange(4) + len(held), turned)[0]
+    assert relative_rms(got, want) < 0.01
+    cache.close()
+    exact.close()
 
 
 def test_uniform_walks_its_ladder_with_all_pages_alike() -> None:

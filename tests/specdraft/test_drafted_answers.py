@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import answers
+import kvq
 from answers import answered, same_cache
 from kvq import native
 from kvq.config import Budget
@@ -17,6 +18,8 @@ from kvq_runtime.drafter import Draft, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
+from kvq_specdraft.auto import Auto
+from kvq_specdraft.lookup import Lookup
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -87,6 +90,18 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
             same_cache(drafted.sequence.cache, plain.sequence.cache)
         kept = drafted.stats().accepted_tokens
     assert kept > 0 or name == "auto"
+
+
+def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
+    """Not on a backend whose products round differently for several rows; and not if unwanted."""
+    path = shelf.bundle(max_position_embeddings=2048)
+    with kvq.Engine.open(path, threads=1) as engine, engine.session() as session:
+        assert isinstance(session.drafter, Auto)
+        with engine.session(draft=Lookup) as other, engine.session(draft=lambda: None) as plain:
+            assert isinstance(other.drafter, Lookup)
+            assert plain.drafter is None
+    with kvq.Engine.open(path, backend="reference") as engine, engine.session() as session:
+        assert session.drafter is None
 
 
 @pytest.mark.parametrize("name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "recycle"])

@@ -218,6 +218,7 @@ class Fuzz:
         self.call.kvq_cache_demote_entering(cache.handle, native.pointer(widths))
 
     def move(self, cache: Opened) -> None:
+        self.call.kvq_cache_shift_sinks(cache.handle, self.chance.choice(NUMBERS))
         self.call.kvq_cache_shift(cache.handle, self.number(8), self.chance.choice(NUMBERS))
         self.call.kvq_cache_mask(cache.handle, self.number(8), self.numbers.integers(2**63))
 

@@ -119,6 +119,7 @@ def _draw_line(
 def log_ticks(low: float, high: float) -> list[float]:
     """At least three round numbers between `low` and `high`, which is 1.5 times that or more."""
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    found = list[float]()
     for steps in TICK_STEPS:
         ticks = [float(f"{step}e{power}") for power in powers for step in steps]
         found = [tick for tick in ticks if low <= tick <= high]

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import tempfile
 from asyncio import AbstractEventLoop, get_running_loop
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
 from typing import Any, ClassVar
 
-from textual import on
+from textual import on, work
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
 from textual.driver import Driver
 from textual.events import Resize
 from textual.screen import Screen
@@ -27,17 +28,21 @@ from kvq.errors import KvqError, UsageError
 from kvq.settings import editor_command
 from kvq_apps.chat import commands, keys
 from kvq_apps.chat.blocks import code_fences
+from kvq_apps.chat.chat_list import ChatList, Sidebar
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController
+from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.history import ChatSummary
+from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import meter_line
 from kvq_apps.chat.prompt import Prompt
-from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
+from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.slash import ClientFor, SlashCommands
 from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
+from kvq_apps.chat.welcome import Welcome
 
 QUIT_WITHIN_S = 1.0
 # A signal ends the chat: what runs may take so long to stop, and the KV so long to be saved.
@@ -45,6 +50,9 @@ STOP_WITHIN_S = 0.4
 SAVE_WITHIN_S = 0.8
 QUEUE_LINES = 4
 INLINE_LINES = 16
+# A lower screen has no room for the welcome.
+SIDEBAR_COLUMNS = 80
+WELCOME_LINES, INLINE_WELCOME_LINES = 16, 30
 
 
 class Transcript(TranscriptView):
@@ -75,8 +83,10 @@ class ChatApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=True)]
     CSS = """
     Transcript { height: 1fr; }
+    Transcript:focus { outline-left: thick $primary; scrollbar-color: $primary; }
     #queue { height: auto; max-height: 4; color: $text-muted; padding: 0 2; display: none; }
     #meter { height: 1; padding: 0 2; color: $text-muted; }
+    Prompt { border-title-color: $accent; border-subtitle-color: $text-muted; }
     """
 
     def __init__(
@@ -90,11 +100,14 @@ class ChatApp(App[None]):
         super().__init__(driver_class=driver_class)
         self.said: list[str] = []
         self.transcript = Transcript(id="transcript")
+        self.sidebar = Sidebar(self._find)
         self.prompt = Prompt(id="prompt")
         self.controller = ChatController(self, client, settings)
         self.slash = SlashCommands(self, self.controller, client_for)
         self._editing: Message | None = None
         self._unsent = ""
+        self._keys: dict[str, str] = {}
+        self._wants_sidebar = False
         self._interrupted_s = -QUIT_WITHIN_S
         self._started_s = time()
         self._leaving = False
@@ -103,8 +116,13 @@ class ChatApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Transcript above, then what is queued, the prompt, the meter and the keys."""
-        yield self.transcript
+        with Horizontal():
+            yield self.sidebar
+            with Vertical():
+                yield Welcome(markup=False)
+                yield self.transcript
         yield Static(id="queue", markup=False)
+        yield MenuView(markup=False)
         yield self.prompt
         yield Static(id="meter", markup=False)
         yield Footer(show_command_palette=False)
@@ -122,6 +140,8 @@ class ChatApp(App[None]):
         """Below the command line half of the terminal stays the terminal's."""
         if self.is_inline:
             self.transcript.styles.height = max(1, min(INLINE_LINES, event.size.height // 2))
+        self.call_after_refresh(self._draw_welcome)
+        self.call_after_refresh(self._draw_sidebar)
 
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """A late tick still comes: Textual skips it, and with that one every later resize."""
@@ -151,6 +171,7 @@ class ChatApp(App[None]):
             self.say(f"{where}; Ctrl+P, then Theme, lists them", error=True)
         path = settings.keys_path
         chosen, warnings = keys.read_keys(path) if path is not None else ({}, [])
+        self._keys = chosen
         self.set_keymap(chosen)
         for name in keys.PROMPT_KEYS:
             if name in chosen:
@@ -192,9 +213,19 @@ class ChatApp(App[None]):
         if self.is_running:
             self.draw_meter()
             self._draw_queue()
+            self._draw_welcome()
+            if self.controller.engine.activity in ("ready", "no model"):
+                self._list_chats()
+
+    def _draw_welcome(self) -> None:
+        welcome = self.query_one(Welcome)
+        room = self.size.height >= (INLINE_WELCOME_LINES if self.is_inline else WELCOME_LINES)
+        welcome.display = room and not self.controller.conversation.messages
+        welcome.greet(self.controller.engine.facts)
 
     def show(self, messages: Sequence[Message]) -> None:
         self.transcript.show(messages)
+        self._draw_welcome()
 
     def add(self, message: Message) -> None:
         """Shows one more message; the user's own brings the end into view."""
@@ -211,6 +242,17 @@ class ChatApp(App[None]):
     def finished(self, message: Message) -> None:
         self.transcript.finish()
         self.transcript.restate(message)
+
+    def open_drafts(self, drafts: Sequence[Message], marked: int) -> Awaitable[int | None]:
+        return self.push_screen(DraftsScreen(drafts, marked), wait_for_dismiss=True)
+
+    def feed_draft(self, number: int, text: str) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.feed(number, text)
+
+    def drafts_finished(self, drafts: Sequence[Message]) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.finish(drafts)
 
     async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
         return await self.push_screen_wait(Question(question, answers))
@@ -249,6 +291,10 @@ class ChatApp(App[None]):
         if self.controller.queue:
             self.prompt.fill(self.controller.queue.pop())
             self._draw_queue()
+
+    @on(Prompt.Changed)
+    def _typed(self) -> None:
+        self.query_one(MenuView).draw(self.prompt.menu, self.prompt.text)
 
     @on(TranscriptView.Unseen)
     def _unseen(self) -> None:
@@ -290,9 +336,14 @@ class ChatApp(App[None]):
         self.run_worker(self.action_quit())
 
     async def _leave(self) -> None:
+        self._close_drafts()
         await self.controller.leave()
         self.said = self.transcript.lines_since(self._started_s)
         self.exit()
+
+    def _close_drafts(self) -> None:
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.dismiss(None)
 
     # Ending by a signal
 
@@ -325,6 +376,7 @@ class ChatApp(App[None]):
             self.run_worker(self._end_soon(number), exit_on_error=True)
 
     async def _end_soon(self, number: int) -> None:
+        self._close_drafts()
         await self.controller.leave(STOP_WITHIN_S, SAVE_WITHIN_S)
         if not os.isatty(0):
             os._exit(128 + number)  # all is kept, and Textual would wait for the terminal
@@ -345,18 +397,93 @@ class ChatApp(App[None]):
         if isinstance(self.screen, ChatPicker) or not self.controller.history.is_open:
             return
 
-        async def find(words: str) -> list[ChatSummary]:
-            return await self.controller.history.read(lambda history: history.search(words))
+        self.push_screen(ChatPicker(self._find, text), self._open_chat)
 
-        def picked(chat_id: str | None) -> None:
-            if chat_id is not None and chat_id != self.controller.conversation.id:
-                self.controller.do(partial(self.controller.resume_chat, chat_id))
+    def _open_chat(self, chat_id: str | None) -> None:
+        if chat_id is not None and chat_id != self.controller.conversation.id:
+            self.controller.do(partial(self.controller.resume_chat, chat_id))
 
-        self.push_screen(ChatPicker(find, text), picked)
+    async def _find(self, words: str) -> list[ChatSummary]:
+        if not self.controller.history.is_open:
+            return []
+        return await self.controller.history.read(lambda history: history.search(words))
+
+    @on(ChatList.Opened)
+    def _opened_beside(self, event: ChatList.Opened) -> None:
+        self.prompt.focus()
+        self._open_chat(event.chat_id)
+
+    @on(ChatList.Renaming)
+    def _renaming(self, event: ChatList.Renaming) -> None:
+        self.ask_for_title(event.chat_id)
+
+    @on(ChatList.Deleting)
+    def _deleting(self, event: ChatList.Deleting) -> None:
+        self.ask_to_delete(event.chat_id)
+
+    @work
+    async def ask_for_title(self, chat_id: str) -> None:
+        """Has the user write another title for a chat."""
+        title = await self._title_of(chat_id)
+        new = await self.push_screen_wait(Entry("The chat's title:", title))
+        if new is not None:
+            self.controller.do(partial(self.controller.rename_chat, chat_id, new))
+
+    @work
+    async def ask_to_delete(self, chat_id: str) -> None:
+        """Deletes a chat, if that is what the user wants."""
+        title = await self._title_of(chat_id) or "(no title)"
+        text = f"Delete the chat “{title}” with all its messages? It cannot be brought back."
+        if await self.ask(text, (("keep", "Keep it"), ("delete", "Delete it"))) == "delete":
+            self.controller.do(partial(self.controller.delete_chat, chat_id))
+
+    async def _title_of(self, chat_id: str) -> str:
+        if chat_id == self.controller.conversation.id:
+            return self.controller.conversation.title
+        saved = await self.controller.history.read(lambda history: history.saved_chat(chat_id))
+        return "" if saved is None else saved.title
+
+    # The chats beside
+
+    def action_sidebar(self) -> None:
+        """Shows the chats beside the conversation and searches in them, or takes them away."""
+        if self.is_inline or self.size.width < SIDEBAR_COLUMNS:
+            self.notify("there is no room beside the chat; Ctrl+R lists all", markup=False)
+            return
+        self.set_sidebar(shown=not self._wants_sidebar)
+        self._remember("sidebar", "shown" if self._wants_sidebar else "")
+        if self._wants_sidebar:
+            self.sidebar.chats.search()
+
+    def set_sidebar(self, *, shown: bool) -> None:
+        self._wants_sidebar = shown
+        self._draw_sidebar()
+
+    def _draw_sidebar(self) -> None:
+        """Shows it where it is wanted and where there is room."""
+        before, wide = self.sidebar.display, self.size.width >= SIDEBAR_COLUMNS
+        self.sidebar.display = wide and self._wants_sidebar and not self.is_inline
+        if before and not self.sidebar.display and self.sidebar.has_focus_within:
+            self.prompt.focus()
+        if self.sidebar.display:
+            self._list_chats()
+
+    @work(exclusive=True, group="chats")
+    async def _list_chats(self) -> None:
+        """What is listed is what the history holds now."""
+        if self.sidebar.display:
+            await self.sidebar.chats.list_again()
+        if isinstance(self.screen, ChatPicker):
+            await self.screen.chats.list_again()
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(f"{keys.help_text()}\n\n{commands.help_text()}"))
+            text = f"{keys.help_text(self._keys)}\n\n{commands.help_text()}"
+            self.push_screen(HelpScreen(text))
+
+    def get_key_display(self, binding: Binding) -> str:
+        """Names a key in the footer as keyboards do."""
+        return keys.key_name(binding.key)
 
     def action_suspend_process(self) -> None:
         """Goes to the background; where only the process itself can stop, it does."""
@@ -370,8 +497,11 @@ class ChatApp(App[None]):
         self.refresh(layout=True)
 
     def action_page(self, step: int) -> None:
-        """Scrolls the transcript by a screen."""
-        scroll = self.transcript.scroll_page_down if step > 0 else self.transcript.scroll_page_up
+        """Scrolls the transcript, or the draft that is marked, by a screen."""
+        drafts, view = self.screen, self.transcript
+        if isinstance(drafts, DraftsScreen):
+            view = drafts.columns[drafts.marked]
+        scroll = view.scroll_page_down if step > 0 else view.scroll_page_up
         scroll(animate=False)
 
     def action_top(self) -> None:
@@ -423,7 +553,7 @@ class ChatApp(App[None]):
         What was being written comes back when the edit is over.
         """
         if message is not None:
-            self._unsent = self.prompt.text if self._editing is None else self._unsent
+            self._unsent = self.prompt.written if self._editing is None else self._unsent
             self.prompt.fill(message.text)
         elif self._editing is not None:
             self.prompt.fill(self._unsent)
@@ -438,7 +568,10 @@ class ChatApp(App[None]):
         self.controller.do(partial(self.controller.retry, answer))
 
     def action_draft(self, step: int) -> None:
-        """Shows the next or previous branch of the selected or last message."""
+        """Shows the replies beside the selected or last message; of a question the next branch."""
+        if isinstance(self.screen, DraftsScreen):
+            self.screen.action_step(step)
+            return
         message = self.transcript.selected
         if message is None:
             rows = self.controller.conversation.messages
@@ -446,14 +579,16 @@ class ChatApp(App[None]):
         if message is None or message.branches < 2:
             self.notify("there is one draft only; r or /drafts 3 makes more", markup=False)
             return
-        self.controller.do(partial(self.controller.switch_branch, message, step))
+        answer, controller = message.role == "assistant", self.controller
+        show = controller.choose_draft if answer else controller.switch_branch
+        controller.do(partial(show, message, step))
 
     def action_editor(self) -> None:
         """Writes the message in the user's editor; what was written stays if that fails."""
         command = editor_command()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "message.md"
-            path.write_text(self.prompt.text, encoding="utf-8")
+            path.write_text(self.prompt.written, encoding="utf-8")
             text = ""
             try:
                 words = [*shlex.split(command), str(path)]
@@ -476,8 +611,12 @@ class ChatApp(App[None]):
         self.theme = name
 
     def _remember_theme(self, theme: Theme) -> None:
-        if self.controller.history.is_open and theme.name != self.controller.settings.theme:
-            self.controller.history.write(lambda history: history.set("theme", theme.name))
+        if theme.name != self.controller.settings.theme:
+            self._remember("theme", theme.name)
+
+    def _remember(self, name: str, value: str) -> None:
+        if self.controller.history.is_open:
+            self.controller.history.write(lambda history: history.set(name, value))
 
 
 def _run_in_terminal(words: Sequence[str]) -> str:

@@ -73,15 +73,20 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """What a stream brought since it was asked last."""
+    """What a stream brought since it was asked last; `texts` by the number of the draft."""
 
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict[int, str])
     prefilled: tuple[int, int] | None = None
     stats: ReplyStats | None = None
 
+    @property
+    def text(self) -> str:
+        """Of the first draft, which may be the only one."""
+        return self.texts.get(0, "")
+
 
 class Stream:
-    """One reply on its way: written by the client, emptied and cancelled by the screen."""
+    """A reply, or several drafts of one, on its way: the client writes, the screen empties it."""
 
     def __init__(self) -> None:
         self.started_s = monotonic()
@@ -90,10 +95,10 @@ class Stream:
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
 
-    def write(self, text: str) -> None:
-        """The next piece of the reply."""
+    def write(self, text: str, draft: int = 0) -> None:
+        """The next piece of the reply, or of this draft of it."""
         with self._lock:
-            self._news.text += text
+            self._news.texts[draft] = self._news.texts.get(draft, "") + text
 
     def prefilled(self, done: int, total: int) -> None:
         """So many of the prompt's tokens went through the model."""
@@ -142,6 +147,14 @@ class ChatClient(Protocol):
 
         Raises `ContextFullError` before anything else, `EngineLostError`, other `KvqError`s.
         """
+        ...
+
+    def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
+        """Answers `count` times, each time anew; returns why each answer ended, as `reply`."""
+        ...
+
+    def keep(self, draft: int) -> None:
+        """Goes on from this one of the last drafts, the others are forgotten."""
         ...
 
     def begin(self) -> None:

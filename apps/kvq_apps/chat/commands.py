@@ -15,12 +15,26 @@ class Command:
     takes: str = ""
     synonyms: tuple[str, ...] = ()
 
+    @property
+    def usage(self) -> str:
+        """How it is written: `/kv [K:V] [SIZE]`."""
+        return f"/{self.name} {self.takes}".strip()
+
+    @property
+    def needs_words(self) -> bool:
+        """Whether it does nothing without what it takes."""
+        return bool(self.takes) and not self.takes.startswith("[")
+
 
 COMMANDS = (
     Command(name="help", says="keys and commands"),
     Command(name="new", says="begin a new chat", synonyms=("clear",)),
+    Command(name="rename", takes="[TITLE]", says="give this chat another title"),
+    Command(name="delete", says="delete this chat for good"),
     Command(name="retry", says="another reply to the last message"),
-    Command(name="drafts", takes="N", says="N replies to the last message, Alt+] shows the next"),
+    Command(
+        name="drafts", takes="N", says="N replies to the last message side by side, to choose one"
+    ),
     Command(name="edit", says="edit your last message and answer it again"),
     Command(name="exact", says="read again what edits left as it was"),
     Command(name="copy", takes="[code]", says="copy the last reply, or its code"),
@@ -50,8 +64,18 @@ def parse_command(line: str) -> tuple[str, str]:
     raise UsageError(f"/{word} is not a command{hint}; /help lists them, // begins a message")
 
 
+def matching(text: str) -> list[Command]:
+    """The commands that `text`, as far as it is typed, may become; none unless it begins one."""
+    word = text.removeprefix("/")
+    if word == text or word.startswith("/") or any(part.isspace() for part in word):
+        return []
+    return [
+        row for row in COMMANDS if any(name.startswith(word) for name in (row.name, *row.synonyms))
+    ]
+
+
 def help_text() -> str:
     """The table as lines of text."""
-    rows = [(f"/{row.name} {row.takes}".strip(), row.says) for row in COMMANDS]
+    rows = [(row.usage, row.says) for row in COMMANDS]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width + 2}}{says}" for name, says in rows)

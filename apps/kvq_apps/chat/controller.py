@@ -150,6 +150,8 @@ class ChatController:
         await self.history.open(self.settings.history_path)
         theme = await self.history.read(lambda history: history.setting("theme"))
         self._view.set_theme(theme or "")
+        sidebar = await self.history.read(lambda history: history.setting("sidebar"))
+        self._view.set_sidebar(shown=bool(sidebar))
         chat_id = self.settings.chat_id
         if chat_id is None and self.settings.latest:
             chat_id = await self.history.read(History.latest)
@@ -222,23 +224,44 @@ class ChatController:
         """Answers the last question until there are `count` answers, the one there included."""
         if self.conversation.last("user") is None:
             raise UsageError("there is nothing to answer yet; write a message first")
-        answered = self.conversation.messages[-1].role == "assistant"
-        self._jobs += [self.retry] * (count - answered)
-        self._wake.set()
+        if count > (self.conversation.answered is not None):
+            self._jobs.append(partial(self._make_drafts, count))
+            self._wake.set()
+
+    async def _make_drafts(self, count: int) -> None:
+        if self.engine.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        taken = await self._replies.drafts(count)
+        await self._choose(taken.id)
+
+    async def choose_draft(self, message: Message, step: int) -> None:
+        """Shows the replies beside `message`, the one `step` further marked; one is kept."""
+        chat_id = self.conversation.id
+        siblings = await self.history.read(lambda history: history.beside(chat_id, message.id))
+        ids = [sibling.id for sibling in siblings]
+        marked = (ids.index(message.id) + step) % len(ids)
+        self.engine.doing("choose a draft")
+        number = await self._view.open_drafts(siblings, marked)
+        if number is not None and ids[number] != message.id:
+            await self._choose(ids[number])
 
     async def switch_branch(self, message: Message, step: int) -> None:
         """Shows the branch `step` siblings after `message`."""
         chat_id = self.conversation.id
+        siblings = await self.history.read(lambda history: history.siblings(chat_id, message.id))
+        await self._choose(siblings[(siblings.index(message.id) + step) % len(siblings)])
 
-        def switch(history: History) -> SavedChat:
-            siblings = history.siblings(chat_id, message.id)
-            index = (siblings.index(message.id) + step) % len(siblings)
-            history.choose(chat_id, siblings[index])
+    async def _choose(self, message_id: str) -> None:
+        """Shows the branch that this message is in."""
+        chat_id = self.conversation.id
+
+        def choose(history: History) -> SavedChat:
+            history.choose(chat_id, message_id)
             saved = history.saved_chat(chat_id)
             assert saved is not None
             return saved
 
-        self.conversation.show(await self.history.read(switch))
+        self.conversation.show(await self.history.read(choose))
         self._view.show(self.conversation.messages)
 
     async def new_chat(self) -> None:
@@ -247,6 +270,21 @@ class ChatController:
         self.conversation.begin(self.settings.system)
         self._view.show([])
         self.engine.stats = ReplyStats()
+
+    async def rename_chat(self, chat_id: str, title: str) -> None:
+        """Gives a chat another title."""
+        if chat_id == self.conversation.id:
+            self.conversation.rename(title)
+        else:
+            self.history.write(lambda history: history.rename(chat_id, title))
+
+    async def delete_chat(self, chat_id: str) -> None:
+        """Removes a chat and its KV for good; the open one makes way for another."""
+        await self._kv_files.forget(chat_id)
+        if chat_id == self.conversation.id:
+            self.engine.kv_changed = False
+            await self.new_chat()
+        self.history.write(lambda history: history.delete(chat_id))
 
     def _begin_anew(self, question: str) -> None:
         """Has `question` answered in a new chat."""

@@ -35,7 +35,7 @@ class Conversation:
         self.summary = ""
         self._system = system
         self._stored = False
-        self._unsaved = ""
+        self._unsaved: dict[str, str] = {}
         self._saved_s = 0.0
 
     def show(self, saved: SavedChat) -> None:
@@ -43,7 +43,7 @@ class Conversation:
         self.id, self.title, self.messages = saved.id, saved.title, list(saved.messages)
         self.first_id, self.summary = saved.first_id, saved.summary
         self._stored = True
-        self._unsaved = ""
+        self._unsaved = {}
 
     @property
     def system(self) -> str:
@@ -85,17 +85,36 @@ class Conversation:
         for message in messages:
             self.add(message.role, message.text)
 
-    def feed(self, text: str) -> None:
-        """Text arrived for the last message; at most 250 ms of it are not written yet."""
-        self.messages[-1].text += text
-        self._unsaved += text
+    def begin_drafts(self, count: int) -> list[Message]:
+        """As many more replies to the last question; the branch is without a reply meanwhile."""
+        former = self.answered
+        before = 0 if former is None else former.branches
+        drafts: list[Message] = []
+        for number in range(1, count + 1):
+            message = self.add("assistant", "", instead_of=None if drafts else former)
+            message.branch, message.branches = before + number, before + count
+            drafts.append(self.messages.pop())
+        return drafts
+
+    @property
+    def answered(self) -> Message | None:
+        """The reply that the branch ends in, if it does."""
+        last = self.messages[-1:]
+        return last[0] if last and last[0].role == "assistant" else None
+
+    def feed(self, text: str, message: Message | None = None) -> None:
+        """Text arrived for a message, by default the last; at most 250 ms of it are not written."""
+        message = message or self.messages[-1]
+        message.text += text
+        if text:
+            self._unsaved[message.id] = self._unsaved.get(message.id, "") + text
         if self._unsaved and monotonic() - self._saved_s >= CHUNK_INTERVAL_S:
             self._flush()
 
-    def finish(self, state: str, stats: ReplyStats) -> None:
-        """The last message is over."""
+    def finish(self, state: str, stats: ReplyStats, message: Message | None = None) -> None:
+        """A message, by default the last, is over."""
         self._flush()
-        message = self.messages[-1]
+        message = message or self.messages[-1]
         message.state, message.stats = state, asdict(stats)
         key, values = message.id, dict(message.stats)
         self._write(lambda history: history.finish(key, state, values))
@@ -154,17 +173,24 @@ class Conversation:
         """Gives an empty chat its system message."""
         self._system = text
 
+    def rename(self, title: str) -> None:
+        """Gives the chat another title. Nothing is written of a chat that is empty."""
+        self.title = title
+        chat_id = self.id
+        if self._stored:
+            self._write(lambda history: history.rename(chat_id, title))
+
     def _store(self) -> None:
         self._stored = True
-        chat_id = self.id
+        chat_id, title = self.id, self.title
         self._write(lambda history: history.new_chat(chat_id))
+        if title:
+            self._write(lambda history: history.rename(chat_id, title))
         if self._system and not self.messages:
             self.add("system", self._system)
 
     def _name(self, text: str) -> None:
-        self.title = " ".join(text.split())[:TITLE_CHARACTERS]
-        chat_id, title = self.id, self.title
-        self._write(lambda history: history.rename(chat_id, title))
+        self.rename(" ".join(text.split())[:TITLE_CHARACTERS])
 
     def _save(self, message: Message) -> None:
         # The message goes on growing while this waits for its turn.
@@ -172,8 +198,7 @@ class Conversation:
         self._write(lambda history: history.add(chat_id, now))
 
     def _flush(self) -> None:
-        text, self._unsaved = self._unsaved, ""
+        unsaved, self._unsaved = self._unsaved, {}
         self._saved_s = monotonic()
-        if text:
-            message_id = self.messages[-1].id
-            self._write(lambda history: history.append(message_id, text))
+        for key, text in unsaved.items():
+            self._write(lambda history, key=key, text=text: history.append(key, text))

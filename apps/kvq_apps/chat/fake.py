@@ -84,6 +84,7 @@ class FakeClient:
         self.stale = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
+        self._drafts: list[str] = []
 
     def open(self) -> Facts:
         """Ready after `load_ms`."""
@@ -120,6 +121,27 @@ class FakeClient:
             if turn.max_tokens is not None and count >= turn.max_tokens:
                 return "length"
         return "stop"
+
+    def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
+        """The script's answers, a piece of each in turn."""
+        self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
+        scripts = [iter(self._script(turn)) for _ in range(count)]
+        reasons = ["cancelled"] * count
+        self._drafts = ["" for _ in scripts]
+        while "cancelled" in reasons and not stream.cancelled():
+            sleep(self.options.tok_ms / 1e3)
+            for draft, script in enumerate(scripts):
+                piece = next(script, None)
+                if piece is None:
+                    reasons[draft] = "stop"
+                else:
+                    stream.write(piece, draft)
+                    self._drafts[draft] += piece
+        return reasons
+
+    def keep(self, draft: int) -> None:
+        """The tokens are those of this draft, too."""
+        self.tokens += _tokens_of(self._drafts[draft])
 
     def begin(self) -> None:
         """Forgets the tokens."""

@@ -114,6 +114,22 @@ class History:
             "UPDATE chat SET title = :title WHERE id = :id", {"id": chat_id, "title": title}
         )
 
+    def delete(self, chat_id: str) -> None:
+        """Removes a chat and everything that was said in it."""
+
+        def write(db: sqlite3.Connection) -> None:
+            for table in ("message_text", "run", "chunk"):
+                db.execute(
+                    f"DELETE FROM {table} WHERE message_id IN "  # noqa: S608 - our own names
+                    "(SELECT id FROM message WHERE chat_id = ?)",
+                    (chat_id,),
+                )
+            for table in ("kv_snapshot", "message"):
+                db.execute(f"DELETE FROM {table} WHERE chat_id = ?", (chat_id,))  # noqa: S608
+            db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
+
+        self._transaction(write)
+
     def add(self, chat_id: str, message: Message) -> None:
         """Adds a message below its parent and makes it the end of the chosen branch."""
 
@@ -258,6 +274,12 @@ class History:
         )  # fmt: skip
         return [row["id"] for row in rows]
 
+    def beside(self, chat_id: str, message_id: str) -> list[Message]:
+        """The messages with the same parent, the oldest first."""
+        marks = self.siblings(chat_id, message_id)
+        rows = [self._all(_MESSAGE, mark) for mark in marks]
+        return [self._message(row) for found in rows for row in found]
+
     def saved_chat(self, chat_id: str) -> SavedChat | None:
         """The chat with its chosen branch, or None if there is no such chat."""
         row = self._one("SELECT title, first_id, summary FROM chat WHERE id = ?", chat_id)
@@ -332,6 +354,9 @@ def new_id() -> str:
     return f"{time_ns():016x}{secrets.token_hex(4)}"
 
 
+_MESSAGE = (
+    "SELECT message.*, stats FROM message LEFT JOIN run ON run.message_id = message.id WHERE id = ?"
+)
 _SNAPSHOT = "SELECT path, model, kv_plan, token_hash, kv_budget FROM kv_snapshot WHERE chat_id = ?"
 _SEARCH = """
     SELECT chat.id, title, updated, {excerpt} AS excerpt,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding
@@ -49,10 +49,11 @@ KEYS = (
     KeyRow(name="new", keys="ctrl+n", action="new_chat", says="new chat", shown=True),
     KeyRow(name="resume", keys="ctrl+r", action="resume", says="resume a chat", shown=True),
     KeyRow(name="search", keys="ctrl+f", action="search", says="search in all chats"),
+    KeyRow(name="sidebar", keys="ctrl+b", action="sidebar", says="the chats beside, or not"),
     KeyRow(name="editor", keys="ctrl+g", action="editor", says="write in your editor"),
     KeyRow(name="redraw", keys="ctrl+l", action="redraw", says="draw the screen again"),
     KeyRow(name="suspend", keys="ctrl+z", action="suspend_process", says="to the background"),
-    KeyRow(name="help", keys="f1", action="help", says="this help", shown=True),
+    KeyRow(name="help", keys="f1", action="help", says="help", shown=True),
     KeyRow(name="page-up", keys="pageup", action="page(-1)", says="a page up"),
     KeyRow(name="page-down", keys="pagedown", action="page(1)", says="a page down"),
     KeyRow(name="previous", keys="alt+up", action="select(-1)", says="select the turn before"),
@@ -61,13 +62,13 @@ KEYS = (
         name="next-draft",
         keys="alt+right_square_bracket,alt+n",
         action="draft(1)",
-        says="next draft",
+        says="drafts of the reply side by side, the next one marked",
     ),
     KeyRow(
         name="previous-draft",
         keys="alt+left_square_bracket,alt+p",
         action="draft(-1)",
-        says="previous draft",
+        says="the same, the one before marked",
     ),
     KeyRow(name="top", keys="home", action="top", says="to the first line", app=False),
     KeyRow(name="bottom", keys="end", action="bottom", says="to the end, and follow it", app=False),
@@ -102,10 +103,34 @@ def teach_old_terminals() -> None:
     ANSI_SEQUENCES_KEYS["\x1b\r"] = (alt_enter,)  # type: ignore[assignment]
 
 
-def help_text() -> str:
-    """The table as lines of text."""
-    width = max(len(row.keys) for row in KEYS)
-    return "\n".join(f"{row.keys.replace(',', ', '):<{width + 4}}{row.says}" for row in KEYS)
+# As keyboards have them; other keys by their name or their character.
+_NAMES = {
+    "escape": "Esc",
+    "pageup": "PgUp",
+    "pagedown": "PgDn",
+    "right_square_bracket": "]",
+    "left_square_bracket": "[",
+}
+
+
+def key_name(keys: str) -> str:
+    """`"ctrl+j,alt+n"` as keyboards name them: `Ctrl+J, Alt+N`."""
+    return ", ".join("+".join(_cap(part) for part in key.split("+")) for key in _shifted(keys))
+
+
+def _shifted(keys: str) -> list[str]:
+    return [f"shift+{key}" if len(key) == 1 and key.isupper() else key for key in keys.split(",")]
+
+
+def _cap(part: str) -> str:
+    return _NAMES.get(part, part if len(part) > 1 and part[0].isupper() else part.capitalize())
+
+
+def help_text(chosen: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The table as lines of text, with the keys that the user has `chosen`."""
+    names = [key_name(chosen.get(row.name, row.keys)) for row in KEYS]
+    width = max(map(len, names)) + 3
+    return "\n".join(f"{name:<{width}}{row.says}" for name, row in zip(names, KEYS, strict=True))
 
 
 def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:

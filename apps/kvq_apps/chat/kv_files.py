@@ -105,6 +105,12 @@ class KvFiles:
             )
             self._history.write(lambda history: history.remember_snapshot(chat_id, row))
 
+    async def forget(self, chat_id: str) -> None:
+        """Removes what is saved of a chat."""
+        row = await self._history.read(lambda history: history.snapshot(chat_id))
+        if row is not None:
+            Path(row.path).unlink(missing_ok=True)
+
 
 def _settings(widths: str, budget: int) -> str:
     return f"{widths} in {output.format_bytes(budget)}"

@@ -1,18 +1,26 @@
 """A client whose engine lives in this process: one session, kept from turn to turn."""
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_runtime.hunks import common_prefix
 
 if TYPE_CHECKING:
+    from kvq_runtime.beside import Beside
     from kvq_runtime.engine import Engine
+    from kvq_runtime.metrics import Rounds
     from kvq_runtime.session import Session
+
+
+# So many tokens of drafts are written side by side; longer ones one after the other.
+DRAFT_TOKENS = 64
 
 
 class LocalClient:
@@ -27,17 +35,20 @@ class LocalClient:
     ) -> None:
         self._model = model
         self._engine_options = engine_options
-        self._session_options = dict(session_options)
-        self._drafted_before = (0, 0, 0.0)
+        # A drafter of guesses would make them as long as there is room for.
+        room = {} if "draft" in session_options else {"draft_tokens": DRAFT_TOKENS}
+        self._session_options = room | dict(session_options)
+        self._beside: Beside[Any] | None = None
+        self._open_drafts = ExitStack()
+        self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
         self._session: Session | None = None
 
     def open(self) -> Facts:
         """Loads the model and opens a session."""
-        from kvq_apps.model_path import resolve_model
-        from kvq_runtime.engine import Engine
+        from kvq_apps.engine import Engine
 
-        engine = Engine.open(resolve_model(self._model), **self._engine_options)
+        engine = Engine.open(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:
             engine.close()
             name = self._model or engine.model.name
@@ -48,34 +59,98 @@ class LocalClient:
 
     def reply(self, turn: Turn, stream: Stream) -> str:
         """Keeps the tokens the session and the prompt share, encodes the rest, generates."""
+        prompt = self._prompt(turn)
+        if turn.seed is not None:
+            self._opened()[1].reseed(turn.seed)
+        return self._answer(turn, prompt, stream)
+
+    def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
+        """Side by side where they are short enough for that, else one after the other."""
+        prompt, (_, session) = self._prompt(turn), self._opened()
+        seed = secrets.randbits(32) if turn.seed is None else turn.seed
+        seeds = range(seed, seed + count)
+        if session.fits_beside(count, turn.max_tokens):
+            return self._answer_beside(turn, prompt, seeds, stream)
+        reasons: list[str] = []
+        for draft, each in enumerate(seeds):
+            session.reseed(each)
+            reasons.append(self._answer(turn, prompt, stream, draft))
+        return reasons
+
+    def keep(self, draft: int) -> None:
+        """What was written side by side is in the cache; of others what the last one shares."""
+        if self._beside is not None:
+            self._beside.kept = draft
+        self._settle()
+
+    def _prompt(self, turn: Turn) -> list[int]:
+        """The tokens of `turn`, which fit the context."""
+        self._settle()
         engine, session = self._opened()
         prompt = prompt_tokens(engine, turn.messages)
         limit = session.config.context_tokens
         if len(prompt) >= limit:
             raise ContextFullError(len(prompt), limit)
-        if turn.seed is not None:
-            session.reseed(turn.seed)
-        self._drafted_before = session.drafted
+        return prompt
+
+    def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
+        """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
+        _, session = self._opened()
+        self._rounds_before = session.rounds
         cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
-        if cached < len(prompt) and not session.prefill(
+        whole = cached == len(prompt) or session.prefill(
             progress=stream.prefilled, cancel=stream.cancelled
-        ):
+        )
+        return cached if whole else None
+
+    def _answer(self, turn: Turn, prompt: list[int], stream: Stream, draft: int = 0) -> str:
+        cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
+        if cached is None:
             return "cancelled"
         steps = session.generate(turn.max_tokens, sampling=turn.sampling, cancel=stream.cancelled)
         reason = "cancelled"
         for count, step in enumerate(steps, 1):
-            stream.write(step.text)
+            stream.write(step.text, draft)
             stream.measured(self._stats(prompt, cached, count))
             reason = step.finish_reason or reason
         return reason
 
+    def _answer_beside(
+        self, turn: Turn, prompt: list[int], seeds: Sequence[int], stream: Stream
+    ) -> list[str]:
+        """A token of each answer in every pass; they stay until one is kept."""
+        from kvq_runtime.generation import GenerationOptions
+
+        reasons = ["cancelled"] * len(seeds)
+        cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
+        if cached is None:
+            return reasons
+        options = GenerationOptions(max_tokens=turn.max_tokens, sampling=turn.sampling)
+        self._beside = self._open_drafts.enter_context(session.beside(seeds, options))
+        count, spent_s = 0, 0.0
+        while self._beside.going and not stream.cancelled():
+            steps, seconds = session.sequence.run(self._beside.stepping(stream.cancelled))
+            count, spent_s = count + len(steps), spent_s + seconds
+            for draft, step in steps:
+                stream.write(step.text, draft)
+                reasons[draft] = step.finish_reason or reasons[draft]
+            rate = count / spent_s if spent_s else 0.0
+            stream.measured(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
+        return reasons
+
+    def _settle(self) -> None:
+        """Ends what drafts left open."""
+        self._beside = None
+        self._open_drafts.close()
+
     def begin(self) -> None:
         """Opens a fresh session in place of the old one."""
+        self._settle()
         engine, session = self._opened()
         session.close()
         self._session = engine.session(**self._session_options)
-        self._drafted_before = (0, 0, 0.0)
+        self._rounds_before = None
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
@@ -84,6 +159,7 @@ class LocalClient:
 
         The old session stays when the new one is refused or stopped.
         """
+        self._settle()
         engine, old = self._opened()
         asked = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
         options = self._session_options | {
@@ -103,12 +179,13 @@ class LocalClient:
             raise UsageError("the KV settings stay as they were: encoding again was stopped")
         old.close()
         self._session, self._session_options = session, options
-        self._drafted_before = (0, 0, 0.0)
+        self._rounds_before = None
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
     def reread(self, stream: Stream) -> int:
         """Encodes from the first stale token on."""
+        self._settle()
         _, session = self._opened()
         stale = session.sequence.drop_stale()
         if stale:
@@ -117,6 +194,7 @@ class LocalClient:
 
     def save(self, path: Path) -> str | None:
         """Writes the session to `path`."""
+        self._settle()
         _, session = self._opened()
         if not session.tokens:
             return None
@@ -126,12 +204,14 @@ class LocalClient:
 
     def restore(self, path: Path) -> int:
         """Becomes the session saved at `path`."""
+        self._settle()
         _, session = self._opened()
         session.load(path)
         return len(session.tokens)
 
     def close(self) -> None:
         """Frees the session and the weights."""
+        self._settle()
         if self._session is not None:
             self._session.close()
         if self._engine is not None:
@@ -140,6 +220,8 @@ class LocalClient:
 
     def _goes_back(self, edited: Sequence[Message]) -> bool:
         """Whether there was an edit; the session then ends where its message did."""
+        from kvq_runtime.hunks import common_prefix
+
         engine, session = self._opened()
         if edited:
             shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
@@ -164,9 +246,14 @@ class LocalClient:
             keeps_kv=True,
         )
 
+    def _rounds(self, session: "Session") -> "Rounds":
+        """Those of the newest reply."""
+        before = self._rounds_before
+        return session.rounds if before is None else session.rounds.since(before)
+
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
         _, session = self._opened()
-        stats, (drafted, accepted, _) = session.stats(), self._drafted_before
+        stats, rounds = session.stats(), self._rounds(session)
         return ReplyStats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
@@ -178,8 +265,8 @@ class LocalClient:
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
             evicted_share=stats.evicted_share,
-            drafted_tokens=stats.drafted_tokens - drafted,
-            accepted_tokens=stats.accepted_tokens - accepted,
+            drafted_tokens=rounds.drafted_tokens,
+            accepted_tokens=rounds.accepted_tokens,
             predicted_tokens=stats.predicted_tokens,
         )
 

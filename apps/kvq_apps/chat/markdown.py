@@ -27,6 +27,8 @@ STYLES = (
     "code-name",
 )  # fmt: skip
 HIGHLIGHT_CHARACTERS = 64 * 1024
+# Longer lines of prose are hard to read; code and tables may be wider.
+PROSE_CELLS = 100
 _CONSOLE = Console(width=80, color_system=None, force_terminal=False)
 
 
@@ -47,7 +49,7 @@ def draw(block: Block, width: int, palette: Palette, *, highlight: bool = True) 
 
 def estimate(block: Block, width: int) -> int:
     """About how many strips `draw` would make, without drawing."""
-    width = max(1, width)
+    width = max(1, width if block.kind == "fence" else min(width, PROSE_CELLS))
     source = block.source
     lines = source.count("\n") + 1
     wrapped = lines + max(0, len(source) - lines * width // 2) // width
@@ -58,7 +60,7 @@ def draw_plain(text: str, width: int, style: Style) -> list[Strip]:
     """`text` as written, every character of it, words wrapped."""
     strips: list[Strip] = []
     for line in visible(text).expandtabs(4).split("\n"):
-        strips += _strips(_wrapped(Text(line, style), width))
+        strips += _strips(_wrapped(Text(line, style), min(width, PROSE_CELLS)))
     return strips
 
 
@@ -187,12 +189,13 @@ def _prefixed(lines: Sequence[Text], first: Text, rest: Text, width: int) -> lis
 
 
 def _paragraph(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
-    return _wrapped(_inline(node.children, palette, palette["text"]), width)
+    return _wrapped(_inline(node.children, palette, palette["text"]), min(width, PROSE_CELLS))
 
 
 def _heading(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
     sign = Text("#" * int(node.tag[1:]) + " ", palette["heading"])
-    lines = _wrapped(_inline(node.children, palette, palette["heading"]), width - len(sign))
+    room = min(width, PROSE_CELLS) - len(sign)
+    lines = _wrapped(_inline(node.children, palette, palette["heading"]), room)
     return _prefixed(lines, sign, Text(" " * len(sign)), width)
 
 
@@ -202,7 +205,7 @@ def _quote(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
 
 
 def _rule(_node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
-    return [Text("─" * width, palette["table-line"], end="")]
+    return [Text("─" * min(width, PROSE_CELLS), palette["table-line"], end="")]
 
 
 def _inner_code(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
@@ -219,7 +222,7 @@ def _inner_code(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text
 
 
 def _shown_as_written(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
-    return _wrapped(Text(node.content, palette["text"], end=""), width)
+    return _wrapped(Text(node.content, palette["text"], end=""), min(width, PROSE_CELLS))
 
 
 def _table(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:

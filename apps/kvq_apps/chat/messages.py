@@ -60,3 +60,9 @@ class ReplyStats:
     def encoded_tokens(self) -> int:
         """Prompt tokens that went through the model for this reply."""
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """New tokens that one pass brought on average; the first one comes of the prompt's."""
+        passes = self.new_tokens - 1 - self.accepted_tokens
+        return (self.new_tokens - 1) / passes if passes > 0 else 1.0

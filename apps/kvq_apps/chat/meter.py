@@ -20,12 +20,12 @@ def meter_line(
         parts += [
             kv_part(facts, stats),
             lost_part(stats),
-            f"{stats.decode_tok_s:.1f} tok/s",
+            f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
             drafts_part(stats),
             context_part(facts, stats),
             bits_part(stats),
-            f"first {stats.ttft_ms:.0f} ms",
-            f"cached {stats.cached_tokens} encoded {stats.encoded_tokens}",
+            f"first {stats.ttft_ms:.0f} ms" if stats.ttft_ms else "",
+            cached_part(stats),
             facts.model,
         ]
     line = ""
@@ -60,9 +60,15 @@ def bits_part(stats: ReplyStats) -> str:
 
 
 def drafts_part(stats: ReplyStats) -> str:
-    """Of the tokens that a drafter guessed those that were right: `drafts 12/15`."""
-    guessed = stats.drafted_tokens
-    return f"drafts {stats.accepted_tokens}/{guessed}" if guessed else ""
+    """Guesses that were right of all, and tokens a pass: `drafts 12/15, 3.4 a pass`."""
+    right, guessed = stats.accepted_tokens, stats.drafted_tokens
+    return f"drafts {right}/{guessed}, {stats.tokens_per_pass:.1f} a pass" if guessed else ""
+
+
+def cached_part(stats: ReplyStats) -> str:
+    """Of the last prompt what the cache held and what it did not: `cached 40 encoded 12`."""
+    cached, encoded = stats.cached_tokens, stats.encoded_tokens
+    return f"cached {cached} encoded {encoded}" if stats.prompt_tokens else ""
 
 
 def context_part(facts: Facts, stats: ReplyStats) -> str:

@@ -43,6 +43,7 @@ PICTURES = {
     "chat": ("textual-dark", ""),
     "chat-light": ("textual-light", ""),
     "chat-resume": ("tokyo-night", "ctrl+r"),
+    "chat-beside": ("textual-dark", "ctrl+b"),
 }
 
 

@@ -75,6 +75,23 @@ class RemoteClient:
 
     def reply(self, turn: Turn, stream: Stream) -> str:
         """Streams a chat completion."""
+        return self._ask(turn, stream, {})[0]
+
+    def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
+        """Streams several choices of one completion. Raises `BackendError` if fewer come."""
+        reasons = self._ask(turn, stream, {"n": count})
+        if not stream.cancelled() and not all(reasons.get(draft) for draft in range(count)):
+            raise BackendError(
+                f"{self._url} wrote {len(reasons)} of {count} drafts, it does not stream several; "
+                "/retry asks for one more reply"
+            )
+        return [reasons.get(draft) or "cancelled" for draft in range(count)]
+
+    def keep(self, draft: int) -> None:
+        """The server finds what it holds by its text."""
+
+    def _ask(self, turn: Turn, stream: Stream, more: Mapping[str, Any]) -> dict[int, str]:
+        """Why each choice ended, by its number."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": row.role, "content": row.text} for row in turn.messages],
@@ -82,6 +99,7 @@ class RemoteClient:
             "stream_options": {"include_usage": True},
             "temperature": turn.sampling.temperature,
             "top_p": turn.sampling.top_p,
+            **more,
         }
         if self._is_kvq:
             body |= {"top_k": turn.sampling.top_k, "min_p": turn.sampling.min_p}
@@ -94,7 +112,7 @@ class RemoteClient:
             return self._stream(connection, body, stream)
         except (OSError, HTTPException) as error:
             if stream.cancelled():
-                return "cancelled"
+                return {0: "cancelled"}
             raise EngineLostError(
                 f"{self._url} went away ({error or type(error).__name__}); start it again"
             ) from error
@@ -151,7 +169,9 @@ class RemoteClient:
             raise _refusal(self._url, response.status, body)
         return json.loads(body)
 
-    def _stream(self, connection: HTTPConnection, body: Mapping[str, Any], stream: Stream) -> str:
+    def _stream(
+        self, connection: HTTPConnection, body: Mapping[str, Any], stream: Stream
+    ) -> dict[int, str]:
         connection.request(
             "POST", f"{self._base}/v1/chat/completions", json.dumps(body), self._headers
         )
@@ -160,7 +180,7 @@ class RemoteClient:
         sock = connection.sock
         sock.settimeout(None)
         stream.when_cancelled(lambda: _hang_up(sock))
-        reason = ""
+        reasons: dict[int, str] = {}
         # A response outlives its connection where the server closes that, so it is closed too.
         with connection.getresponse() as response:
             check_answer(self._url, response.getheader)
@@ -173,13 +193,15 @@ class RemoteClient:
                 if stats is not None:
                     stream.measured(stats)
                 for choice in event.get("choices") or ():
-                    stream.write((choice.get("delta") or {}).get("content") or "")
-                    reason = choice.get("finish_reason") or reason
+                    draft = choice.get("index") or 0
+                    stream.write((choice.get("delta") or {}).get("content") or "", draft)
+                    if choice.get("finish_reason"):
+                        reasons[draft] = choice["finish_reason"]
         if stream.cancelled():
-            return "cancelled"
-        if not reason:
+            return reasons | {0: reasons.get(0, "cancelled")}
+        if not reasons:
             raise EngineLostError(f"{self._url} ended the reply too early; is it still running?")
-        return reason
+        return reasons
 
 
 def _hang_up(sock: socket) -> None:

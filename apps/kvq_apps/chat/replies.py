@@ -1,5 +1,6 @@
 """How a question is answered: the reply streams into the conversation, a full context gives way."""
 
+from asyncio import ensure_future
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -73,6 +74,46 @@ class Replies:
             self._conversation.finish(state, self._engine.stats)
             self._view.finished(message)
         self._tell_context(state)
+
+    async def drafts(self, count: int) -> Message:
+        """Has the last question answered until there are `count` replies; returns the one chosen.
+
+        A reply that is there is the first of them. A choice stops what is still written.
+        """
+        former = self._conversation.answered
+        context = [row for row in self._conversation.context() if row is not former]
+        new = self._conversation.begin_drafts(count - (former is not None))
+        shown = new if former is None else [former, *new]
+        chosen = ensure_future(self._view.open_drafts(shown, len(shown) - len(new)))
+        chosen.add_done_callback(lambda _: self._engine.cancel())
+        states = ["failed"] * len(new)
+        try:
+            show = partial(self._drain_drafts, new, len(shown) - len(new))
+            turn = self._settings.turn(context)
+            self._engine.stats = ReplyStats()
+            client = self._engine.client
+            reasons = await self._engine.follow(show, client.drafts, turn, len(new))
+            states = [state_after(reason) for reason in reasons]
+        except KvqError as error:
+            self._view.say(str(error), error=True)
+        finally:
+            for message, state in zip(new, states, strict=True):
+                self._conversation.finish(state, self._engine.stats, message)
+            self._view.drafts_finished(shown)
+        self._engine.stream = None
+        self._engine.doing("choose a draft")
+        number = await chosen
+        taken = former if number is None else shown[number]
+        if taken is not None and taken is not former and "failed" not in states:
+            await self._engine.call(self._engine.client.keep, new.index(taken))
+        return taken or new[0]
+
+    def _drain_drafts(self, new: list[Message], first: int, news: News) -> None:
+        self._engine.measure(news)
+        for draft, text in news.texts.items():
+            self._engine.activity = "answering"
+            self._view.feed_draft(first + draft, storable(text))
+            self._conversation.feed(storable(text), new[draft])
 
     async def _ask(self, edited: Sequence[Message]) -> str:
         """Asks the client until the conversation fits; returns the state the reply ends in."""

@@ -1,7 +1,6 @@
 """What opens over the conversation: the list of chats, help, and questions with a few answers."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -12,10 +11,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from kvq_apps.chat.history import ChatSummary
-from kvq_apps.chat.visible import visible
-
-Find = Callable[[str], Awaitable[list[ChatSummary]]]
+from kvq_apps.chat.chat_list import ChatList, Find, chat_line
 
 _BOX = """
     align: center middle;
@@ -29,60 +25,45 @@ _BOX = """
 class ChatPicker(ModalScreen[str | None]):
     """A chat to resume, found by its words; returns its id."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape", "dismiss(None)", "close"),
-        ("down", "focus_list", "to the list"),
-    ]
-    DEFAULT_CSS = f"ChatPicker {{ {_BOX} OptionList {{ height: auto; max-height: 20; }} }}"
+    BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss(None)", "close")]
+    DEFAULT_CSS = f"ChatPicker {{ {_BOX} OptionList {{ max-height: 20; }} }}"
 
     def __init__(self, find: Find, text: str) -> None:
         super().__init__()
-        self._find = find
-        self._text = text
+        hint = "words of a message; Enter opens the first chat"
+        self.chats = ChatList(find, chat_line, text, hint)
 
     def compose(self) -> ComposeResult:
         """A line to search with, and what it finds."""
         with Vertical():
-            yield Input(self._text, placeholder="words of a message; Enter opens the first chat")
-            yield OptionList(markup=False)
+            yield self.chats
 
-    async def on_mount(self) -> None:
-        """Shows the latest chats."""
-        await self._show(self._text)
-
-    async def on_input_changed(self, event: Input.Changed) -> None:
-        """Searches while the user types."""
-        await self._show(event.value)
-
-    def on_input_submitted(self) -> None:
-        """Enter opens the first."""
-        options = self.query_one(OptionList)
-        if options.option_count:
-            self.dismiss(options.get_option_at_index(0).id)
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Opens the one chosen."""
-        self.dismiss(event.option.id)
-
-    def action_focus_list(self) -> None:
-        """Down leaves the search line."""
-        self.query_one(OptionList).focus()
-
-    async def _show(self, text: str) -> None:
-        found = await self._find(text)
-        seen: dict[str, ChatSummary] = {}
-        for chat in found:
-            seen.setdefault(chat.id, chat)
-        options = self.query_one(OptionList)
-        options.clear_options()
-        options.add_options(Option(Content(chat_line(chat)), id=chat.id) for chat in seen.values())
+    def on_chat_list_opened(self, event: ChatList.Opened) -> None:
+        """The one to go on with."""
+        event.stop()
+        self.dismiss(event.chat_id)
 
 
-def chat_line(chat: ChatSummary) -> str:
-    """A chat in one line: when, how long, what about."""
-    when = datetime.fromtimestamp(chat.updated_s).astimezone().strftime("%Y-%m-%d %H:%M")
-    about = chat.excerpt or chat.title or "(no title)"
-    return visible(f"{when}  {chat.messages:>4} messages  {about}")
+class Entry(ModalScreen[str | None]):
+    """A line to write; returns it, None for nothing."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss(None)", "leave it")]
+    DEFAULT_CSS = f"Entry {{ {_BOX} }}"
+
+    def __init__(self, text: str, value: str) -> None:
+        super().__init__()
+        self._text = text
+        self._value = value
+
+    def compose(self) -> ComposeResult:
+        """What is asked for, above the line."""
+        with Vertical():
+            yield Static(self._text, markup=False)
+            yield Input(self._value)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """The line is written."""
+        self.dismiss(event.value.strip() or None)
 
 
 class HelpScreen(ModalScreen[None]):

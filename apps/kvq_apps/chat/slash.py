@@ -22,6 +22,8 @@ class Screen(Protocol):
 
     def say(self, text: str, *, error: bool = False) -> None: ...
     def pick(self, text: str) -> None: ...
+    def ask_for_title(self, chat_id: str) -> object: ...
+    def ask_to_delete(self, chat_id: str) -> object: ...
     def choose_theme(self, name: str) -> None: ...
     def action_help(self) -> None: ...
     def action_new_chat(self) -> None: ...
@@ -44,6 +46,8 @@ class SlashCommands:
         self.by_name: Mapping[str, Callable[[str], object]] = {
             "help": lambda _: screen.action_help(),
             "new": lambda _: screen.action_new_chat(),
+            "rename": self._rename,
+            "delete": lambda _: screen.ask_to_delete(controller.conversation.id),
             "retry": lambda _: screen.action_retry(),
             "drafts": self._drafts,
             "edit": lambda _: screen.action_edit(),
@@ -73,6 +77,13 @@ class SlashCommands:
             self._screen.action_copy_fence()
         else:
             self._screen.action_copy()
+
+    def _rename(self, title: str) -> None:
+        chat_id = self._controller.conversation.id
+        if title:
+            self._controller.do(partial(self._controller.rename_chat, chat_id, title))
+        else:
+            self._screen.ask_for_title(chat_id)
 
     def _drafts(self, words: str) -> None:
         if not words.isdecimal() or not 1 <= int(words) <= 9:

@@ -141,8 +141,8 @@ def _client(arguments: Namespace, model: str | None) -> "ChatClient":
 
 def _list(settings: "ChatSettings", arguments: Namespace) -> int:
     """Prints the chats, all or those found."""
+    from kvq_apps.chat.chat_list import chat_line
     from kvq_apps.chat.history import History
-    from kvq_apps.chat.screens import chat_line
 
     history = History(settings.history_path, on_trouble=output.print_note)
     try:

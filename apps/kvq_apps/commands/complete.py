@@ -5,7 +5,8 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
-from kvq_apps import flags, options, output, text_input
+from kvq_apps import options, output, text_input
+from kvq_apps.completion import asked
 
 if TYPE_CHECKING:
     from kvq_apps.completion.engine import Completion
@@ -24,49 +25,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a place in a UTF-8 text, line and column from 1; without a column the line's end. A "
         "first word before it is the model",
     )
-    flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(
-        parser, "drafts", "drafts-method", "predict",
-        drafts="drafts to show (default: {kvq_apps.completion.engine:DEFAULT_DRAFTS})",
-        drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
-        predict="tokens of a draft at most (default: {kvq_apps.completion.engine:DEFAULT_TOKENS})",
-    )  # fmt: skip
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict", "ctx-size")
+    asked.add_arguments(parser)
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    *model, asked = arguments.words
+    *model, where = arguments.words
     if len(model) > 1 or (model and options.written(arguments, "model")):
         raise UsageError("give one model and one place: kvq complete [MODEL] FILE:LINE[:COL]")
-    file, line, column = _place(asked)
-    counts = arguments.drafts or (None,)
-    methods = arguments.drafts_method or ("auto",)
-    if len(counts) > 1 or len(methods) > 1:
-        raise UsageError("kvq complete takes one number of --drafts and one --drafts-method")
+    file, line, column = _place(where)
+    asked.check(arguments)
     from kvq_apps.completion.document import Document
-    from kvq_apps.completion.engine import CompletionEngine
-    from kvq_apps.engine import writer_for
-    from kvq_apps.model_path import resolve_model
-    from kvq_runtime.engine import Engine
+    from kvq_apps.engine import Engine
 
     document = Document(text_input.read_text(file))
     if line > document.num_lines:
         raise UsageError(f"{file} has {document.num_lines} lines; there is no line {line}")
     end = len(document.line(line - 1))
     place = line - 1, end if column is None else min(column - 1, end)
-    name = resolve_model(model[0] if model else arguments.model)
-    wanted = {"drafts": counts[0], "tokens": arguments.predict}
+    name = model[0] if model else arguments.model
     with Engine.open(name, **options.engine_options(arguments)) as engine:
-        context = min(DEFAULT_CONTEXT, engine.model.context_length)
-        session_options = {"context_tokens": context} | options.session_options(arguments)
-        writer = writer_for(methods[0], engine.tokenizer)
-        completions = CompletionEngine(
-            engine,
-            writer,
-            session_options=session_options,
-            **{key: own for key, own in wanted.items() if own is not None},
-        )
+        completions = asked.completion_engine(arguments, engine, DEFAULT_CONTEXT)
         found = completions.complete(document, place)
         completions.close()
     _print(found, as_json=arguments.json)

@@ -47,13 +47,11 @@ def run(arguments: Namespace) -> int:
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
-    from kvq_apps.model_path import resolve_model
-    from kvq_runtime.engine import Engine
+    from kvq_apps.engine import Engine
 
-    path = resolve_model(model)
     engine_options = options.engine_options(arguments)
     with (
-        Engine.open(path, **engine_options) as engine,
+        Engine.open(model, **engine_options) as engine,
         engine.session(**session_options) as session,
         interruptible() as cancel,
     ):
@@ -134,6 +132,10 @@ def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     piped = text_input.piped_input()
     prompt = text_input.check_argument(prompt)
     text = f"{piped.rstrip()}\n\n{prompt}" if piped.strip() and prompt else piped + prompt
+    from kvq_apps.model_path import EMBEDDED
+
+    if prompt in EMBEDDED and not models and not piped:
+        output.print_note(f"{prompt} is taken for the prompt; to run it: kvq run {prompt} PROMPT")
     if not text:
         raise UsageError("the prompt is empty; write `kvq run [MODEL] PROMPT` or pipe text in")
     return model, text

@@ -186,14 +186,7 @@ def editing(
         details["kld_row"] = _mean([one.nats for one in in_a_row])
         details["same_top_1_row"] = _mean([one.same for one in in_a_row])
         details["rows"] = len(in_a_row)
-    return Measurement(
-        value=_mean([one.nats for one in edited]),
-        unit="nats",
-        n=len(edited),
-        kv_bytes=held.peak,
-        bytes_per_token=held.per_token,
-        details=details,
-    )
+    return held.measurement(_mean([one.nats for one in edited]), "nats", len(edited), **details)
 
 
 def _groups(edited: Sequence[_Outcome]) -> Iterator[tuple[str, list[_Outcome]]]:

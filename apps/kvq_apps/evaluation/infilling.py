@@ -149,14 +149,9 @@ def infilling(
     if passes is not None and tested:
         nearness["pass_rate"] = sum(passes(*one) for one in tested) / len(tested)
         nearness["tested"] = len(tested)
-    return Measurement(
-        value=nearness.pop("exact_match"),
-        unit="exact match",
-        n=len(asked),
-        kv_bytes=held.peak,
-        bytes_per_token=held.per_token,
-        details={**nearness, "answer_nats": float(np.mean(nats))},
-    )
+    exact = nearness.pop("exact_match")
+    answer_nats = float(np.mean(nats))
+    return held.measurement(exact, "exact match", len(asked), **nearness, answer_nats=answer_nats)
 
 
 def line_scores(samples: Sequence[Sample], lines: Sequence[str]) -> dict[str, float]:

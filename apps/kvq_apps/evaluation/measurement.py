@@ -42,6 +42,17 @@ class HeldBytes:
         self.peak = max(self.peak, stats.kv_bytes_peak)
         self.per_token = stats.bytes_per_token
 
+    def measurement(self, value: float, unit: str, n: int, **details: object) -> Measurement:
+        """The task's outcome, with what its sessions held."""
+        return Measurement(
+            value=value,
+            unit=unit,
+            n=n,
+            kv_bytes=self.peak,
+            bytes_per_token=self.per_token,
+            details=details,
+        )
+
 
 def predictions(session: Session, ids: Sequence[int], first: int) -> Iterator[tuple[int, Floats]]:
     """Runs `ids` through an empty session; (position, logits [n, V]) of those from `first` on.

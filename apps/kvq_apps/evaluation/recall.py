@@ -90,25 +90,21 @@ def recall(
         cell.append((first_digits(text) == question.answer, score))
         progress(number + 1, len(asked))
     every = [outcome for cell in cells.values() for outcome in cell]
-    return Measurement(
-        value=_share_exact(every),
-        unit="exact match",
-        n=len(asked),
-        kv_bytes=held.peak,
-        bytes_per_token=held.per_token,
-        details={
-            **_means(every),
-            "rows": [
-                {
-                    "length": length,
-                    "depth": depth,
-                    "correct": sum(exact for exact, _ in cell),
-                    "trials": len(cell),
-                    **_means(cell),
-                }
-                for (length, depth), cell in cells.items()
-            ],
-        },
+    return held.measurement(
+        _share_exact(every),
+        "exact match",
+        len(asked),
+        **_means(every),
+        rows=[
+            {
+                "length": length,
+                "depth": depth,
+                "correct": sum(exact for exact, _ in cell),
+                "trials": len(cell),
+                **_means(cell),
+            }
+            for (length, depth), cell in cells.items()
+        ],
     )
 
 

@@ -165,7 +165,8 @@ def session_for_drafts(engine: Engine, context: int, **more: Any) -> Session[Any
     """A session with room for drafts after `context` tokens, unquantised unless `more` says."""
     tokens = context + MOST_DRAFT_TOKENS
     own: Report = {"kv": "fp", "kv_budget": f"{tokens}tok", "context_tokens": tokens}
-    return engine.session(**(own | {"draft_tokens": MOST_DRAFT_TOKENS} | more))
+    own["draft_tokens"] = MOST_DRAFT_TOKENS
+    return engine.session(**(own | more))
 
 
 def _score(

@@ -64,17 +64,13 @@ def perplexity(
             held.see(session)
         text_bytes += len(tokenizer.decode(list(ids[_first_scored(ids) + 1 :])).encode())
         progress(number + 1, len(texts))
-    return Measurement(
-        value=_perplexity(nats / scored),
-        unit="perplexity",
-        n=scored,
-        kv_bytes=held.peak,
-        bytes_per_token=held.per_token,
-        details={
-            "nats_per_token": nats / scored,
-            "bits_per_byte": nats / log(2) / max(1, text_bytes),
-            "windows": len(texts),
-        },
+    return held.measurement(
+        _perplexity(nats / scored),
+        "perplexity",
+        scored,
+        nats_per_token=nats / scored,
+        bits_per_byte=nats / log(2) / max(1, text_bytes),
+        windows=len(texts),
     )
 
 
@@ -161,22 +157,18 @@ class _Score:
         """The outcome over all windows."""
         values = np.concatenate(self._divergences)
         windows = [float(part.mean()) for part in np.split(values, self._ends[:-1])]
-        return Measurement(
-            value=float(values.mean()),
-            unit="nats",
-            n=len(values),
-            kv_bytes=self._held.peak,
-            bytes_per_token=self._held.per_token,
-            details={
-                "kld_99": float(np.quantile(values, 0.99)),
-                "kld_99_9": float(np.quantile(values, 0.999)),
-                "kld_max": float(values.max()),
-                "rms_delta_p": float(np.sqrt(self._moved / len(values))),
-                "same_top_1": self._agreed / len(values),
-                "perplexity": _perplexity(self._nats / len(values)),
-                "windows": num_windows,
-                "window_nats": windows,
-            },
+        return self._held.measurement(
+            float(values.mean()),
+            "nats",
+            len(values),
+            kld_99=float(np.quantile(values, 0.99)),
+            kld_99_9=float(np.quantile(values, 0.999)),
+            kld_max=float(values.max()),
+            rms_delta_p=float(np.sqrt(self._moved / len(values))),
+            same_top_1=self._agreed / len(values),
+            perplexity=_perplexity(self._nats / len(values)),
+            windows=num_windows,
+            window_nats=windows,
         )
 
 

@@ -432,6 +432,8 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
         "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
         "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
         "draft_seconds_total": ("Seconds spent on guessing.", counts.draft_s),
+        "pass_seconds_total": ("Seconds of passes over written tokens.", counts.pass_s),
+        "choose_seconds_total": ("Seconds spent on choosing tokens.", counts.choose_s),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
         "jobs_running": ("Jobs that hold a session.", running),
         "jobs_waiting": ("Jobs that wait for one.", waiting),
@@ -461,10 +463,12 @@ def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, floa
     """Help and value of what the sessions of a loaded model hold, by the metric's name."""
     saved, count = slots.saved, len(slots.all)
     used = sum(slot.session.kv_bytes_peak for slot in slots.all)
+    drafters = sum(slot.session.draft_bytes for slot in slots.all)
     return {
         "sessions": ("Sessions, each of the KV budget.", count),
         "kv_budget_bytes": ("Bytes of all sessions together.", slot_bytes * count),
         "kv_peak_bytes": ("Most bytes ever used in them.", used),
+        "draft_bytes": ("Bytes that their drafters hold beside.", drafters),
         "sessions_saved_total": ("Sessions written to disk.", saved.saved),
         "sessions_restored_total": ("Sessions read from disk.", saved.restored),
         "session_files_failed_total": (

@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvq.settings import cache_folder
-from kvq_apps.model_path import resolve_model
+from kvq_apps.engine import Engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.constraint import Constraint, Grammar
-from kvq_runtime.engine import Engine
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
@@ -45,7 +44,7 @@ def load(
     config: ServeConfig,
 ) -> ServedModel:
     """Loads the model and opens every arena. Raises `KvqError`."""
-    engine = Engine.open(resolve_model(model), **engine_options)
+    engine = Engine.open(model, **engine_options)
     return serve_engine(engine, session_options, config)
 
 

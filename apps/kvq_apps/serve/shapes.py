@@ -6,7 +6,8 @@ Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
     {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
      prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens, draft_ms,
-     context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s, decode_tok_s}
+     pass_ms, choose_ms, context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s,
+     decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
 `kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
@@ -462,6 +463,8 @@ def _measures(answered: Answered, report: Report) -> Json:
             "drafted_tokens": report.drafted_tokens,
             "accepted_tokens": report.accepted_tokens,
             "draft_ms": report.draft_ms,
+            "pass_ms": report.pass_ms,
+            "choose_ms": report.choose_ms,
             "context_tokens": report.context_tokens,
             "context_limit": answered.context_limit,
             "queued_ms": report.queued_ms,

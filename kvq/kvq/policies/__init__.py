@@ -166,11 +166,13 @@ class Relief:
 
     `actions` int32 [n, 5]: layer, head, column, K bits, V bits of held pages; widths only fall, 0
     and 0 evict. `entering` uint8 [L, Hk, 2]: what the pages that enter, now and later, close at;
-    None: as before.
+    None: as before. `close_gap`: the sinks move up to the oldest token behind them that is left, so
+    that distances count what is held.
     """
 
     actions: NDArray[np.int32]
     entering: NDArray[np.uint8] | None = None
+    close_gap: bool = False
 
 
 class Policy(Protocol):

@@ -72,10 +72,15 @@ def rule_named(text: str) -> ReadRule:
     return selector.rule
 
 
-def checked_share(share: float) -> float:
-    """The share itself. Raises `UsageError` unless above 0 and at most 1."""
-    if not 0 < share <= 1:
-        raise UsageError(
-            f"--kv-read share={share:g} is not possible: give above 0 and up to 1, or 0% to 100%"
-        )
-    return share
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What most selectors take: the share of the pages that is read. Raises `UsageError`."""
+
+    share: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(
+                f"--kv-read share={self.share:g} is not possible: give above 0 and up to 1, or 0% "
+                "to 100%"
+            )

@@ -8,18 +8,17 @@ they need no calibration and change with what is asked.
 from dataclasses import dataclass
 
 from kvq.errors import UsageError
-from kvq.selectors import ReadRule, checked_share
+from kvq.selectors import ReadRule, Shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoubleSparsity:
+class DoubleSparsity(Shared):
     """Reads the pages with the largest bounds over the loudest channels."""
 
-    share: float = 0.25
     channels: int = 16
 
     def __post_init__(self) -> None:
-        checked_share(self.share)
+        super().__post_init__()
         if self.channels < 1:
             raise UsageError(
                 f"--kv-read double-sparsity: channels={self.channels} is not possible: 1 or more"

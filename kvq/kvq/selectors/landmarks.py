@@ -7,17 +7,12 @@ tell; its low-rank keys and its outlier chunks are left out.
 
 from dataclasses import dataclass
 
-from kvq.selectors import ReadRule, checked_share
+from kvq.selectors import ReadRule, Shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Landmarks:
+class Landmarks(Shared):
     """Reads the pages whose middle fits best."""
-
-    share: float = 0.25
-
-    def __post_init__(self) -> None:
-        checked_share(self.share)
 
     @property
     def rule(self) -> ReadRule:

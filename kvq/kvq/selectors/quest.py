@@ -9,17 +9,12 @@ The paper leaves the first two layers dense; here all layers read their share.
 
 from dataclasses import dataclass
 
-from kvq.selectors import ReadRule, checked_share
+from kvq.selectors import ReadRule, Shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest:
+class Quest(Shared):
     """Reads the pages with the largest bounds."""
-
-    share: float = 0.25
-
-    def __post_init__(self) -> None:
-        checked_share(self.share)
 
     @property
     def rule(self) -> ReadRule:

@@ -281,7 +281,8 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
-    `takes_trees`: rows of a branch may follow any earlier row, not only the newest.
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `rows_agree`: a
+    row's logits are the same, bit for bit, however many rows its pass has.
     """
 
     name: str
@@ -289,6 +290,7 @@ class Backend(Protocol[C]):
     model: ModelFacts
     weight_bytes_per_step: int
     takes_trees: bool
+    rows_agree: bool
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

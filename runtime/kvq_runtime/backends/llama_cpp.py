@@ -50,6 +50,7 @@ class LlamaCppBackend:
 
     name = "llama.cpp"
     takes_trees = False
+    rows_agree = False
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         reason = self.missing()

@@ -70,6 +70,8 @@ class OnnxBackend(PagedBackend):
         optional = {node.name for node in self._session.get_overridable_initializers()}
         self.ranks_by_halves = "exact_rows" in optional
         self._has_modes = "layer_modes" in optional
+        # Our own products do not mix rows; a graph that has modes has no others.
+        self.rows_agree = self._has_modes
         self._has_head_rows = "head_rows" in optional
         self._maps = bundle.maps() if "layers.1.map" in optional else {}
 

@@ -24,6 +24,7 @@ class PagedBackend:
 
     cache_kind: str
     takes_trees = True
+    rows_agree = False  # matrix products of a library, which rounds as it likes
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)

@@ -165,6 +165,7 @@ class RuleBackend:
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
     takes_trees = True
+    rows_agree = True
 
     def __init__(
         self,

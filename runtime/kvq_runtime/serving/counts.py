@@ -23,6 +23,8 @@ class Counts:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_s: float = 0.0
+    pass_s: float = 0.0
+    choose_s: float = 0.0
     decode_s: float = 0.0
     busy_s: float = 0.0
     _recent_s: float = 1.0
@@ -37,6 +39,8 @@ class Counts:
         self.drafted_tokens += report.drafted_tokens
         self.accepted_tokens += report.accepted_tokens
         self.draft_s += report.draft_ms / 1e3
+        self.pass_s += report.pass_ms / 1e3
+        self.choose_s += report.choose_ms / 1e3
         self.decode_s += report.decode_ms / 1e3
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
         self._recent_s += _RECENT * (seconds - self._recent_s)

@@ -5,12 +5,13 @@ something else, or never come back.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq_runtime.generation import Step
+from kvq_runtime.metrics import Rounds
 from kvq_runtime.sequence import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
@@ -54,7 +55,7 @@ class Job:
         self._cached = 0
         self._new = 0
         self._stats_of: Session[Any] | None = None
-        self._drafts_before = (0, 0, 0.0)
+        self._rounds_before = Rounds()
         self._edited_before = 0
 
     @property
@@ -90,7 +91,7 @@ class Job:
     def _work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         request, session = self.request, slot.session
         self._stats_of = session
-        self._drafts_before = session.drafted
+        self._rounds_before = session.rounds
         self._edited_before = session.sequence.edit_counts.edited_tokens
         self._queued_s = monotonic() - self._arrived
         index = 0
@@ -132,15 +133,12 @@ class Job:
         if session is None:
             return report
         stats = session.stats()
-        drafted, accepted, draft_ms = self._drafts_before
         return replace(
             report,
             kv_bytes=stats.kv_bytes,
             kv_bytes_peak=stats.kv_bytes_peak,
             kv_budget=stats.kv_budget,
-            drafted_tokens=stats.drafted_tokens - drafted,
-            accepted_tokens=stats.accepted_tokens - accepted,
-            draft_ms=stats.draft_ms - draft_ms,
+            **asdict(session.rounds.since(self._rounds_before)),
             edited_tokens=stats.edited_tokens - self._edited_before,
             context_tokens=len(session.tokens),
             mean_k_bits=stats.mean_k_bits,

@@ -37,8 +37,8 @@ class Report:
     """What a request cost so far. Milliseconds; rates in tokens per second, 0 when unmeasured.
 
     `ttft_ms` is from the request's arrival to its first token, waiting included; `prompt_ms` and
-    `decode_ms` are the engine's own time; of `drafted_tokens` guesses, which took
-    `draft_ms` of it, `accepted_tokens` were right. What its arena holds: see `SessionStats`.
+    `decode_ms` are the engine's own time; for `drafted_tokens` up to `choose_ms` see
+    `metrics.Rounds`. What its arena holds: see `SessionStats`.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +54,8 @@ class Report:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_ms: float = 0.0
+    pass_ms: float = 0.0
+    choose_ms: float = 0.0
     kv_bytes: int = 0
     kv_bytes_peak: int = 0
     kv_budget: int = 0

@@ -6,13 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from itertools import count
+from collections.abc import Iterator
+from html import unescape
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.events import Paste
 from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
 
 from chat_pilot import LONG_S, gated, meter, run, say, shown, telling, until
 from environment import ROOTS
@@ -22,12 +25,14 @@ from kvq_apps.chat import controller, engine_link, keys
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError, Turn
 from kvq_apps.chat.commands import COMMANDS, parse_command
+from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
 from kvq_apps.chat.kv_files import forget_oldest
+from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.messages import Message
-from kvq_apps.chat.screens import ChatPicker, HelpScreen, Question
+from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.commands import chat as chat_command
 from kvq_runtime.config import Sampling
@@ -368,18 +373,96 @@ def test_an_edit_keeps_what_was_being_written() -> None:
     run(script)
 
 
-def test_drafts_are_siblings() -> None:
+def drafts_of(app: ChatApp) -> list[str]:
+    """What the drafts on the screen say, in their order."""
+    assert isinstance(app.screen, DraftsScreen)
+    return [message.text for column in app.screen.columns for message in column.messages]
+
+
+async def open_drafts(app: ChatApp, pilot: Pilot[Any], *keys_pressed: str) -> DraftsScreen:
+    """The drafts once they are on screen and written."""
+    await pilot.press(*keys_pressed)
+    await until(pilot, lambda: isinstance(app.screen, DraftsScreen) and app.screen.is_mounted)
+    await until(pilot, lambda: app.controller.engine.activity == "choose a draft")
+    assert isinstance(app.screen, DraftsScreen)
+    return app.screen
+
+
+def test_drafts_are_written_side_by_side_and_one_is_kept(tmp_path: Path) -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "go")
-        await say(app, pilot, "/drafts 3")
+        app.prompt.fill("/drafts 3")
+        screen = await open_drafts(app, pilot, "enter")
+        # The reply that is there is the first; the next one is marked.
+        assert (drafts_of(app), screen.marked) == (["alpha", "beta", "gamma"], 1)
+        drawn = on_screen(app)
+        assert all(word in drawn for word in ("alpha", "beta", "gamma", "1/3", "2/3", "3/3"))
+        await pilot.press("alt+n")
+        assert (screen.marked, screen.columns[2].has_class("marked")) == (2, True)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].text == "gamma"
         assert "kvq  3/3" in shown(app)
-        await pilot.press("alt+n")
-        await until(pilot, lambda: app.controller.conversation.messages[-1].text == "alpha")
+        # Alt+] shows the same three again, the one before is marked by its fellow; Esc leaves all.
+        screen = await open_drafts(app, pilot, "alt+right_square_bracket")
+        assert (drafts_of(app), screen.marked) == (["alpha", "beta", "gamma"], 0)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages[-1].text == "gamma"
+        screen = await open_drafts(app, pilot, "alt+p")
+        assert screen.marked == 1
+        await pilot.press("1", "enter")
+        await until(pilot, lambda: app.controller.idle)
         await say(app, pilot, "next")
         assert [m.text for m in app.controller.conversation.messages][:3] == ["go", "alpha", "next"]
 
-    run(script, telling("alpha", "beta", "gamma", "delta"))
+    client = telling("alpha", "beta", "gamma", "delta")
+    run(script, client, folder=tmp_path, size=(120, 24))
+    # The drafts were asked for without the reply that stood there.
+    assert asked(client, 1) == [("user", "go")]
+    history = History(tmp_path / "chats.sqlite3")
+    (chat,) = history.chats()
+    found = history.beside(chat.id, history.branch(chat.id)[1].id)
+    assert [(m.text, m.state) for m in found] == [
+        ("alpha", "done"), ("beta", "done"), ("gamma", "done")
+    ]  # fmt: skip
+    history.close()
+
+
+def test_a_choice_stops_what_is_still_written_and_a_narrow_screen_shows_one() -> None:
+    def endless(turn: Turn) -> Iterator[str]:
+        yield from repeat("word ")
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.prompt.fill("go")
+        await pilot.press("enter")
+        await until(pilot, lambda: "word" in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.controller.idle)
+        app.prompt.fill("/drafts 3")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, DraftsScreen) and drafts_of(app)[2])
+        screen = app.screen
+        assert isinstance(screen, DraftsScreen)
+        await until(pilot, lambda: [column.display for column in screen.columns].count(True) == 1)
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: app.controller.idle)
+        last = app.controller.conversation.messages[-1]
+        assert (last.state, last.branch, last.branches) == ("stopped", 3, 3)
+        assert last.text.startswith("word word")
+
+    run(script, FakeClient(FakeOptions(tok_ms=1), script=endless), size=(60, 24))
+
+
+def test_leaving_with_drafts_on_the_screen() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "go")
+        app.prompt.fill("/drafts 2")
+        await open_drafts(app, pilot, "enter")
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: app._exit)
+
+    run(script, telling("alpha", "beta"))
 
 
 # The context
@@ -703,6 +786,94 @@ def test_the_list_of_chats_searches_and_opens(tmp_path: Path) -> None:
     run(script, folder=tmp_path)
 
 
+async def sidebar_titles(app: ChatApp, pilot: Pilot[Any], *titles: str) -> None:
+    """Waits until the sidebar lists these."""
+    options = app.sidebar.query_one(OptionList)
+
+    def listed() -> list[str]:
+        return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+
+    await until(pilot, lambda: listed() == list(titles))
+
+
+def test_the_sidebar_lists_finds_and_opens_chats(tmp_path: Path) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert not app.sidebar.display
+        await say(app, pilot, "about foxes")
+        await pilot.press("ctrl+b")
+        await sidebar_titles(app, pilot, "about foxes")
+        assert app.sidebar.has_focus_within
+        await pilot.press("escape")
+        await say(app, pilot, "/new")
+        await say(app, pilot, "about hens")
+        await sidebar_titles(app, pilot, "about hens", "about foxes")
+        # Where there is no room for it, it is away, and comes back.
+        await pilot.resize_terminal(60, 24)
+        await until(pilot, lambda: not app.sidebar.display)
+        await pilot.resize_terminal(100, 24)
+        await until(pilot, lambda: app.sidebar.display)
+        app.sidebar.chats.search()
+        await pilot.press(*"foxes")
+        await until(pilot, lambda: app.sidebar.query_one(OptionList).option_count == 1)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.conversation.title == "about foxes")
+        await until(pilot, lambda: app.controller.idle)
+        assert app.prompt.has_focus
+        await pilot.press("ctrl+b")
+        await until(pilot, lambda: not app.sidebar.display)
+        await pilot.press("ctrl+b")
+        await pilot.pause()
+
+    async def again(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: app.sidebar.display)
+        assert app.prompt.has_focus
+
+    run(script, folder=tmp_path, size=(100, 24))
+    run(again, folder=tmp_path, size=(100, 24))
+
+
+def test_chats_are_renamed_and_deleted(tmp_path: Path) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "/rename Farm")
+        await say(app, pilot, "about hens")
+        await say(app, pilot, "/new")
+        await say(app, pilot, "about foxes")
+        await pilot.press("ctrl+b")
+        await sidebar_titles(app, pilot, "about foxes", "Farm")
+        # In the list F2 renames the one marked.
+        await pilot.press("down", "down", "f2")
+        await until(pilot, lambda: isinstance(app.screen, Entry))
+        assert app.screen.query_one(Input).value == "Farm"
+        await pilot.press("end", "2", "enter")
+        await sidebar_titles(app, pilot, "about foxes", "Farm2")
+        # Deleting asks first.
+        for answer in (["enter"], ["down", "enter"]):
+            await until(pilot, lambda: not isinstance(app.screen, Entry | Question))
+            await pilot.press("delete")
+            await until(pilot, lambda: isinstance(app.screen, Question))
+            await pilot.press(*answer)
+        await sidebar_titles(app, pilot, "about foxes")
+        await pilot.press("escape")
+        await say(app, pilot, "/save")
+        kept = [path.stem for path in (tmp_path / "kv").glob("*.kv")]
+        assert kept == [app.controller.conversation.id]
+        await say(app, pilot, "/delete")
+        await until(pilot, lambda: isinstance(app.screen, Question))
+        await pilot.press("down", "enter")
+        await sidebar_titles(app, pilot)
+        await until(pilot, lambda: app.controller.idle)
+        assert app.controller.conversation.messages == []
+
+    run(script, folder=tmp_path, size=(100, 24))
+    history = History(tmp_path / "chats.sqlite3")
+    assert history.chats() == history.search("hens") == history.search("foxes") == []
+    assert b"hens" not in b"".join(row[0].encode() for row in history._db.execute(
+        "SELECT text FROM chunk UNION ALL SELECT text FROM message_text"
+    ))  # fmt: skip
+    history.close()
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
 def test_the_theme_is_remembered(tmp_path: Path) -> None:
     async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "/theme nord")
@@ -792,6 +963,134 @@ def test_every_command_has_an_action_and_a_line_of_help() -> None:
     assert parse_command("/bye") == ("quit", "")
     text = help_of_app()
     assert all(f"/{command.name}" in text for command in COMMANDS)
+
+
+# The first screen, the menu of commands, long pastes
+
+
+def test_the_first_screen_says_the_model_what_to_try_and_where_help_is() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: "ready" in meter(app))
+        screen = on_screen(app)
+        assert "kvq chat with fake" in screen
+        for words in ("What is a KV cache?", "/drafts 3", "/kv 4:2 1MiB", "F1 shows every key"):
+            assert words in screen
+        assert meter(app) == "ready  KV 0 bytes/64.0 MiB K4V2  context 0/4096 0%  fake"
+        await say(app, pilot, "hi")
+        assert "Three things to try" not in on_screen(app)
+        await say(app, pilot, "/new")
+        await until(pilot, lambda: "Three things to try" in on_screen(app))
+        await pilot.resize_terminal(60, 12)
+        await until(pilot, lambda: "Three things to try" not in on_screen(app))
+
+    run(script, size=(110, 24))
+
+
+def on_screen(app: ChatApp) -> str:
+    """The text of what is on the screen."""
+    svg = app.export_screenshot()
+    return unescape(re.sub("<[^>]*>", "", re.sub(r"</text>", "\n", svg))).replace("\xa0", " ")
+
+
+def offered(app: ChatApp) -> list[str]:
+    return [row.name for row in app.prompt.menu.rows(app.prompt.text)]
+
+
+def test_a_slash_lists_the_commands_and_they_are_completed() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert not app.query_one(MenuView).display
+        await pilot.press("/")
+        await until(pilot, lambda: app.query_one(MenuView).display)
+        assert offered(app) == [command.name for command in COMMANDS]
+        assert "/help" in on_screen(app)
+        await pilot.press("s")
+        assert offered(app) == ["system", "set", "show", "stats", "save", "search"]
+        await pilot.press("up", "tab")
+        assert app.prompt.text == "/search "
+        assert offered(app) == []
+        app.prompt.fill("/s")
+        await pilot.press("down", "tab")
+        assert app.prompt.text == "/set "
+        # Enter completes what needs words, and does what needs none.
+        app.prompt.fill("/the")
+        await pilot.press("enter")
+        assert app.prompt.text == "/theme "
+        app.prompt.fill("/sh")
+        await pilot.press("enter")
+        await until(pilot, lambda: "model fake, context 4096 tokens" in shown(app))
+        # By a synonym, too; what is typed whole is taken as it is.
+        app.prompt.fill("/by")
+        assert offered(app) == ["quit"]
+        app.prompt.fill("/new")
+        await pilot.press("enter")
+        assert app.prompt.text == ""
+        # Escape closes the list until the text is another; // begins a message.
+        app.prompt.fill("/s")
+        await pilot.press("escape")
+        assert (app.prompt.text, offered(app)) == ("/s", [])
+        await pilot.press("t")
+        assert offered(app) == ["stats"]
+        app.prompt.fill("//s")
+        assert offered(app) == []
+
+    run(script)
+
+
+def test_a_long_paste_is_one_word_until_it_is_sent() -> None:
+    client = FakeClient()
+    long = "\n".join(f"line {number}" for number in range(200))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press(*"see ")
+        app.prompt.post_message(Paste(long))
+        word = f"[paste 1: 200 lines, {len(long)} characters]"
+        await until(pilot, lambda: app.prompt.text == f"see {word}")
+        app.prompt.post_message(Paste("short\none"))
+        await until(pilot, lambda: app.prompt.text.endswith("short\none"))
+        app.prompt.post_message(Paste("x" * 5000))
+        await until(pilot, lambda: "[paste 2: 1 lines, 5000 characters]" in app.prompt.text)
+        # Backspace takes one away whole.
+        await pilot.press("backspace")
+        await until(pilot, lambda: app.prompt.text == f"see {word}short\none")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.idle and client.turns)
+        # A word that nothing was pasted for is text.
+        await say(app, pilot, word)
+
+    run(script, client)
+    assert asked(client, 0) == [("user", f"see {long}short\none")]
+    assert asked(client)[-1] == ("user", f"[paste 1: 200 lines, {len(long)} characters]")
+
+
+def test_the_focus_is_seen() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hi")
+        writing = app.prompt.styles.border_top[1]
+        await pilot.press("alt+up")
+        await until(pilot, lambda: app.transcript.has_focus)
+        assert app.transcript.styles.outline_left[0] == "thick"
+        assert app.prompt.styles.border_top[1] != writing
+        await pilot.press("escape")
+        await until(pilot, lambda: app.prompt.styles.border_top[1] == writing)
+        assert app.transcript.styles.outline_left[0] == ""
+
+    run(script)
+
+
+@pytest.mark.parametrize(
+    ("keys_of", "name"),
+    [
+        ("ctrl+j,shift+enter,alt+enter", "Ctrl+J, Shift+Enter, Alt+Enter"),
+        ("alt+right_square_bracket,alt+n", "Alt+], Alt+N"),
+        ("pageup", "PgUp"),
+        ("escape", "Esc"),
+        ("f1", "F1"),
+        ("y", "Y"),
+        ("Y", "Shift+Y"),
+    ],
+)
+def test_keys_are_named_as_keyboards_name_them(keys_of: str, name: str) -> None:
+    assert keys.key_name(keys_of) == name
 
 
 async def _nothing() -> None:
@@ -935,7 +1234,7 @@ def test_the_meter_is_as_long_as_the_user_wants(detail: str, has: str, has_not: 
         assert has in meter(app)
         assert has_not not in meter(app)
 
-    run(script, meter=detail, size=(140, 24))
+    run(script, FakeClient(FakeOptions(tok_ms=1)), meter=detail, size=(140, 24))
 
 
 # Writing a message
@@ -947,12 +1246,14 @@ def test_a_large_paste_arrives_exactly() -> None:
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.post_message(Paste(text.replace("\n", "\r\n")))
-        await until(pilot, lambda: app.prompt.text == text)
+        await until(pilot, lambda: app.prompt.written == text)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.idle and client.turns)
+        app.prompt.post_message(Paste(text[:30]))
+        await until(pilot, lambda: app.prompt.text == text[:30])
         drawn = [app.prompt.render_line(y).text for y in range(app.prompt.size.height)]
         assert any("\u241b[31m" in line for line in drawn)
         assert not any("\x1b" in line for line in drawn)
-        await pilot.press("enter")
-        await until(pilot, lambda: app.controller.idle)
 
     run(script, client)
     assert asked(client) == [("user", text)]

@@ -2,9 +2,10 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Draft, Round
+from kvq_specdraft.lookup import Lookup
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
@@ -208,6 +211,21 @@ def test_a_conversation_that_does_not_fit_is_refused_before_it_starts(bundle: st
     client.close()
 
 
+def test_the_meter_shows_what_was_drafted_for_the_newest_reply(bundle: str) -> None:
+    told: list[tuple[int, int]] = []
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        for text in ("again and again and again", "once more"):
+            await say(app, pilot, text)
+            stats = app.controller.engine.stats
+            told.append((stats.accepted_tokens, stats.drafted_tokens))
+            assert f"drafts {stats.accepted_tokens}/{stats.drafted_tokens}" in meter(app)
+
+    drafter = partial(Lookup, min_ngram=1)
+    run(script, local(bundle, draft=drafter), sampling=GREEDY, max_tokens=40, size=(160, 24))
+    assert all(0 <= right <= guessed <= 280 and guessed for right, guessed in told)
+
+
 def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
     texts: list[str] = []
 
@@ -258,6 +276,105 @@ def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -
     run(first, local(bundle), **options)
     run(second, local(bundle), latest=True, **options)
     run(smaller, local(bundle, context_tokens=512), latest=True, **options)
+
+
+class Guesser:
+    """Guesses two tokens of the text it knows and a wrong one; notes what became of them."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+        self.rounds: list[tuple[int, int, int]] = []
+        self._held: list[int] = []
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        self._held[kept:] = new
+
+    def propose(self, room: int) -> Draft:
+        right = self.text[len(self._held) : len(self._held) + 2]
+        wrong = self.text[len(self._held) + len(right) :][:1]
+        guessed = (*right, *(token ^ 1 for token in wrong))[:room]
+        return Draft(ids=guessed if self._held == self.text[: len(self._held)] else ())
+
+    def observe(self, outcome: Round) -> None:
+        self.rounds.append((outcome.drafted, outcome.accepted, len(outcome.tokens)))
+
+
+def test_the_meter_says_what_the_drafter_was_good_for(bundle: str) -> None:
+    plain = local(bundle)
+    plain.open()
+    answer(plain, "hello there", max_tokens=20)
+    assert plain._session is not None
+    guesser = Guesser(list(plain._session.tokens))
+    plain.close()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello there")
+        assert app.controller.engine.stats.new_tokens == 20
+        # The first token is the prompt's; then two guesses are right and the model adds one, six
+        # times, and once more there is room for one guess.
+        assert guesser.rounds == [(3, 2, 3)] * 6 + [(0, 0, 1)]
+        assert "  drafts 12/18, 2.7 a pass  " in meter(app)
+        # Another question's answer is not what the drafter knows.
+        await say(app, pilot, "something else")
+        assert "drafts" not in meter(app)
+
+    client = local(bundle, draft=lambda: guesser)
+    run(script, client, sampling=GREEDY, max_tokens=20, size=(160, 24))
+
+
+def drafted(client: LocalClient, *texts: str, count: int, max_tokens: int) -> list[str]:
+    """The drafts of a reply, drawn with a seed."""
+    stream = Stream()
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0)
+    asked = replace(turn(*texts, max_tokens=max_tokens), sampling=sampling, seed=5)
+    reasons = client.drafts(asked, count, stream)
+    assert set(reasons) <= {"stop", "length"}
+    texts_of = stream.take().texts
+    return [texts_of.get(number, "") for number in range(count)]
+
+
+def test_a_draft_written_side_by_side_is_kept_as_it_is(bundle: str) -> None:
+    client = local(bundle)
+    client.open()
+    drafts = drafted(client, "hello there", count=3, max_tokens=12)
+    assert len(set(drafts)) == 3
+    session = client._session
+    assert session is not None
+    before = session.tokens
+    client.keep(1)
+    # The prompt, then the draft, of which only the last token has not been through the model.
+    assert session.tokens[: len(before)] == before
+    kept = session.tokens[len(before) :]
+    engine = client._engine
+    assert engine is not None
+    assert drafts[1].startswith(engine.tokenizer.decode(list(kept[:4])))
+    assert (len(kept), session.pending_tokens) == (12, 1)
+    after = list(session.generate(6, sampling=GREEDY))
+    plain = engine.session(k_bits=4, v_bits=2)
+    plain.prefill([*before, *kept])
+    assert [step.token for step in plain.generate(6, sampling=GREEDY)] == [
+        step.token for step in after
+    ]
+    plain.close()
+    client.close()
+
+
+def test_long_drafts_come_one_after_the_other_and_nothing_is_kept_unasked(bundle: str) -> None:
+    client = local(bundle)
+    client.open()
+    long = drafted(client, "hello there", count=2, max_tokens=40)
+    assert len(set(long)) == 2
+    client.keep(0)
+    short = drafted(client, "hello there", count=2, max_tokens=8)
+    assert len(set(short)) == 2
+    # Asking on without keeping one forgets both.
+    text, stats = answer(client, "hello there")
+    fresh = local(bundle)
+    fresh.open()
+    assert answer(fresh, "hello there")[0] == text
+    assert stats.encoded_tokens <= 1
+    fresh.close()
+    client.close()
 
 
 def test_a_model_without_a_chat_template_is_refused_at_the_start(bundle: str) -> None:
@@ -373,6 +490,25 @@ def test_a_reply_over_http() -> None:
     assert asked[0]["messages"] == [{"role": "user", "content": "hi"}]
     assert asked[0]["key"] == "Bearer secret"
     assert (asked[0]["model"], asked[0]["max_tokens"], asked[0]["stream"]) == ("m", 8, True)
+
+
+def test_drafts_over_http() -> None:
+    def of(draft: int, text: str | None, reason: str | None = None) -> dict[str, Any]:
+        event = delta(text, reason)
+        event["choices"][0]["index"] = draft
+        return event
+
+    body = sse(of(1, "two"), of(0, "o"), of(0, "ne"), of(0, None, "stop"), of(1, None, "length"))
+    with server(body) as (url, asked):
+        client = RemoteClient(url)
+        client.open()
+        stream = Stream()
+        assert client.drafts(turn("hi"), 2, stream) == ["stop", "length"]
+        assert stream.take().texts == {0: "one", 1: "two"}
+        client.keep(1)
+        assert asked[0]["n"] == 2
+        with pytest.raises(BackendError, match="wrote 2 of 3 drafts, it does not stream several"):
+            client.drafts(turn("hi"), 3, Stream())
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,14 @@ def test_code_fences() -> None:
     text = "a\n```python\nx\ny\n```\nb\n```\nz\n```"
     assert code_fences(text) == ["x\ny", "z"]
     assert code_fences("no code") == []
+
+
+def test_prose_is_at_most_100_columns_wide_and_code_is_not() -> None:
+    words, code = "word " * 60, "x = " + "1 + " * 40 + "1"
+    text = f"{words}\n\n# {words}\n\n- {words}\n\n> {words}\n\n```\n{code}\n```\n"
+    lines = [strip_text(strip) for block in blocks_of(text) for strip in draw(block, 180, PALETTE)]
+    prose = [line for line in lines if "word" in line]
+    assert 95 <= max(map(len, prose)) <= 104  # 100 and the mark of a list or a quote
+    assert any(code in line for line in lines)
+    plain = draw(Block(kind="plain", source=words), 180, PALETTE)
+    assert {len(strip_text(strip)) <= 100 for strip in plain} == {True}

@@ -409,12 +409,12 @@ def test_a_conversation_in_tmux(tmux: Tmux, home: dict[str, str], tmp_path: Path
     paste.write_text("pasted words of a line\n" * 9000 + "the very last")
     assert paste.stat().st_size > 200_000
     tmux.paste(paste)
-    tmux.until("the very last")
+    tmux.until("[paste 1: 9001 lines")
     tmux.resize(40, 12)
     tmux.keys("Enter")
-    tmux.until("word99", "answering", "esc stop the reply")
+    tmux.until("word99", "answering", "Esc stop the reply")
     tmux.resize(120, 40)
-    tmux.until("You asked: pasted words of a line", "word99", "answering", "esc stop the reply")
+    tmux.until("You asked: pasted words of a line", "word99", "answering", "Esc stop the reply")
     tmux.keys("Escape")
     tmux.until("word99", "ready")
     tmux.keys("C-q")
@@ -455,6 +455,22 @@ def test_the_background_and_the_editor_in_tmux(
 
 
 @pytest.mark.slow
+def test_drafts_in_tmux(tmux: Tmux) -> None:
+    tmux.run("--engine", "fake:tokens=4")
+    tmux.type("go")
+    tmux.keys("Enter")
+    tmux.until("You asked: go")
+    tmux.type("/drafts 2")
+    tmux.keys("Enter")
+    tmux.until("1/2", "2/2", "Enter keeps it")
+    tmux.keys("M-n")
+    tmux.keys("Enter")
+    tmux.until("kvq  1/2", gone="Enter keeps it")
+    tmux.keys("C-q")
+    tmux.until("left with 0")
+
+
+@pytest.mark.slow
 def test_below_the_command_line_in_tmux(tmux: Tmux) -> None:
     tmux.type("echo what stood here before")
     tmux.keys("Enter")
@@ -469,9 +485,9 @@ def test_below_the_command_line_in_tmux(tmux: Tmux) -> None:
     screen = tmux.until("word89", "│ Write a message", "ready")
     assert screen.index("word89") < screen.index("Write a message") < screen.index("ready")
     tmux.keys("F1")
-    tmux.until("ctrl+j, shift+enter")
+    tmux.until("Ctrl+J, Shift+Enter")
     tmux.keys("Escape")
-    tmux.until("│ Write a message", gone="ctrl+j")
+    tmux.until("│ Write a message", gone="Ctrl+J")
     tmux.keys("C-q")
     # What was said stays in the terminal, the screen around it does not.
     screen = tmux.until("left with 0", gone="Write a message")

@@ -277,10 +277,11 @@ def test_run_prints_text_only_on_stdout(bundle: str, home: dict[str, str]) -> No
     assert report["text"].encode() == plain.stdout.removesuffix(b"\n")
 
 
-@pytest.mark.parametrize("draft", ["none", "auto", "lookup:min_ngram=1", "suffix:min_ngram=1"])
+@pytest.mark.parametrize("draft", ["", "auto", "lookup:min_ngram=1", "suffix:min_ngram=1"])
 def test_a_draft_changes_the_numbers_and_not_the_text(draft: str, ask: Ask, bundle: str) -> None:
     words = ("run", bundle, "The quick the quick the quick", "--temp", "0", "-n", "60")
-    plain, drafted = ask(*words), ask(*words, "--draft", draft)
+    plain = ask(*words, "--draft", "none")
+    drafted = ask(*words, *(["--draft", draft] if draft else []))
     assert drafted["text"] == plain["text"]
     assert (plain["drafted_tokens"], plain["accepted_tokens"]) == (0, 0)
     assert plain["tokens_per_round"] == 1
@@ -578,6 +579,15 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     again = kvq(*words, home=home)
     assert again.returncode == 0, again.stderr.decode()
     assert answer(kvq("inspect", str(destination), "--json", home=home))["name"] == "made"
+
+
+def test_a_models_name_alone_is_a_prompt_and_that_is_said(
+    bundle: str, home: dict[str, str]
+) -> None:
+    said = kvq("run", "-n", "1", "nano", home=home, KVQ_MODEL=bundle)
+    assert said.returncode == 0
+    assert b"nano is taken for the prompt; to run it: kvq run nano PROMPT" in said.stderr
+    assert kvq("run", "-n", "1", "nanos", home=home, KVQ_MODEL=bundle).stderr == b""
 
 
 def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:

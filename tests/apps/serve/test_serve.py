@@ -23,6 +23,7 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Ground
 from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.saving import as_ids
 from kvq_specdraft.lookup import Lookup
@@ -474,8 +475,23 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
     """Every session of a server has a drafter of its own; a request may do without."""
     made: list[Lookup] = []
 
+    class Holding(Lookup):
+        """Says that it holds something, as a model that drafts does."""
+
+        held_bytes = 1000
+
+        def open(self, backend: Any, config: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def drafting(self, ground: Ground) -> Any:
+            return self.propose(ground.room)
+            yield
+
     def drafter() -> Lookup:
-        made.append(Lookup(min_ngram=1))
+        made.append(Holding(min_ngram=1))
         return made[-1]
 
     bodies = [
@@ -508,6 +524,14 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
                 metrics = ask(drafts, "/metrics").body.decode()
                 assert f"kvq_drafted_tokens_total {sum(guessed)}\n" in metrics
                 assert f"kvq_accepted_tokens_total {sum(right)}\n" in metrics
+                sessions = re.search(r"\nkvq_sessions (\d+)\n", metrics)
+                assert sessions
+                assert f"kvq_draft_bytes {1000 * int(sessions[1])}\n" in metrics
+                for part in ("draft", "pass", "choose"):
+                    spent = re.search(rf"\nkvq_{part}_seconds_total (\S+)\n", metrics)
+                    told = sum(answer["x_kvq"][f"{part}_ms"] for answer in found)
+                    assert spent
+                    assert 0 < float(spent[1]) == pytest.approx(told / 1e3)
         named = ask(plain, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "recycle"}}).json
         assert named["choices"] == wanted[0]["choices"]
         assert named["x_kvq"]["drafted_tokens"] > 0

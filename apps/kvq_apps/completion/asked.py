@@ -1,0 +1,50 @@
+"""What `kvq complete` and `kvq lsp` ask alike: their flags, and the completion engine they mean."""
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import UsageError
+from kvq_apps import flags, options
+
+if TYPE_CHECKING:
+    from kvq_apps.completion.engine import CompletionEngine
+    from kvq_apps.engine import Engine
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of both."""
+    flags.add_flags(parser, *flags.ENGINE_FLAGS)
+    flags.add_flags(
+        parser, "drafts", "drafts-method", "predict",
+        drafts="drafts to show (default: {kvq_apps.completion.engine:DEFAULT_DRAFTS})",
+        drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
+        predict="tokens of a draft at most (default: {kvq_apps.completion.engine:DEFAULT_TOKENS})",
+    )  # fmt: skip
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict", "ctx-size")
+
+
+def check(arguments: Namespace) -> None:
+    """Refuses what needs no model to be refused."""
+    asked = options.given(arguments, drafts="drafts", method="drafts-method")
+    if any(len(values) > 1 for values in asked.values()):
+        raise UsageError("completion takes one number of --drafts and one --drafts-method")
+
+
+def completion_engine(
+    arguments: Namespace, engine: "Engine", context_tokens: int
+) -> "CompletionEngine":
+    """What completes as the flags say, in up to `context_tokens` unless they say that, too."""
+    from kvq_apps.completion.engine import CompletionEngine
+
+    asked = options.given(arguments, drafts="drafts", tokens="predict", method="drafts-method")
+    settings: dict[str, Any] = {key: asked[key] for key in ("tokens",) if key in asked}
+    if "drafts" in asked:
+        (settings["drafts"],) = asked["drafts"]
+    (method,) = asked.get("method", ("auto",))
+    session = {"context_tokens": min(context_tokens, engine.model.context_length)}
+    return CompletionEngine(
+        engine,
+        engine.writer(method),
+        session_options=session | options.session_options(arguments),
+        **settings,
+    )

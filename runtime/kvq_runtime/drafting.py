@@ -1,0 +1,120 @@
+"""A session's drafter at work: it is told the text, asked for drafts, told what they led to."""
+
+from collections.abc import Sequence
+from typing import Generic
+
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.backends import Backend, C
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.generation import Generation, Taken
+from kvq_runtime.sequence import Branch, Passed, Work
+from kvq_runtime.sequence import Sequence as Held
+
+
+class Drafting(Generic[C]):
+    """Who guesses how the text of a sequence goes on, if anybody does, and what he knows of it."""
+
+    def __init__(self, backend: Backend[C], sequence: Held[C]) -> None:
+        self.drafter: Drafter | None = None
+        self._computing: ComputingDrafter | None = None
+        self._backend = backend
+        self._sequence = sequence
+        self._is_new = True
+        # Rounds that the drafter is left alone for.
+        self._pause = 0
+
+    def use(self, drafter: Drafter | None) -> None:
+        """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+            raise BackendError(
+                f"--draft {type(drafter).__name__.lower()} is not possible on the "
+                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
+                "suffix or none, or run a bundle with an ONNX graph"
+            )
+        if isinstance(drafter, ComputingDrafter):
+            drafter.open(self._backend, self._sequence.config)
+        self.close()
+        self.drafter, self._is_new, self._pause = drafter, True, 0
+        self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
+
+    @property
+    def held_bytes(self) -> int:
+        """What the drafter holds beside the cache; any thread may ask."""
+        return 0 if self._computing is None else self._computing.held_bytes
+
+    def close(self) -> None:
+        """Frees what the drafter holds."""
+        if self._computing is not None:
+            self._computing.close()
+
+    def draft(
+        self, generation: Generation, branch: Branch[C], due: Sequence[int]
+    ) -> Work[C, Draft]:
+        """What the drafter guesses, as far as the answer and the branch have room for it.
+
+        Where nothing is due the next token needs no pass, and a draft would cost one.
+        """
+        drafter, cache = self.drafter, self._sequence.cache
+        room = min(generation.room - 1, cache.draft_room - len(due))
+        if drafter is None or self._pause or not generation.drafts or not due or room < 1:
+            return NO_DRAFT
+        self._tell(drafter)
+        if self._computing is not None:
+            ground = Ground(
+                branch=branch,
+                due=due,
+                room=room,
+                exact_rows=generation.exact_rows,
+                foresight=generation.foresight,
+            )
+            draft = yield from self._computing.drafting(ground)
+            branch.forget()
+        else:
+            draft = drafter.propose(room)
+        _check(type(drafter).__name__, draft, room, self._backend.model.vocab_size)
+        return draft if draft.is_chain else draft.first(cache.tree_room - len(due))
+
+    def observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
+        """Tells the drafter what the pass made of `draft`."""
+        if self._pause:
+            self._pause -= 1
+        elif self.drafter is not None:
+            self._pause = draft.pause
+            self.drafter.observe(
+                Round(
+                    draft=draft,
+                    path=taken.path,
+                    tokens=(*(draft.ids[place] for place in taken.path), taken.token),
+                    logits=passed.logits,
+                    rows=passed.rows,
+                    seconds=passed.seconds,
+                )
+            )
+
+    def _tell(self, drafter: Drafter) -> None:
+        """Tells `drafter` how the text has changed since it was last told."""
+        kept, new = self._sequence.changes()
+        if self._is_new:
+            kept, new, self._is_new = 0, self._sequence.tokens, False
+        drafter.follow(kept, new)
+
+
+def _check(who: str, draft: Draft, room: int, vocab_size: int) -> None:
+    """Raises `UsageError` for a draft that cannot be."""
+    count, parents = len(draft.ids), draft.parents
+    if count > room or not all(0 <= token < vocab_size for token in draft.ids):
+        raise UsageError(
+            f"{who} proposed {count} tokens; possible are up to {room} of 0 to {vocab_size - 1}"
+        )
+    if parents is not None and (
+        len(parents) != count or not all(-1 <= one < own for own, one in enumerate(parents))
+    ):
+        raise UsageError(
+            f"{who} proposed a tree with parents {parents}; possible is for each of {count} "
+            "tokens an earlier one, or -1"
+        )
+    if draft.probabilities is not None and draft.probabilities.shape != (count, vocab_size):
+        raise UsageError(
+            f"{who} gave probabilities of shape {draft.probabilities.shape}; possible is "
+            f"({count}, {vocab_size})"
+        )
