@@ -146,7 +146,7 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure",
-        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts", "edit")),
+        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts", "edit", "predict")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
@@ -176,8 +176,9 @@ FLAGS: dict[str, Flag] = {
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
-        "several: several drafts at once against one; edit: recorded typing in a file",
-        choices=("speed", "serve", "chat", "drafts", "several", "edit")),
+        "several: several drafts at once against one; edit: recorded typing in a file; "
+        "ttft: the first token of a prompt, predicted against computed",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "qwen3-0.6b or smollm2-135m", metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",

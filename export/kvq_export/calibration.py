@@ -3,22 +3,20 @@
 Errors of attention outputs are cheap to know at run time; what they cost in the end is not, and
 differs between layers by orders of magnitude (Lee et al., arXiv 2502.04420, KVTuner; the layer
 sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). So it is measured
-once, on the finished bundle: a text is read into 8-bit pages, then the keys of one KV head are read
-at fewer bits, its values, or half of its pages are evicted, and the divergence of the following
+once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
+fewer bits, its values, or half of its pages are evicted, and the divergence of the following
 tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
-of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says. One
-text says little of a head that it does not use: prices go half way, in logarithms, to their
-layer's.
+of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
 
 The graph rounds activations, and answers every change of the cache with noise of its own, next to
 which all but the dearest layers look alike. A model whose weights fit memory as float32 is
-therefore computed exactly; a larger one by its graph, all heads of a layer together, and what that
-noise makes is subtracted.
+therefore computed exactly, over a longer text; a larger one by its graph, and what that noise makes
+is subtracted.
 
 Before that it is found how every head's pages are best encoded, `kvq.config.PageForm`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
-from kvq.policies import MEASURED_WIDTHS, Attention, Sensitivity
+from kvq.policies import MEASURED_WIDTHS, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
@@ -36,7 +34,8 @@ from kvq_runtime.backends import forward_chain
 from kvq_runtime.bundle import Bundle
 
 READ_TOKENS = 768
-SCORED_TOKENS = 128
+# Tokens whose predictions are compared: at least, and where they are computed exactly at most.
+LEAST_SCORED_TOKENS, SCORED_TOKENS = 128, 1024
 CHUNK_TOKENS = 128
 # Rounding in float32 moves predictions by this much whatever the cache holds.
 NOISE_NATS = 1e-8
@@ -56,16 +55,18 @@ def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int
     code = resources.files("kvq").joinpath("reference.py").read_text(encoding="utf-8")
     limit = min(READ_TOKENS + SCORED_TOKENS, context_tokens)
     ids = tokenizer.encode(f"{quality.quality_text()}\n\n{code}", start=True)[:limit]
-    return np.array(ids, np.int64) if len(ids) >= 4 * PAGE_TOKENS + SCORED_TOKENS else None
+    return np.array(ids, np.int64) if len(ids) >= 4 * PAGE_TOKENS + LEAST_SCORED_TOKENS else None
 
 
 class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
-        self.exact = bundle.weights_json()["bytes"] <= EXACT_WEIGHT_BYTES
-        name = "float" if self.exact else "auto"
-        self._backend = backends.open_backend(name, bundle, threads=threads)
+        exact = bundle.weights_json()["bytes"] <= EXACT_WEIGHT_BYTES
+        self._backend = backends.open_backend("float" if exact else "auto", bundle, threads=threads)
+        most = min(SCORED_TOKENS, quality.MAX_LOGITS // bundle.config.vocab_size) if exact else 0
+        scored = max(min(len(ids) - READ_TOKENS, most), LEAST_SCORED_TOKENS)
+        ids = ids[: READ_TOKENS + scored]
         asked = CacheSpec(
             shape=bundle.config.cache_shape,
             plan=KvPlan(k_bits=8, v_bits=8),
@@ -81,7 +82,7 @@ class _Reading:
         enough = Budget(num_bytes=2 * asked.whole_bytes + (1 << 20))
         arena = replace(asked, budget=enough).resolved()
         self.cache = Cache(arena, engine=self._backend.cache_kind)
-        read, self._scored = ids[:-SCORED_TOKENS], ids[-SCORED_TOKENS:]
+        read, self._scored = ids[:-scored], ids[-scored:]
         for start in range(0, len(read), CHUNK_TOKENS):
             self._forward(read[start : start + CHUNK_TOKENS])
         self._state = self.cache.state()
@@ -92,13 +93,16 @@ class _Reading:
         self._expected = quality.log_softmax(self._forward(self._scored))
 
     def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        return forward_chain(self._backend, self.cache, ids, np.arange(len(ids)))
+        """Logits of all of `ids`, which the cache then holds too."""
+        chunks = [ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS)]
+        return np.concatenate(
+            [forward_chain(self._backend, self.cache, ids, np.arange(len(ids))) for ids in chunks]
+        )
 
-    def divergence(
-        self, layer: int, heads: Sequence[int], columns: range, k_bits: int, v_bits: int
-    ) -> float:
-        """Mean nats per scored token once pages of a layer's heads are read at these widths."""
+    def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
+        """Mean nats per scored token once one layer's pages are read at these widths."""
         self.cache.load_state(self._state)
+        heads = range(self.widths.shape[1])
         self.cache.demote(
             np.array([(layer, h, c, k_bits, v_bits) for h in heads for c in columns], np.int32)
         )
@@ -157,31 +161,31 @@ def calibrate(
     """
     reading = _Reading(bundle, ids, threads, forms)
     try:
-        layers, heads, count, _ = reading.widths.shape
-        every, pages, half = range(heads), range(count), range(count // 2)
-        _, middle, least = MEASURED_WIDTHS
-        together = [[head] for head in every] if reading.exact else [every]
+        layers, _, count, _ = reading.widths.shape
         nats = np.zeros((layers, 2, len(MEASURED_WIDTHS)))
-        paid = np.zeros((3, layers, len(together)))
+        evict = np.zeros(layers)
+        half = range(count // 2)
         for layer in range(layers):
-            nats[layer, 0, 1] = reading.divergence(layer, every, pages, middle, 8)
-            nats[layer, 1, 1] = reading.divergence(layer, every, pages, 8, middle)
-            for group, some in enumerate(together):
-                paid[0, layer, group] = reading.divergence(layer, some, pages, least, 8)
-                paid[1, layer, group] = reading.divergence(layer, some, pages, 8, least)
-                paid[2, layer, group] = reading.divergence(layer, some, half, 0, 0)
-            nats[layer, :, 2] = paid[:2, layer].sum(axis=-1)
+            for index, bits in enumerate(MEASURED_WIDTHS[1:], start=1):
+                nats[layer, 0, index] = reading.divergence(layer, range(count), bits, 8)
+                nats[layer, 1, index] = reading.divergence(layer, range(count), 8, bits)
+            evict[layer] = reading.divergence(layer, half, 0, 0)
             progress(layer + 1, layers)
+        attention = reading.attention
+        narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
         # Whatever changes in the cache, rounded activations change with it: what the least harmful
         # of all changes does is no price of it.
         noise = nats[..., 1].min()
-        paid = np.maximum(paid - noise, 0.05 * noise)
-        key, value, evict = _prices(paid, reading.attention, half)
+        paid, gone = (np.maximum(found - noise, 0.05 * noise) for found in (nats[..., -1], evict))
+        # A layer that looks at the newest tokens alone gives old pages no error to divide by.
+        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)
+        lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
+        heads = attention.key_error.shape[:2]
         key_norm, value_norm = _weight_norms(bundle)
         return Sensitivity(
-            key=key,
-            value=value,
-            evict=evict,
+            key=_of_heads(paid[:, 0] / (narrow * _total(attention.key_error)), heads),
+            value=_of_heads(paid[:, 1] / (narrow * _total(attention.value_error)), heads),
+            evict=_of_heads(gone / (len(half) * lost), heads),
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
             key_norm=key_norm,
@@ -191,21 +195,14 @@ def calibrate(
         reading.close()
 
 
-def _prices(paid: Floats, attention: Attention, half: range) -> Floats:
-    """Nats per unit of key, value and eviction error [3, L, Hk], from nats [3, L, Hk or 1].
+def _total(error: NDArray[np.float32]) -> Floats:
+    """Sum over a layer's heads and pages; what no probe saw counts as next to nothing."""
+    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)
 
-    `half`: the pages whose eviction was paid for.
-    """
-    narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
-    # A head that looks at the newest tokens alone gives old pages no error to divide by.
-    faint = FAINT * attention.output_square.sum(axis=-1, dtype=np.float64)
-    lost = np.maximum(attention.evict_error[..., : len(half)].sum(axis=-1), faint)
-    sides = (attention.key_error, attention.value_error)
-    errors = np.stack([*(narrow * error.sum(axis=-1) for error in sides), len(half) * lost])
-    errors = np.maximum(errors, 1e-12)  # what no probe saw counts as next to nothing
-    of_layers = (paid.sum(axis=-1) / errors.sum(axis=-1))[..., None]
-    of_heads = paid / errors if paid.shape == errors.shape else of_layers
-    return np.broadcast_to(np.sqrt(of_layers * of_heads), errors.shape)
+
+def _of_heads(prices: Floats, shape: tuple[int, ...]) -> Floats:
+    """A layer's price for each of its heads."""
+    return np.broadcast_to(prices[:, None], shape)
 
 
 def _weight_norms(bundle: Bundle) -> tuple[Floats, Floats]:

@@ -25,7 +25,8 @@ class Passage:
 class Cost:
     """Of one way to read prompts: nats per token that follows, divergence from the truth in nats.
 
-    `share`: how far that is on the way from the computed prompt to none. `prefill_s`: seconds of
+    `share`: how far that is on the way from the computed prompt to none, 0 where a prompt is worth
+    nothing. `prefill_s`: seconds of
     all prompts together.
     """
 
@@ -70,7 +71,7 @@ def measure(
         alone = Passage(prompt=passage.prompt[:1], following=passage.following)
         _, nll[-1], _ = _added(engine, alone, "off", options, nll[-1], 0.0)
     nll, kld = nll / len(passages), kld / len(passages)
-    way = max(nll[-1] - nll[0], 1e-9)
+    way = nll[-1] - nll[0]
     return Continuations(
         exact_nll=float(nll[0]),
         no_prompt_nll=float(nll[-1]),
@@ -79,7 +80,7 @@ def measure(
             name: Cost(
                 nll=float(nll[i]),
                 kld=float(kld[i]),
-                share=float((nll[i] - nll[0]) / way),
+                share=float((nll[i] - nll[0]) / way) if way > 0 else 0.0,
                 prefill_s=float(seconds[i]),
             )
             for i, name in enumerate(names, start=1)

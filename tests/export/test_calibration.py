@@ -68,7 +68,7 @@ def test_the_text_is_cut_to_the_context_and_too_short_a_context_gives_none(bundl
     assert tokenizer is not None
     whole = calibration.calibration_ids(tokenizer, 1 << 20)
     assert whole is not None
-    assert (whole.dtype, whole.shape) == (np.int64, (896,))
+    assert (whole.dtype, whole.shape) == (np.int64, (1792,))
     for context, length in ((896, 896), (895, 895), (512, 512), (384, 384)):
         part = calibration.calibration_ids(tokenizer, context)
         assert part is not None
@@ -94,10 +94,10 @@ def test_every_layer_has_positive_costs_and_fewer_bits_cost_more(sensitivity: Se
 def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
     bundle: Bundle, ids: np.ndarray, sensitivity: Sensitivity
 ) -> None:
-    """Done again by hand: the text into 8-bit pages, one head changed, the rest of it scored."""
+    """Done again by hand: the text into 8-bit pages, one layer changed, the rest of it scored."""
     config, backend = bundle.config, backends.open_backend("float", bundle, threads=1)
 
-    def scored(*actions: tuple[int, int, int, int]) -> tuple[np.ndarray, Any]:
+    def scored(*actions: tuple[int, int, int]) -> tuple[np.ndarray, Any]:
         """Log-probabilities of the last 128 tokens, and attention before, after the actions."""
         cache = open_cache(
             config.cache_shape, KvPlan(k_bits=8, v_bits=8), 8 << 20, 512, chunk_tokens=128,
@@ -110,7 +110,8 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
                 pages = cache.columns()[1].shape[2]
                 table = [
                     (layer, head, column, k_bits, v_bits)
-                    for layer, head, k_bits, v_bits in actions
+                    for layer, k_bits, v_bits in actions
+                    for head in range(2)
                     for column in range(pages if k_bits else pages // 2)
                 ]
                 cache.demote(np.array(table, np.int32).reshape(-1, 5))
@@ -120,22 +121,22 @@ def test_a_number_is_the_divergence_over_the_error_the_probes_saw(
 
     expected, attention = scored()
     cases = {
-        "key": (1, 2, 8, 4.0**6 * attention.key_error[1].sum(axis=1)),
-        "value": (0, 8, 2, 4.0**6 * attention.value_error[0].sum(axis=1)),
-        "evict": (1, 0, 0, 2 * attention.evict_error[1, :, :2].sum(axis=1)),
+        "key": ((1, 2, 8), 4.0**6 * attention.key_error[1].sum()),
+        "value": ((0, 8, 2), 4.0**6 * attention.value_error[0].sum()),
+        "evict": ((1, 0, 0), 2 * attention.evict_error[1, :, :2].sum()),
     }
     assert attention.mass.shape[2] == 4
-    tables = {"key": sensitivity.key_bits_nats, "value": sensitivity.value_bits_nats}
-    noise = min(table[:, 1].min() for table in tables.values())
-    for name, (layer, k_bits, v_bits, errors) in cases.items():
-        found = [scored((layer, head, k_bits, v_bits))[0] for head in range(KV_HEADS)]
-        nats = np.array([compare(expected.copy(), one)["mean_kld"] for one in found])
-        paid = np.maximum(nats - noise, 0.05 * noise)
-        # Half way to what the layer's heads cost together.
-        wanted = np.sqrt(paid / errors * paid.sum() / errors.sum())
-        np.testing.assert_allclose(getattr(sensitivity, name)[layer], wanted, rtol=2e-3)
-        if name in tables:
-            assert tables[name][layer, 2] == pytest.approx(nats.sum(), rel=1e-3)
+    # What the least harmful change does is rounding of activations, not a price.
+    nats = (sensitivity.key_bits_nats, sensitivity.value_bits_nats)
+    noise = min(side[:, 1].min() for side in nats)
+    for name, (action, error) in cases.items():
+        nats = compare(expected.copy(), scored(action)[0])["mean_kld"]
+        price = (nats - noise) / error
+        for price_of_head in getattr(sensitivity, name)[action[0]]:
+            assert price_of_head == pytest.approx(price, rel=2e-3), name
+        if name != "evict":
+            table = getattr(sensitivity, f"{name}_bits_nats")
+            assert table[action[0], 2] == pytest.approx(nats, rel=1e-3)
     backend.close()
 
 
@@ -150,9 +151,9 @@ def test_what_leads_nowhere_costs_nothing(tmp_path: Path) -> None:
     found = export(source).manifest.sensitivity
     assert found is not None
     nothing = calibration.NOISE_NATS
-    np.testing.assert_allclose(found.key_bits_nats[:, 1:], [[nothing, 2 * nothing]] * 2)
+    assert (found.key_bits_nats[:, 1:] == nothing).all()
     assert (found.value_bits_nats[0, 1:] > 10 * nothing).all()
-    np.testing.assert_allclose(found.value_bits_nats[1, 1:], [nothing, 2 * nothing])
+    assert (found.value_bits_nats[1, 1:] == nothing).all()
     for name in FIELDS:
         assert np.isfinite(getattr(found, name)).all()
 

@@ -250,3 +250,22 @@ def test_who_cannot_predict_says_so(bundle: Path, shelf: Shelf) -> None:
             engine.backend.check_mode(Mode(predicted=(1, 2)))
         with pytest.raises(UsageError, match="predict '2' is not possible"):
             engine.session(predict="2")
+
+
+def test_prompts_are_predicted_and_answers_never(engine: Engine) -> None:
+    """KVP-3: a cache of as many tokens as the prompt has, and of one more for each written."""
+    with opened(engine, "50%") as session:
+        modes: list[Mode] = []
+        forward = engine.backend.forward
+        watched: Any = lambda one: (modes.append(one.mode), forward(one))[1]  # noqa: E731
+        engine.backend.forward = watched  # type: ignore[method-assign]
+        try:
+            session.prefill(TEXT)
+            read, modes[:] = list(modes), []
+            assert session.sequence.cache.tokens == len(TEXT)
+            for count, _ in enumerate(session.generate(4, stop_ids=())):
+                assert session.sequence.cache.tokens == len(TEXT) + count
+        finally:
+            del engine.backend.forward
+    assert [mode.predicted for mode in read] == [(), (2, 3), (2, 3), ()]
+    assert set(modes) == {WHOLE}

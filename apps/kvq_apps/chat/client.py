@@ -171,6 +171,10 @@ class ChatClient(Protocol):
         """Encodes again what edits have left as it was computed before; how many tokens."""
         ...
 
+    def refine(self, stream: Stream) -> int:
+        """Computes what was predicted of the conversation, until cancelled; the tokens left."""
+        ...
+
     def save(self, path: Path) -> str | None:
         """Writes the conversation's KV to `path`; returns a hash of its tokens, None: not kept."""
         ...

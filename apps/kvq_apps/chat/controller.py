@@ -7,13 +7,14 @@ the history each have their own thread; nothing here waits for them on the scree
 from asyncio import Event, sleep, wait_for
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from kvq.errors import KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.chat import interchange
-from kvq_apps.chat.client import ChatClient
+from kvq_apps.chat.client import ChatClient, News
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import FRAME_S, EngineLink
 from kvq_apps.chat.history import History, SavedChat
@@ -26,6 +27,8 @@ from kvq_apps.chat.view import View
 
 LEAVE_WITHIN_S = 3.0
 SAVE_AFTER_S = 2.0
+# Nobody waits for the engine: what it predicted is computed.
+REFINE_AFTER_S = 0.3
 _Job = Callable[[], Awaitable[None]]
 
 
@@ -51,6 +54,8 @@ class ChatController:
         self._jobs: list[_Job] = []
         self._wake = Event()
         self._busy = False
+        self._refining = False
+        self._refined = True
 
     @property
     def idle(self) -> bool:
@@ -72,18 +77,48 @@ class ChatController:
         await self._open_engine()
         while True:
             while (job := self._next_job()) is not None:
+                self._refined = False
                 await self._run(job)
             self._wake.clear()
             await self._rest()
 
     async def _rest(self) -> None:
-        """Waits until something is asked for; once that takes a while, the KV is saved."""
-        if self.engine.kv_changed:
-            try:
-                await wait_for(self._wake.wait(), SAVE_AFTER_S)
-            except TimeoutError:
-                await self._run(self._kv_files.save)
+        """Waits until something is asked for; once that takes a while, the KV is saved.
+
+        Before that, what was predicted of the conversation is computed.
+        """
+        if self.engine.stats.predicted_tokens and not self._refined:
+            if not await self._asked_within(REFINE_AFTER_S):
+                await self._run(self._refine)
+            return
+        if self.engine.kv_changed and not await self._asked_within(SAVE_AFTER_S):
+            await self._run(self._kv_files.save)
         await self._wake.wait()
+
+    async def _asked_within(self, seconds: float) -> bool:
+        """Whether something is asked for before so many seconds are over."""
+        try:
+            await wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _refine(self) -> None:
+        """Has what was predicted computed, until somebody asks for something."""
+        self._refining, self._refined, before = True, True, self.engine.stats
+        try:
+            left = await self.engine.follow(self._show_refining, self.engine.client.refine)
+        finally:
+            self._refining = False
+        stopped = self.engine.stream is not None and self.engine.stream.cancelled()
+        self._refined = not stopped
+        self.engine.stats = replace(before, predicted_tokens=self.engine.stats.predicted_tokens)
+        if not (stopped or left or self.engine.stats.predicted_tokens):
+            self._view.say(f"{before.predicted_tokens} predicted tokens are computed: all is exact")
+
+    def _show_refining(self, news: News) -> None:
+        self.engine.measure(news)
+        self.engine.activity = "computing what was predicted"
 
     def _next_job(self) -> _Job | None:
         """What was asked for first; a lost engine is looked for before messages are answered."""
@@ -115,6 +150,8 @@ class ChatController:
     def enqueue(self, text: str) -> None:
         """Queues a message of the user."""
         self.queue.append(text)
+        if self._refining:
+            self.engine.cancel()
         self._view.changed()
         self._wake.set()
 

@@ -81,7 +81,7 @@ class FakeClient:
             keeps_kv=True,
         )
         self.tokens: list[int] = []
-        self.stale = 0
+        self.stale = self.predicted = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
         self._drafts: list[str] = []
@@ -168,6 +168,14 @@ class FakeClient:
         stale, self.stale = self.stale, 0
         return stale
 
+    def refine(self, stream: Stream) -> int:
+        """A token at a time."""
+        while self.predicted and not stream.cancelled():
+            sleep(self.options.tok_ms / 1e3)
+            self.predicted -= 1
+            stream.measured(ReplyStats(predicted_tokens=self.predicted))
+        return self.predicted
+
     def save(self, path: Path) -> str | None:
         """Writes the tokens and the plan."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -217,6 +225,7 @@ class FakeClient:
             ttft_ms=self.options.prefill_ms + self.options.tok_ms,
             decode_tok_s=1e3 / self.options.tok_ms if self.options.tok_ms else 0.0,
             context_tokens=len(self.tokens),
+            predicted_tokens=self.predicted,
             kv_bytes=len(self.tokens) * BYTES_PER_TOKEN,
         )
 

@@ -37,7 +37,7 @@ class LocalClient:
         self._engine_options = engine_options
         # A drafter of guesses would make them as long as there is room for.
         room = {} if "draft" in session_options else {"draft_tokens": DRAFT_TOKENS}
-        self._session_options = room | dict(session_options)
+        self._session_options: dict[str, Any] = {**room, **session_options}
         self._beside: Beside[Any] | None = None
         self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
@@ -187,10 +187,23 @@ class LocalClient:
         """Encodes from the first stale token on."""
         self._settle()
         _, session = self._opened()
-        stale = session.sequence.drop_stale()
-        if stale:
-            session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
+        stale, predict = session.sequence.drop_stale(), session.predict
+        session.predict = None
+        try:
+            if stale:
+                session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
+        finally:
+            session.predict = predict
         return stale
+
+    def refine(self, stream: Stream) -> int:
+        """Piece by piece from the left; the numbers after each."""
+        _, session = self._opened()
+        left = session.sequence.staleness.stale
+        while left and not stream.cancelled():
+            left = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
+            stream.measured(self._stats(session.tokens, len(session.tokens), 0))
+        return left
 
     def save(self, path: Path) -> str | None:
         """Writes the session to `path`."""

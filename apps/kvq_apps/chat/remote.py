@@ -135,6 +135,10 @@ class RemoteClient:
         """Nothing: an edit has the server read all that follows it."""
         return 0
 
+    def refine(self, stream: Stream) -> int:
+        """The server does so itself."""
+        return 0
+
     def save(self, path: Path) -> str | None:
         """The server keeps the KV itself."""
         return None

@@ -31,6 +31,9 @@ DEFAULT_SWEEP_LINES = 20
 DRAFTS_PLACES = 100
 DRAFTS_CONTEXT = 256
 DRAFTS_TOKENS = 10
+# Prompts that are predicted.
+PREDICT_PASSAGES = 24
+PREDICT_CONTEXT = 1024
 # A sweep judges pressure: a line to fill in must have this share of the context around it.
 LEAST_FILLED = Fraction(3, 4)
 
@@ -68,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument_group("many settings"),
         "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
-        plot="sweep: draw quality over bytes",
+        plot="draw quality over bytes; task predict: over the time saved",
     )  # fmt: skip
     flags.add_flags(
         parser.add_argument_group("cache"), *flags.KV_FLAGS,
@@ -81,14 +84,14 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts or edit"
+            "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts, edit or predict"
         )
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
     model, files = _model_and_files(arguments)
-    mode = {"task": _one_task, "table": _table, "sweep": _sweep}[modes[0]]
-    if arguments.task == "drafts":
-        mode = _drafts
+    by_task = {"drafts": _drafts, "predict": _predict}
+    by_mode = {"task": by_task.get(arguments.task, _one_task), "table": _table, "sweep": _sweep}
+    mode = by_mode[modes[0]]
 
     from kvq_apps.model_path import resolve_model
     from kvq_runtime.engine import Engine
@@ -105,7 +108,7 @@ def _check_before_loading(arguments: Namespace) -> None:
         "baseline": ("fim",),
         "execute": ("fim", "sweep"),
         "out": ("sweep",),
-        "plot": ("sweep",),
+        "plot": ("sweep", "predict"),
     }
     mode = arguments.task or ("sweep" if arguments.sweep else "table")
     for name, takers in owners.items():
@@ -221,6 +224,28 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
     found = [own.row(method, k) for (method, k), own in scores.items()]
     report = {"task": "drafts"} | _head(engine, context)
     return _show(arguments, report | {"length": length, "n": len(asked), "rows": found}, _print)
+
+
+def _predict(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """What follows prompts whose later layers are predicted, against the time that saves."""
+    from kvq_apps.evaluation import predicting
+    from kvq_apps.evaluation.documents import training_texts
+
+    context = min(
+        arguments.context[0] if arguments.context else PREDICT_CONTEXT,
+        engine.model.context_length - predicting.FOLLOWING_TOKENS,
+    )
+    texts = [text for file in files for text in training_texts(file)]
+    asked = predicting.passages(
+        engine.tokenizer, texts, count=arguments.limit or PREDICT_PASSAGES, context=context
+    )
+    own = options.session_options(arguments)
+    with output.Progress() as progress:
+        found = predicting.predicting(engine, asked, progress, **own)
+    report = {"task": "predict"} | _head(engine, context) | found
+    if arguments.plot is not None:
+        predicting.draw(arguments.plot, report)
+    return _show(arguments, report, _print)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -19,10 +19,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq lsp`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="see --model")
     asked.add_arguments(parser)
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="one draft of a running `kvq serve` instead of loading a model [KVQ_SERVER]",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="encode all that follows a change again; what is typed goes behind the rest of the "
+        "file [KVQ_EXACT]",
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
+    from kvq_apps.completion.engine import DEFAULT_TOKENS
+    from kvq_apps.completion.served import ServedCompletions
     from kvq_apps.engine import Engine
     from kvq_apps.lsp.server import LanguageServer
 
@@ -30,8 +43,10 @@ def run(arguments: Namespace) -> int:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
 
     def load() -> "Completer":
+        if arguments.server is not None:
+            return ServedCompletions(arguments.server, tokens=arguments.predict or DEFAULT_TOKENS)
         engine = Engine.open(options.model_name(arguments), **options.engine_options(arguments))
-        return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT)
+        return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact)
 
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)

@@ -31,9 +31,12 @@ def check(arguments: Namespace) -> None:
 
 
 def completion_engine(
-    arguments: Namespace, engine: "Engine", context_tokens: int
+    arguments: Namespace, engine: "Engine", context_tokens: int, *, exact: bool = False
 ) -> "CompletionEngine":
-    """What completes as the flags say, in up to `context_tokens` unless they say that, too."""
+    """What completes as the flags say, in up to `context_tokens` unless they say that, too.
+
+    `exact` as in `CompletionEngine`.
+    """
     from kvq_apps.completion.engine import CompletionEngine
 
     asked = options.given(arguments, drafts="drafts", tokens="predict", method="drafts-method")
@@ -46,5 +49,6 @@ def completion_engine(
         engine,
         engine.writer(method),
         session_options=session | options.session_options(arguments),
+        exact=exact,
         **settings,
     )

@@ -109,7 +109,7 @@ class CompletionEngine:
             cancel=cancel,
         )  # fmt: skip
         kept = _distinct(
-            Draft(text=shown(one.text, _around(document, place)), logprob=one.logprob)
+            Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
             for one in found
         )
         return Completion(
@@ -142,7 +142,8 @@ class CompletionEngine:
         self._session.close()
 
 
-def _around(document: Document, place: tuple[int, int]) -> Around:
+def surroundings(document: Document, place: tuple[int, int]) -> Around:
+    """What the rules of `filters` are told of a place."""
     line, column = place
     own = document.line(line)
     below = tuple(document.line(line + 1 + i) for i in range(_LINES_BELOW))

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
-from threading import Lock
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, BinaryIO
 
 MOST_BYTES = 64 << 20
@@ -80,20 +81,33 @@ def _skip(stream: BinaryIO, length: int) -> None:
 
 
 class FrameWriter:
-    """Whole frames to one stream, from any thread. A reader that has gone is no error."""
+    """Whole frames to one stream, from any thread, in order.
+
+    Nobody waits for a reader that is slow, and one that has gone is no error.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._lock = Lock()
+        self._waiting: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = Thread(target=self._write, name="kvq-lsp-writer", daemon=True)
+        self._thread.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Writes one message."""
+        """Queues one message."""
         body = json.dumps({"jsonrpc": "2.0", **message}, ensure_ascii=False).encode(
             "utf-8", "backslashreplace"
         )
-        with self._lock:
+        self._waiting.put(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    def close(self, within_s: float = 2.0) -> None:
+        """Waits until all is written, but not for a reader that does not read."""
+        self._waiting.put(None)
+        self._thread.join(within_s)
+
+    def _write(self) -> None:
+        while (frame := self._waiting.get()) is not None:
             try:
-                self._stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+                self._stream.write(frame)
                 self._stream.flush()
             except (OSError, ValueError):
-                pass
+                return

@@ -6,10 +6,12 @@ reaches the engine before its next pass. Whatever goes wrong becomes a line in t
 answer with a reason, never a pop-up. Protocol: LSP 3.18, textDocument/inlineCompletion.
 """
 
+import itertools
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
@@ -25,7 +27,14 @@ from kvq_apps.lsp.frames import (
     RpcError,
     read_frames,
 )
+from kvq_apps.lsp.settings import Settings
+from kvq_apps.lsp.typed import TypedThrough
 
+# Idle time begins so long after the last answer, and is used so many tokens at a time.
+IDLE_S, IDLE_TOKENS = 0.3, 64
+PARENT_CHECK_S = 2.0
+# The progress that an editor may show.
+LOADING = "kvq-loading"
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
 # A line that no person has written is not completed.
 MOST_LINE = 20_000
@@ -50,8 +59,10 @@ class _Open:
     document: Document
     version: int
     shown: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    typed: TypedThrough | None = None
     request: "_Request | None" = None
     last: Completion | None = None
+    binary: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +74,7 @@ class _Request:
     version: int
     place: tuple[int, int]
     selected: str
+    as_list: bool = False
     cancelled: bool = False
     superseded: bool = False
 
@@ -88,8 +100,14 @@ class LanguageServer:
         self._documents: dict[str, _Open] = {}
         self._encoding: Encoding = "utf-16"
         self._initialized = self._shut_down = False
-        self._enabled = True
+        self._settings = Settings()
+        self._pulls = self._progress = self._as_list = False
+        self._calls: dict[str, Callable[[Any], None]] = {}
         self._completer: Completer | None = None
+        self._told_loading = False
+        self._gone = threading.Event()
+        self._numbers = itertools.count()
+        self._failure: str | None = None
         self._work: SimpleQueue[_Request | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
@@ -106,12 +124,14 @@ class LanguageServer:
                 break
             else:
                 self._take(message)
+        self._gone.set()
         with self._lock:
             for one in self._documents.values():
                 if one.request is not None:
                     one.request.cancelled = True
         self._work.put(None)
         self._worker.join(10.0)
+        self._writer.close()
         return code
 
     # What comes in
@@ -121,6 +141,8 @@ class LanguageServer:
         if not isinstance(method, str):
             if "result" not in message and "error" not in message:
                 self._answer(None, error=RpcError(INVALID_REQUEST, "the message has no method"))
+            elif (answered := self._calls.pop(str(number), None)) is not None:
+                answered(message.get("result"))
             return
         try:
             result = self._handle(method, params if isinstance(params, dict) else {}, number)
@@ -155,11 +177,14 @@ class LanguageServer:
 
     def _handlers(self) -> dict[str, Callable[[dict[str, Any], Any], Any]]:
         return {
+            "initialized": self._on_initialized,
             "shutdown": self._on_shutdown,
             "textDocument/didOpen": self._on_open,
             "textDocument/didChange": self._on_change,
             "textDocument/didClose": self._on_close,
-            "textDocument/inlineCompletion": self._on_inline_completion,
+            "textDocument/inlineCompletion": self._on_completion,
+            "textDocument/completion": self._on_list,
+            "workspace/didChangeConfiguration": self._on_configuration,
             "$/cancelRequest": self._on_cancel,
             "workspace/executeCommand": self._on_command,
         }
@@ -169,16 +194,71 @@ class LanguageServer:
         offered = general.get("positionEncodings") or ["utf-16"]
         found = next((one for one in offered if one in ENCODINGS), "utf-16")
         self._encoding = cast(Encoding, found)
+        capabilities = params.get("capabilities", {})
+        self._pulls = bool(capabilities.get("workspace", {}).get("configuration"))
+        self._progress = bool(capabilities.get("window", {}).get("workDoneProgress"))
+        options = params.get("initializationOptions") or {}
+        self._settings = self._settings.changed(options, self._log)
+        self._as_list = bool(options.get("fallbackCompletion"))
+        if isinstance(parent := params.get("processId"), int):
+            threading.Thread(target=self._watch, args=(parent,), daemon=True).start()
         self._initialized = True
-        return {
-            "capabilities": {
-                "positionEncoding": self._encoding,
-                "textDocumentSync": {"openClose": True, "change": 2},
-                "inlineCompletionProvider": {},
-                "executeCommandProvider": {"commands": ["kvq.toggle", "kvq.explain"]},
-            },
-            "serverInfo": {"name": "kvq", "version": __version__},
+        offers: dict[str, Any] = {
+            "positionEncoding": self._encoding,
+            "textDocumentSync": {"openClose": True, "change": 2},
+            "inlineCompletionProvider": {},
+            "executeCommandProvider": {"commands": ["kvq.toggle", "kvq.explain"]},
         }
+        # For editors that know no inline completion: beside their own, asked for by a key.
+        offers |= {"completionProvider": {}} if self._as_list else {}
+        return {"capabilities": offers, "serverInfo": {"name": "kvq", "version": __version__}}
+
+    def _watch(self, parent: int) -> None:
+        """Ends the process once its editor has died without a word."""
+        while not self._gone.wait(PARENT_CHECK_S):
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                self._log("the editor has gone")
+                self._leave()
+            except PermissionError:
+                pass
+
+    def _on_initialized(self, _: dict[str, Any], __: Any) -> None:
+        self._pull()
+        if self._progress and self._completer is None:
+            self._call("window/workDoneProgress/create", {"token": LOADING}, self._tell_loading)
+
+    def _tell_loading(self, _: Any) -> None:
+        with self._lock:
+            self._told_loading = self._completer is None
+            if self._told_loading:
+                self._tell({"kind": "begin", "title": "kvq: loading the model"})
+
+    def _tell(self, value: dict[str, Any]) -> None:
+        self._writer.send({"method": "$/progress", "params": {"token": LOADING, "value": value}})
+
+    def _pull(self) -> None:
+        """Asks the client for its settings, where it can be asked."""
+        if self._pulls:
+            items = {"items": [{"section": "kvq"}]}
+            self._call("workspace/configuration", items, self._configured)
+
+    def _configured(self, result: Any) -> None:
+        if isinstance(result, list) and result:
+            self._settings = self._settings.changed(result[0], self._log)
+
+    def _on_configuration(self, params: dict[str, Any], _: Any) -> None:
+        wanted = params.get("settings")
+        if isinstance(wanted, dict):
+            self._settings = self._settings.changed(wanted.get("kvq", wanted), self._log)
+        self._pull()
+
+    def _call(self, method: str, params: dict[str, Any], then: Callable[[Any], None]) -> None:
+        """A request of ours; `then` gets its result."""
+        number = f"kvq-{next(self._numbers)}"
+        self._calls[number] = then
+        self._writer.send({"id": number, "method": method, "params": params})
 
     def _on_shutdown(self, _: dict[str, Any], __: Any) -> None:
         self._shut_down = True
@@ -187,7 +267,10 @@ class LanguageServer:
         item = params["textDocument"]
         with self._lock:
             self._supersede(item["uri"])
-            self._documents[item["uri"]] = _Open(Document(str(item["text"])), int(item["version"]))
+            text = str(item["text"])
+            self._documents[item["uri"]] = _Open(
+                Document(text), int(item["version"]), binary="\0" in text
+            )
 
     def _on_change(self, params: dict[str, Any], _: Any) -> None:
         item = params["textDocument"]
@@ -199,11 +282,15 @@ class LanguageServer:
             self._supersede(item["uri"])
             known.shown.clear()
             for change in params["contentChanges"]:
+                text = str(change["text"])
+                known.binary |= "\0" in text
                 if "range" in change:
                     start, end = (_position(change["range"][side]) for side in ("start", "end"))
-                    known.document.replace(start, end, str(change["text"]), self._encoding)
+                    if known.typed and not known.typed.survives(start.line, end.line, text):
+                        known.typed = None
+                    known.document.replace(start, end, text, self._encoding)
                 else:
-                    known.document = Document(str(change["text"]))
+                    known.document, known.typed = Document(text), None
             known.version = int(item["version"])
 
     def _on_close(self, params: dict[str, Any], _: Any) -> None:
@@ -211,23 +298,32 @@ class LanguageServer:
             self._supersede(params["textDocument"]["uri"])
             self._documents.pop(params["textDocument"]["uri"], None)
 
-    def _on_inline_completion(self, params: dict[str, Any], number: Any) -> Any:
+    def _on_list(self, params: dict[str, Any], number: Any) -> Any:
+        if not self._as_list:
+            raise RpcError(METHOD_NOT_FOUND, "textDocument/completion was not asked for")
+        return self._on_completion({**params, "context": None}, number, as_list=True)
+
+    def _on_completion(self, params: dict[str, Any], number: Any, *, as_list: bool = False) -> Any:
         uri, position = params["textDocument"]["uri"], _position(params["position"])
         context = params.get("context") or {}
         selected = context.get("selectedCompletionInfo") or {}
         with self._lock:
             known = self._documents.get(uri)
-            why_not = self._why_not(known)
+            why_not = self._why_not(uri, known)
             if known is None or why_not is not None:
                 return self._nothing(known, why_not or "this document is not open")
             place = known.document.place(position, self._encoding)
             if len(known.document.line(place[0])) > MOST_LINE:
                 return self._nothing(known, "the line is too long")
             shown = known.shown.get(place)
+            if shown is None and known.typed is not None:
+                shown = known.typed.rest(known.document, place)
             if shown is not None and not selected:
-                return self._items(known.document, place, shown, "")
+                known.last = known.shown[place] = shown
+                return self._items(known.document, place, shown, "", as_list=as_list)
             self._supersede(uri)
-            request = _Request(number, uri, known.version, place, str(selected.get("text", "")))
+            chosen = str(selected.get("text", ""))
+            request = _Request(number, uri, known.version, place, chosen, as_list)
             known.request = request
         self._work.put(request)
         return _LATER
@@ -241,8 +337,8 @@ class LanguageServer:
     def _on_command(self, params: dict[str, Any], _: Any) -> Any:
         command = params.get("command")
         if command == "kvq.toggle":
-            self._enabled = not self._enabled
-            return self._enabled
+            self._settings = replace(self._settings, enabled=not self._settings.enabled)
+            return self._settings.enabled
         if command == "kvq.explain":
             uri = (params.get("arguments") or [""])[0]
             known = self._documents.get(uri)
@@ -252,14 +348,18 @@ class LanguageServer:
 
     # What goes out
 
-    def _why_not(self, known: _Open | None) -> str | None:
+    def _why_not(self, uri: str, known: _Open | None) -> str | None:
         """Why there is no completion, before anybody is asked for one."""
         if known is None:
             return "this document is not open"
-        if not self._enabled:
+        if not self._settings.enabled:
             return "completion is switched off"
+        if (ignored := self._settings.why_not(uri)) is not None:
+            return ignored
+        if known.binary:
+            return "the document is no text"
         if self._completer is None:
-            return "the model is loading"
+            return self._failure or "the model is loading"
         return None
 
     def _nothing(self, known: _Open | None, why_not: str) -> None:
@@ -276,12 +376,35 @@ class LanguageServer:
             completer = self._load()
         except Exception as error:  # noqa: BLE001  the editor goes on without completions
             self._log(f"no completions: {error}")
+            self._failure = f"there is no model: {error}"
             completer = None
-        self._completer = completer
-        while (request := self._work.get()) is not None:
+        with self._lock:
+            self._completer = completer
+            if self._told_loading:
+                self._tell({"kind": "end"})
+        while (request := self._next(completer)) is not None:
             self._complete(cast(Completer, completer), request)
         if completer is not None:
             completer.close()
+
+    def _next(self, completer: Completer | None) -> _Request | None:
+        """The next request; meanwhile what edits left stale is encoded again, a piece at a time."""
+        left = completer is not None
+        while left:
+            try:
+                return self._work.get(timeout=IDLE_S)
+            except Empty:
+                pass
+            try:
+                left = bool(cast(Completer, completer).refresh(IDLE_TOKENS, self._awaited))
+            except Exception as error:  # noqa: BLE001  told in the log; completions go on
+                self._log(f"idle time was not used: {error}")
+                left = False
+        return self._work.get()
+
+    def _awaited(self) -> bool:
+        """Whether somebody waits for the worker."""
+        return not self._work.empty()
 
     def _complete(self, completer: Completer, request: _Request) -> None:
         with self._lock:
@@ -304,9 +427,11 @@ class LanguageServer:
             known.request, known.last = None, found
             if found.drafts:
                 known.shown[request.place] = found
-            self._answer(
-                request.id, result=self._items(document, request.place, found, request.selected)
+                known.typed = TypedThrough(document, request.place, found)
+            items = self._items(
+                document, request.place, found, request.selected, as_list=request.as_list
             )
+            self._answer(request.id, result=items)
 
     def _end(self, request: _Request) -> None:
         """Answers a request whose answer nobody wants: each gets exactly one."""
@@ -316,7 +441,13 @@ class LanguageServer:
             self._answer(request.id, result=None)
 
     def _items(
-        self, document: Document, place: tuple[int, int], found: Completion, selected: str
+        self,
+        document: Document,
+        place: tuple[int, int],
+        found: Completion,
+        selected: str,
+        *,
+        as_list: bool,
     ) -> dict[str, Any] | None:
         line, column = place
         start = _word_start(document.line(line), column)
@@ -325,12 +456,17 @@ class LanguageServer:
             {"line": line, "character": document.units(line, at, self._encoding)}
             for at in (start, column)
         ]
-        items = [
-            {"insertText": typed + draft.text, "range": {"start": rows[0], "end": rows[1]}}
-            for draft in found.drafts
-            if (typed + draft.text).startswith(selected)
-        ]
-        return {"items": items} if items else None
+        texts = [typed + draft.text for draft in found.drafts]
+        texts = [text for text in texts if text.startswith(selected)][: self._settings.drafts]
+        replaced = {"start": rows[0], "end": rows[1]}
+        if not texts:
+            return None
+        if as_list:
+            return {"isIncomplete": True, "items": [_list_item(one, replaced) for one in texts]}
+        return {"items": [{"insertText": text, "range": replaced} for text in texts]}
+
+    def _leave(self) -> None:
+        os._exit(1)
 
     def _answer(self, number: Any, *, result: Any = None, error: RpcError | None = None) -> None:
         if error is None:
@@ -340,6 +476,12 @@ class LanguageServer:
 
 
 _LATER = object()
+
+
+def _list_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
+    """An item of `textDocument/completion`."""
+    edit = {"range": replaced, "newText": text}
+    return {"label": text.strip(), "filterText": text, "detail": "kvq", "textEdit": edit}
 
 
 def _position(value: dict[str, Any]) -> Position:

@@ -1,0 +1,82 @@
+"""What a chat does while its user reads: what was predicted of the prompt is computed."""
+
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from chat_pilot import meter, run, say, shown, until
+from kvq import native
+from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.client import Stream, Turn
+from kvq_apps.chat.fake import FakeClient, FakeOptions
+from kvq_apps.chat.local import LocalClient
+from kvq_apps.chat.messages import Message
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_runtime.config import Sampling
+from shelf import Shelf
+
+
+def test_what_was_predicted_is_computed_while_nobody_waits() -> None:
+    client = FakeClient()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        client.predicted = 30
+        await say(app, pilot, "hello")
+        await until(pilot, lambda: client.predicted == 0)
+        await until(pilot, lambda: app.controller.idle)
+        assert "predicted" not in meter(app)
+        assert app.controller.engine.stats.new_tokens > 0
+
+    app = run(script, client, size=(140, 24))
+    assert "30 predicted tokens are computed: all is exact" in shown(app)
+
+
+def test_a_question_stops_it_and_it_goes_on_afterwards() -> None:
+    client = FakeClient(FakeOptions(tok_ms=1))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        client.predicted = 1 << 30
+        await say(app, pilot, "first")
+        await until(pilot, lambda: client.predicted < 1 << 30)
+        await until(pilot, lambda: "predicted" in meter(app))
+        app.controller.enqueue("second")
+        await until(pilot, lambda: len(client.turns) == 2)
+        await until(pilot, lambda: app.controller.engine.stats.new_tokens > 0)
+        client.predicted = 5
+        await until(pilot, lambda: client.predicted == 0)
+
+    run(script, client, size=(140, 24))
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_a_local_engine_refines_in_pieces(shelf: Shelf) -> None:
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    bundle = str(shelf.bundle(options, num_hidden_layers=4))
+    client = LocalClient(
+        bundle, engine_options={"threads": 1}, session_options={"predict": "50%", "kv": "8:8"}
+    )
+    client.open()
+    stream = Stream()
+    turn = Turn(
+        messages=[Message(role="user", text="The quick brown fox. " * 20)],
+        sampling=Sampling(temperature=0),
+        max_tokens=4,
+    )
+    client.reply(turn, stream)
+    stats = stream.take().stats
+    assert stats is not None
+    assert stats.predicted_tokens > 50
+    stopped = Stream()
+    stopped.cancel()
+    left = client.refine(stopped)
+    assert left > stats.predicted_tokens
+    again = Stream()
+    assert client.refine(again) == 0
+    news = again.take()
+    assert news.stats is not None
+    assert (news.stats.predicted_tokens, news.stats.context_tokens) == (
+        0,
+        left + 5,
+    )  # the last token was pending
+    client.close()
