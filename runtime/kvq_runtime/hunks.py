@@ -1,7 +1,7 @@
 """What has changed between two texts of tokens, as edits. Knows no cache."""
 
 import collections.abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -44,6 +44,20 @@ def hunks(before: Ids, after: Ids, *, window: int = COMPARED_TOKENS) -> list[Hun
         return []
     found = _compared(start, old, new, window)
     return found if len(found) <= MOST_HUNKS else [Hunk(start, start + len(old), new.tolist())]
+
+
+def one_by_one(changes: Iterable[Hunk]) -> Iterator[Hunk]:
+    """The same changes as edits of the text as it then is; what shrinks it first.
+
+    So the text is never longer on the way than it is before or afterwards.
+    """
+    made: list[tuple[int, int]] = []
+    for start, stop, new in sorted(
+        changes, key=lambda one: len(one.new_ids) + one.start - one.stop
+    ):
+        shift = sum(growth for place, growth in made if place < start)
+        yield Hunk(start + shift, stop + shift, new)
+        made.append((start, len(new) + start - stop))
 
 
 def _compared(start: int, old: Array, new: Array, window: int) -> list[Hunk]:

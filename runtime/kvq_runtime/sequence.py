@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.hunks import common_prefix, hunks
+from kvq_runtime.hunks import common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
 from kvq_runtime.staleness import Ages, EditCounts, Staleness
 
@@ -193,7 +193,7 @@ class Sequence(Generic[C]):
         if self.prediction is None and self._staleness.computed is not None:
             self.keep(self._staleness.computed)
         if edits:
-            for hunk in reversed(hunks(self._tokens, ids)):
+            for hunk in one_by_one(hunks(self._tokens, ids)):
                 self.edit(*hunk)
             return len(ids) - len(self.due())
         shared = common_prefix(self._tokens, ids)

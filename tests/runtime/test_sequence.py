@@ -14,7 +14,7 @@ from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
-from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks
+from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
 
@@ -140,6 +140,11 @@ def test_hunks_make_one_text_of_another(
     made, found = list(before), hunks(before, after, window=window)
     for start, stop, new in reversed(found):
         made[start:stop] = new
+    assert made == after
+    made = list(before)
+    for start, stop, new in one_by_one(found):
+        made[start:stop] = new
+        assert len(made) <= max(len(before), len(after))
     assert made == after
     assert len(found) <= MOST_HUNKS
     assert [hunk.start for hunk in found] == sorted(hunk.start for hunk in found)

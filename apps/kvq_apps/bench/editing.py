@@ -35,8 +35,9 @@ from kvq_runtime.backends import ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.hunks import Hunk, common_prefix, hunks
+from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.session import Session
+from kvq_specdraft import writer_named
 
 LLAMA = "llama.cpp"
 EXACT = "fp"
@@ -269,7 +270,7 @@ def _replayed(
     found = _Found()
     for number, now in enumerate(moments[1:], 1):
         since = perf_counter()
-        for hunk in reversed(way.changes(prompts[number - 1], prompts[number])):
+        for hunk in one_by_one(way.changes(prompts[number - 1], prompts[number])):
             session.edit(*hunk)
         new = len(session.sequence.due())
         session.prefill()
@@ -343,7 +344,7 @@ def _key(session: Session[Any], way: Way, now: Moment, tokens: int) -> tuple[flo
     session.align(way.prompt(now), edits=True)
     around = perf_counter() - since
     session.prefill()
-    session.drafts(1, tokens, stop_ids=())
+    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=())
     own = perf_counter() - since
     since = perf_counter()
     written = list(session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))

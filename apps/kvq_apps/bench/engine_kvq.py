@@ -18,10 +18,17 @@ from kvq.formats import format_bytes, page_bytes
 from kvq.native_linear import weight_bytes_read
 from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.attention_graph import AttentionGraph
-from kvq_apps.bench.engines import OURS, OURS_ON_ORT, Setting, draft_ids, wanted_rows
+from kvq_apps.bench.engines import (
+    OURS,
+    OURS_ON_HALVES,
+    OURS_ON_ORT,
+    Setting,
+    draft_ids,
+    wanted_rows,
+)
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, Pass, missing, open_backend, plain_rows
+from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, plain_rows
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 
@@ -30,6 +37,7 @@ class KvqEngine:
     """Our engine; its settings are those the user asks for, widths as `--kv` writes them."""
 
     name = OURS
+    _mode = WHOLE
 
     def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
@@ -59,6 +67,7 @@ class KvqEngine:
             self._bundle.config,
             self._attention,
             pressed=setting.policy is not None,
+            mode=self._mode,
         )
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
@@ -93,6 +102,17 @@ class KvqOnOrtEngine(KvqEngine):
         super().__init__(ort_twin(bundle), threads=threads, settings=settings)
 
 
+class KvqOnHalvesEngine(KvqEngine):
+    """The same, reading of 8-bit weights their upper nibbles; of the cache all."""
+
+    name = OURS_ON_HALVES
+    _mode = Mode(view="hi")
+
+    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
+        super().__init__(bundle, threads=threads, settings=settings)
+        self._backend.check_mode(self._mode)
+
+
 def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
     """Raises `UsageError` where a page can close without anything giving way."""
     needed = arena.spec.bytes_for_tokens(depth)
@@ -115,8 +135,10 @@ class KvqSequence:
         attention: AttentionGraph | None,
         *,
         pressed: bool,
+        mode: Mode,
     ) -> None:
         self._pressed = pressed
+        self._mode = mode
         self._backend = backend
         self._attention = attention
         self._cache = cache
@@ -184,7 +206,11 @@ class KvqSequence:
 
     def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
         """A pass as a session asks for it that samples as it does by default."""
-        rows = replace(plain_rows(self._cache, ids, wanted), exact_rows=Sampling().exact_rows)
+        rows = replace(
+            plain_rows(self._cache, ids, wanted),
+            exact_rows=Sampling().exact_rows,
+            mode=self._mode,
+        )
         return self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
 
     def _forget(self, rows: int) -> None:

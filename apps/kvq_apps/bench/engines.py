@@ -18,11 +18,14 @@ from kvq_runtime.backends import ModelFiles
 OURS = "kvq"
 # Ours over the same weights, multiplied by ONNX Runtime's operator.
 OURS_ON_ORT = "kvq (MatMulNBits)"
+# Ours, of 8-bit weights the upper nibbles alone.
+OURS_ON_HALVES = "kvq (upper nibbles)"
 # By what `--linear` calls them.
-OWN = {"kvq": OURS, "ort": OURS_ON_ORT}
+OWN = {"kvq": OURS, "ort": OURS_ON_ORT, "hi": OURS_ON_HALVES}
 ENGINES = {
     OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
     OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
+    OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
     "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
 }
@@ -154,13 +157,23 @@ def own_engines(files: ModelFiles, linear: Sequence[str]) -> tuple[str, ...]:
     """
     for name in linear:
         if name not in OWN:
-            raise UsageError(f"--linear {name} is not possible: choose {' or '.join(OWN)}")
+            raise UsageError(f"--linear {name} is not possible: choose kvq, ort or hi")
     if linear and files.weights_json().get("linear") != "kvq":
         raise UsageError(
             f"--linear {','.join(linear)} is not possible: the weights of {files.path} are not "
             "stored for kvq::Linear; leave the flag out, or give a bundle that is"
         )
     return tuple(dict.fromkeys(OWN[name] for name in linear)) or (own_engine(files),)
+
+
+def is_own(name: str) -> bool:
+    """Whether an engine is ours, with whatever weights."""
+    return name.partition(" ")[0] == OURS
+
+
+def own_width(files: ModelFiles) -> str:
+    """What to call ours beside itself with weights of another width."""
+    return f"{OURS} ({files.weights_json()['bits']} bits)"
 
 
 def open_engine(

@@ -24,11 +24,13 @@ from kvq.config import (
 from kvq.errors import UsageError
 from kvq_apps.bench.bandwidth import read_bandwidth
 from kvq_apps.bench.engines import (
+    OURS,
     BenchEngine,
     BenchSequence,
     Setting,
     open_engine,
     own_engines,
+    own_width,
 )
 from kvq_apps.output import Shown
 from kvq_runtime import device
@@ -167,18 +169,30 @@ class Case:
 
 
 def measure(
-    files: ModelFiles, job: SpeedJob, threads: int, progress: Shown
+    files: ModelFiles,
+    job: SpeedJob,
+    threads: int,
+    progress: Shown,
+    *,
+    beside: Sequence[ModelFiles] = (),
 ) -> list[dict[str, Any]]:
-    """The rows of all engines at `threads` threads, by depth, ours first."""
+    """The rows of all engines at `threads` threads, by depth, ours first.
+
+    `beside`: the same model with weights of other widths, one more engine of ours each.
+    """
     progress(0, 1, "reading memory")
     bandwidth = read_bandwidth(threads)
     with ExitStack() as stack:
-        engines = [
-            stack.enter_context(
-                closing(open_engine(name, files, threads=threads, settings=job.settings))
-            )
-            for name in (*own_engines(files, job.linear), *job.peers)
+        named = [
+            *((name, name, files) for name in own_engines(files, job.linear)),
+            *((own_width(other), OURS, other) for other in beside),
+            *((name, name, files) for name in job.peers),
         ]
+        engines = list[BenchEngine]()
+        for shown, name, weights in named:
+            engine = open_engine(name, weights, threads=threads, settings=job.settings)
+            engines.append(stack.enter_context(closing(engine)))
+            engine.name = shown
         rows: list[dict[str, Any]] = []
         for contexts in _groups(engines, job):
             rows += _measure_group(engines, job, contexts, threads, bandwidth, progress)

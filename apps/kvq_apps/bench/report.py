@@ -7,7 +7,7 @@ from typing import Any
 from kvq.config import PAGE_TOKENS
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_apps.bench.engines import OURS_ON_ORT, OWN, Setting
+from kvq_apps.bench.engines import OURS_ON_ORT, Setting, is_own
 from kvq_apps.bench.measure import SpeedJob
 from kvq_runtime.backends import ModelFiles
 
@@ -64,10 +64,10 @@ def comparisons(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     Rows under pressure are compared in `pressures`.
     """
     for row in rows:
-        if row["engine"] not in OWN.values() or row["kv_policy"] is not None:
+        if not is_own(row["engine"]) or row["kv_policy"] is not None:
             continue
         beside = [other for other in rows if _same(other, row, "context", "threads")]
-        peers = [other for other in beside if other["engine"] not in OWN.values()]
+        peers = [other for other in beside if not is_own(other["engine"])]
         own = [other for other in rows if _same(other, row, "engine", "kv", "kv_policy", "threads")]
         shallow = min(own, key=lambda other: other["context"])
         decode = min(peers, key=lambda other: other["decode_ms"], default=None)
@@ -98,7 +98,7 @@ def passes(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """
     twins = {_place(row): row for row in rows if row["engine"] == OURS_ON_ORT}
     for row in rows:
-        twin = twins.get(_place(row)) if row["engine"] in OWN.values() else None
+        twin = twins.get(_place(row)) if is_own(row["engine"]) else None
         for count, whole in row["pass_ms"].items():
             rest = _rest(row, count)
             yield {

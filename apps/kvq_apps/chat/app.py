@@ -116,7 +116,7 @@ class ChatApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Transcript above, then what is queued, the prompt, the meter and the keys."""
-        with Horizontal():
+        with Horizontal(id="middle"):
             yield self.sidebar
             with Vertical():
                 yield Welcome(markup=False)
@@ -139,7 +139,8 @@ class ChatApp(App[None]):
     def on_resize(self, event: Resize) -> None:
         """Below the command line half of the terminal stays the terminal's."""
         if self.is_inline:
-            self.transcript.styles.height = max(1, min(INLINE_LINES, event.size.height // 2))
+            lines = max(1, min(INLINE_LINES, event.size.height // 2))
+            self.query_one("#middle").styles.height = lines
         self.call_after_refresh(self._draw_welcome)
         self.call_after_refresh(self._draw_sidebar)
 

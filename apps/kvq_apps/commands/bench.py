@@ -29,7 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(parser, "shape")
     parser.add_argument(
-        "--wbits", type=int, choices=(4, 8), help="bits of the shape's weights [KVQ_WBITS]"
+        "--wbits",
+        metavar="N,..",
+        type=flag_values.wholes,
+        default=(),
+        help="bits of the shape's weights: 4 or 8; those of a second number are measured beside "
+        "(default: 4) [KVQ_WBITS]",
     )
     parser.add_argument(
         "--threads",
@@ -65,8 +70,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME,..",
         type=flag_values.names,
         default=(),
-        help="operators to multiply the same weights with: kvq, ort (default: the model's own) "
-        "[KVQ_LINEAR]",
+        help="operators to multiply the same weights with: kvq, ort, or hi, which is kvq on the "
+        "upper nibbles of 8-bit weights (default: the model's own) [KVQ_LINEAR]",
     )
 
 
@@ -88,12 +93,16 @@ def _run_speed(arguments: Namespace) -> int:
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, plot, report
+    from kvq_apps.bench.shapes import shape_bundle
+    from kvq_runtime.engine import open_files
 
     engines.check_peers(peers)
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
     threads = _threads(arguments)
     files = _files(arguments)
+    widths = _widths(arguments)[1:] if arguments.shape else ()
+    beside = [open_files(shape_bundle(arguments.shape, bits=bits)) for bits in widths]
     own = engines.own_engine(files)
     if peers and own != engines.OURS:
         raise UsageError(
@@ -111,7 +120,7 @@ def _run_speed(arguments: Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
-            rows += measure.measure(files, job, count, progress)
+            rows += measure.measure(files, job, count, progress, beside=beside)
     data = report.report(files, job, threads, found, rows)
     if arguments.plot is not None:
         plot.draw(arguments.plot, data)
@@ -287,6 +296,16 @@ def _threads(arguments: Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(threads))
 
 
+def _widths(arguments: Namespace) -> tuple[int, ...]:
+    """Bits of the weights of a shape, each once. Raises `UsageError` for those there are not."""
+    widths = arguments.wbits or (4,)
+    # The environment gives a single number.
+    widths = (widths,) if isinstance(widths, int) else tuple(dict.fromkeys(widths))
+    if not {4, 8} >= set(widths):
+        raise UsageError(f"--wbits {max(widths)} is not possible: choose 4, 8 or both")
+    return widths
+
+
 def _files(arguments: Namespace) -> "ModelFiles":
     from kvq_apps.bench.shapes import shape_bundle
     from kvq_apps.model_path import resolve_model
@@ -297,7 +316,7 @@ def _files(arguments: Namespace) -> "ModelFiles":
     if len(written) > 1:
         raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
     if arguments.shape is not None:
-        return open_files(shape_bundle(arguments.shape, **options.given(arguments, bits="wbits")))
+        return open_files(shape_bundle(arguments.shape, bits=_widths(arguments)[0]))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 

@@ -404,6 +404,24 @@ def test_comparisons_are_with_the_fastest_peer() -> None:
 # Several rows in a pass
 
 
+@pytest.mark.usefixtures("tiny_shape")
+def test_widths_of_weights_are_measured_beside_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """8 bits, their upper nibbles alone, which are as many bytes as 4 bits, and 4 bits."""
+    words = ["--shape", "tiny", "--wbits", "8,4", "--linear", "kvq,hi", "--context", "70"]
+    data = bench(capsys, *words, "--repeat", "1", "--prefill", "8", "--threads", "1")
+    names = [row["engine"] for row in data["rows"]]
+    assert names == ["kvq", "kvq (upper nibbles)", "kvq (4 bits)"]
+    eight, upper, four = (row["weight_bytes_read"] for row in data["rows"])
+    assert upper < 0.65 * eight
+    # The head of 4-bit weights has 8 bits, of which only as much is read as a choice needs.
+    assert upper <= four < 0.8 * eight
+    assert data["weights"]["bits"] == 8
+    assert main(["bench", "--shape", "tiny", "--wbits", "6"]) == 2
+    assert "--wbits 6 is not possible: choose 4, 8 or both" in capsys.readouterr().err
+
+
 def test_our_products_and_onnxruntimes_are_measured_beside_each_other(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -637,7 +655,7 @@ def test_a_shape_is_made_once() -> None:
         (["--peer", "vllm"], "choose onnxruntime, llama.cpp"),
         (["--threads", "0"], "--threads 0 is not possible"),
         (["--rows", "257"], "--rows 257 is not possible: give 1 to 256"),
-        (["--linear", "blas"], "--linear blas is not possible: choose kvq or ort"),
+        (["--linear", "blas"], "--linear blas is not possible: choose kvq, ort or hi"),
         (["--chats", "1,4"], "--chats needs --suite serve"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
