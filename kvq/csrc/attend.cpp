@@ -32,6 +32,27 @@ bool negligible(const Block& block, const float* q, const PageView& page) {
     return all;
 }
 
+// Neighbouring pages that have moved alike, to be read together. Where a run ends, the table alone
+// says, so that a row gets the same whatever the other rows of its block see.
+struct Run {
+    PageView pages[kRunPages];
+    const uint64_t* visible[kRunPages];
+    uint64_t masks[kRunPages][kBlockRows];
+    int32_t delta;
+    int count = 0;
+
+    void add(const Block& block, const PageView& page, int32_t moved, const uint64_t* seen) {
+        if (seen && seen != masks[count]) std::copy(seen, seen + block.rows, masks[count]);
+        visible[count] = seen ? masks[count] : nullptr;
+        pages[count++] = page;
+        delta = moved;
+    }
+    void attend(Block& block, Rotated& rotated) {
+        if (count) kernels().pages(block, rotated.queries(block, delta), pages, visible, count);
+        count = 0;
+    }
+};
+
 }  // namespace
 
 void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16_t* k,
@@ -183,24 +204,28 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
     Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
     int64_t seen = 0, read = 0;
     const int last = pages_.first_view(end);
+    Run run;
     for (int i = pages_.first_view(begin); i < last; i++) {
         const View& view = pages_.view_at(i);
         const Entry& e = pages_.entry(stream, view.column);
         const uint64_t* masks;
-        uint64_t own[kBlockRows];
+        if (i % kRunPages == 0 || pages_.view_at(i - 1).delta != view.delta)
+            run.attend(block, rotated);
         if (!e.k_bits || !sight.page(view, masks)) continue;
         seen++;
         if (!reads(block, kv_head, first, i)) continue;
-        hide(block, kv_head, first, i, masks, own);
-        const float* q = rotated.queries(block, view.delta);
+        hide(block, kv_head, first, i, masks, run.masks[run.count]);
         const PageView page = pages_.view(stream, e, hi_view);
-        if (step && reading_.rule.exact && negligible(block, q, page)) continue;
-        int next = i + 1;
-        while (next < last && !reads(block, kv_head, first, next)) next++;
-        if (next < last) pages_.prefetch(pages_.entry(stream, pages_.view_at(next).column), hi_view);
-        kernels().page(block, q, page, masks);
+        if (step && reading_.rule.exact &&
+            negligible(block, rotated.queries(block, view.delta), page))
+            continue;
+        const int ahead = i + kRunPages;
+        if (ahead < last && reads(block, kv_head, first, ahead))
+            pages_.prefetch(pages_.entry(stream, pages_.view_at(ahead).column), hi_view);
+        run.add(block, page, view.delta, masks);
         read++;
     }
+    run.attend(block, rotated);
     if (step) reading_.seen += seen, reading_.read += read;
 }
 

@@ -9,9 +9,6 @@
 
 namespace kvq {
 
-// A page this far below a row's maximum adds less to its sum than float32 can tell.
-constexpr float kNegligible = 32.0f;
-
 // How a cache reads, and how much it has read so far; not part of its arena or its snapshots.
 struct Reading {
     kvq_read rule{1.0f, 1.0f, 0, 0};

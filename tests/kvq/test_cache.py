@@ -43,7 +43,7 @@ from kvq.errors import (
     UsageError,
 )
 from kvq.formats import constant_bytes, grid_bytes, page_bytes
-from kvq.policies import Evidence, Policy, Relief, policy_named
+from kvq.policies import Evidence, Relief, policy_named
 from kvq.reference import KEYS, VALUES, Grid, ancestry, codes_of, planes
 from kvq.sizing import tight_plan
 from pairs import (
@@ -65,19 +65,17 @@ WIDTHS = [(k_bits, v_bits) for k_bits in PAGE_WIDTHS for v_bits in PAGE_WIDTHS]
 BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 
 
-class Recorder:
-    """A policy that remembers what it decided."""
+def recorded(cache: Cache) -> list[list[list[int]]]:
+    """Fills with the actions of every call that lowers or evicts pages, whoever decided them."""
+    calls: list[list[list[int]]] = []
+    demote = cache.engine.demote
 
-    needs = frozenset()
+    def told(actions: NDArray[np.int32]) -> None:
+        calls.append(actions.tolist())
+        demote(actions)
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.decided: list[list[int]] = []
-
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        relief = self.policy.relieve(evidence, bytes_short, columns_short)
-        self.decided += relief.actions.tolist()
-        return relief
+    cache.engine.demote = told  # type: ignore[method-assign]
+    return calls
 
 
 @dataclass(slots=True)
@@ -235,7 +233,8 @@ class Traces(RuleBasedStateMachine):
         options = {"draft_tokens": self.draft_tokens}
         pair = Pair.open(self.shape, self.plan, self.budget, self.context, **options)
         for cache in pair:
-            cache.policy = Recorder(policy_named("oldest"))
+            cache.policy = policy_named("oldest")
+        self.given_up = [recorded(cache) for cache in pair]
         return pair
 
     def teardown(self) -> None:
@@ -268,13 +267,17 @@ class Traces(RuleBasedStateMachine):
         ]
         for got, want, largest in zip(*outputs, (2048.0, 5.0), strict=True):
             assert np.abs(got - want).max() <= TRACE_ERROR * largest
-        decided = [cache.policy.decided for cache in self.pair]
-        assert decided[0] == decided[1]
-        actions = decided[0].copy()
-        for log in decided:
+        assert self.given_up[0] == self.given_up[1]
+        return self.follow()
+
+    def follow(self) -> list[list[int]]:
+        """Gives up in the model what the caches gave up; returns it."""
+        calls = self.given_up[0].copy()
+        for log in self.given_up:
             log.clear()
-        self.model.demote(actions)
-        return actions
+        for actions in calls:
+            self.model.demote(actions)
+        return [action for actions in calls for action in actions]
 
     def has_numbers_left(self, count: int) -> bool:
         return self.next_number + count <= 2048 and self.model.tokens + count <= self.context
@@ -365,9 +368,7 @@ class Traces(RuleBasedStateMachine):
             forward(self.pair.numpy, self.layers, rows, np.arange(3) + self.model.tokens)
         for cache in self.pair:
             cache.rewind()
-        self.model.demote(self.pair.native.policy.decided)
-        for cache in self.pair:
-            cache.policy.decided.clear()
+        self.follow()
 
     @precondition(lambda self: self.model.pages)
     @rule(share=st.sampled_from([0.5, 0.1, 1.0]))
@@ -382,7 +383,7 @@ class Traces(RuleBasedStateMachine):
                     choice = lower[int(self.rng.integers(len(lower)))]
                     actions.append((layer, head, column, *choice))
         self.pair.demote(actions)
-        self.model.demote(actions)
+        self.follow()
 
     @precondition(lambda self: self.plan.quantized)
     @rule(share=st.sampled_from([0.5, 0.1]))

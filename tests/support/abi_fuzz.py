@@ -94,7 +94,9 @@ class Fuzz:
         if budget > 64 << 20:
             return
         most = 255 if self.chance.random() < 0.1 else 3
-        forms = np.array([self.chance.randint(0, most) for _ in range(2 * heads)], np.uint8)
+        # As many as the configuration says, which may be any number now.
+        streams = max(0, min(values[0] * values[2], 1 << 16))
+        forms = np.array([self.chance.randint(0, most) for _ in range(streams)], np.uint8)
         given = native.pointer(forms) if self.chance.random() < 0.9 else None
         if not self.call.kvq_cache_open(ctypes.byref(config), budget, given, ctypes.byref(handle)):
             self.caches.append(Opened(handle.value, config))

@@ -12,7 +12,7 @@
 namespace kvq {
 const Kernels* avx2_kernels() {
     static const Kernels table{"avx2",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_bounds,
+                               attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
     // F16C came before AVX2, and clang 14 cannot ask for it.
     const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

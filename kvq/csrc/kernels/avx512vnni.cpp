@@ -1,20 +1,18 @@
-// Kernels for processors with AVX-512 VNNI on 256-bit vectors: the same code as AVX2, byte products
-// summed by vpdpbusd and twice as many rows held in registers.
+// Kernels for processors with AVX-512 and its VNNI.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 
 #include "kernels.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define KVQ_VNNI
-#include "simd_avx2.h"
+#include "simd_avx512.h"
 
 #include "kernels.inl"
 
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
     static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_bounds,
+                               attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
     const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");

@@ -11,7 +11,7 @@
 namespace kvq {
 const Kernels* generic_kernels() {
     static const Kernels table{"generic",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_bounds,
+                               attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
     return &table;
 }

@@ -2,15 +2,22 @@
 // else: no cache, no framework. Each instruction set compiles kernels.inl once over its own simd
 // header.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 #include "../format.h"
 
 namespace kvq {
 
 constexpr int kBlockRows = 16;  // query rows that share one pass over the pages
+constexpr int kRowLanes = 8;    // of which at most so many at a time have a lane each
 constexpr int kMaxGroups = kMaxHeadDim / 32;
+constexpr int kRunPages = 4;    // pages that are read together
+// What stands so many binary orders below a row's maximum adds less to its sum than float32 can
+// tell: 2^-32 of a weight, times all keys of a long context, stays below 1e-5.
+constexpr float kNegligible = 32.0f;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kNothingSeen = -1e30f;  // running maximum before the first visible key
 
@@ -29,7 +36,7 @@ struct PageView {
 struct Block {
     int rows, head_dim;
     float softcap_log2;  // softcap * log2(e), or 0
-    float maximum[kBlockRows];
+    float maximum[kBlockRows + 16];  // read sixteen at a time, from any row
     float sum[kBlockRows];
     alignas(64) float q[kBlockRows * kMaxHeadDim];  // rotated and scaled
     alignas(64) float acc[kBlockRows * kMaxHeadDim];
@@ -42,7 +49,8 @@ inline void Block::start(int row_count, int dim, float softcap) {
     rows = row_count;
     head_dim = dim;
     softcap_log2 = softcap * kLog2E;
-    for (int r = 0; r < rows; r++) maximum[r] = kNothingSeen, sum[r] = 0;
+    std::fill(std::begin(maximum), std::end(maximum), kNothingSeen);
+    std::fill(std::begin(sum), std::end(sum), 0.0f);
     std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows * dim));
 }
 
@@ -71,19 +79,21 @@ struct Kernels {
     void (*read_grid)(const uint8_t* grid, int groups, float* out);
     // A plane of nibbles becomes the 2-bit plane of their top bits, at its start.
     void (*narrow)(uint8_t* plane, int head_dim);
-    // Attends the block to one page. q is block.q counter-rotated by the page's shift.
-    void (*page)(Block& block, const float* q, const PageView& page, const uint64_t* visible);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `page`.
+    // Attends the block to up to kRunPages pages that have moved alike; visible[i] are the masks of
+    // page i. q is block.q counter-rotated by their shift.
+    void (*pages)(Block& block, const float* q, const PageView* pages,
+                  const uint64_t* const* visible, int count);
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `pages`.
     void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);
-    // logits [rows, 64]: products of the block's rows with the page's keys; q as in `page`.
+    // logits [rows, 64]: products of the block's rows with the page's keys; q as in `pages`.
     void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);
     // bounds [rows]: by a page's constants alone, its middle key's product with each row plus `spread`
     // times what any key could add to that; with spread 1 no logit is larger (before a softcap).
     void (*bounds)(const Block& block, const float* q, const PageView& page, float spread,
                    float* bounds);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
-    // `page`; unit turns its products with keys into natural logits.
+    // `pages`; unit turns its products with keys into natural logits.
     void (*evidence)(const Block& block, const float* q, const PageView& page,
                      const uint64_t* visible, float unit, PageEvidence& seen);
     // False if any value is not finite in float16.

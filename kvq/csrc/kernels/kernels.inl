@@ -1,4 +1,4 @@
-// The kernels, written once over eight lanes. A .cpp file includes a simd header, then this.
+// The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
 
 namespace {
@@ -8,15 +8,17 @@ using kvq::kBlockRows;
 using kvq::kLog2E;
 using kvq::kMaxGroups;
 using kvq::kMaxHeadDim;
-using kvq::kNothingSeen;
+using kvq::kNegligible;
 using kvq::kPageTokens;
 using kvq::kReach;
+using kvq::kRowLanes;
+using kvq::kRunPages;
 using kvq::PageView;
 
 // 2^x for x <= 0, relative error below 2e-7: the polynomial is the minimax fit of 2^f on [-1/2,
-// 1/2].
+// 1/2]. What is negligible is 0, so that it matters to no sum whether it was read.
 inline F exp2_lanes(F x) {
-    x = max(x, set1(-200.0f));
+    x = where_below(x, set1(-kNegligible), set1(-200.0f));
     const F n = round(x);
     const F f = x - n;
     F p = set1(1.33952875e-3f);
@@ -28,300 +30,37 @@ inline F exp2_lanes(F x) {
     return scale_by_power(p, n);
 }
 
-inline float exp2_one(float x) {
-    alignas(32) float r[8];
-    store(r, exp2_lanes(set1(x)));
-    return r[0];
-}
-
 // tanh through 2^-2|x|, sign restored.
 inline F tanh_lanes(F x) {
     const F magnitude = min(abs(x), set1(20.0f));
     const F e = exp2_lanes(magnitude * set1(-2.0f * kLog2E));
-    const F t = (set1(1.0f) - e) / (set1(1.0f) + e);
-    const F negative = set1(0.0f) - t;
-    alignas(32) float sign[8];
-    store(sign, x);
-    unsigned bits = 0;
-    for (int i = 0; i < 8; i++) bits |= static_cast<unsigned>(sign[i] >= 0.0f) << i;
-    return select_bits(bits, t, negative);
+    const F sign = max(min(x * set1(3e38f), set1(1.0f)), set1(-1.0f));
+    return (set1(1.0f) - e) / (set1(1.0f) + e) * sign;
 }
 
-// A page's grid, widened once per page and shared by all rows.
-struct Grid {
-    alignas(64) float step[kMaxHeadDim];  // scale * 2^(8 - bits)
-    alignas(64) float mid[kMaxHeadDim];
-};
-
-inline void widen(const uint8_t* stored, int groups, int bits, Grid& out) {
-    uint16_t ends[4];
-    std::memcpy(ends, stored, sizeof ends);
-    const F factor = set1(static_cast<float>(1 << (8 - bits)));
-    const F low = set1(half_to_float(ends[0])), unit = set1(half_to_float(ends[1]));
-    const F first = set1(half_to_float(ends[2])), stride = set1(half_to_float(ends[3]));
-    for (int i = 0; i < groups; i += 8) {
-        store(out.step + i, fma(load_codes(stored + 8 + i), unit, low) * factor);
-        store(out.mid + i, fma(load_codes(stored + 8 + groups + i), stride, first));
-    }
+// Of each of N rows the largest lane or the sum of lanes: row r in lane r.
+template <int N, class Join>
+inline F join_lanes(const F (&rows)[N], Join&& join) {
+    F all[kRowLanes];
+    for (int r = 0; r < kRowLanes; r++) all[r] = rows[r < N ? r : 0];
+    return join_rows(all, join);
+}
+template <int N>
+inline F largest_lanes(const F (&rows)[N]) {
+    return join_lanes(rows, [](F x, F y) { return max(x, y); });
+}
+template <int N>
+inline F sum_lanes(const F (&rows)[N]) {
+    return join_lanes(rows, [](F x, F y) { return x + y; });
 }
 
-// Reads of more than a nibble join hi4 and a lower plane: code = hi * 2^(Bits - 4) + low.
-template <int Bits>
-constexpr bool kJoined = Bits > 4;
-template <int Bits>
-constexpr float kHighUnit = kJoined<Bits> ? 1 << (Bits - 4) * kJoined<Bits> : 1;
-
-// Numbers rounded to int8 codes: x is about scale * (code + fine / 254). Pages read at 6 and 8 bits
-// use the fine part against their hi4 plane, or rounding x would cost as much as the page's own
-// rounding; narrower reads do without. Returns, lane by lane, what the middle of the code range
-// adds to sums over these codes: the fine part meets hi4 alone, whose nibbles stand 7.5 from
-// their middle.
-template <int Lanes, int Bits>
-inline F round_codes(const F* x, float top, int8_t* code, int8_t* fine, float* scale) {
-    constexpr bool Fine = kJoined<Bits>;
-    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
-    const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
-    I codes[4] = {}, rests[4] = {};
-    I total = {}, rest_total = {};
-    for (int i = 0; i < Lanes; i++) {
-        const F scaled = x[i] * inverse;
-        codes[i] = to_int(scaled);
-        total = total + codes[i];
-        if constexpr (Fine) {
-            rests[i] = to_int((scaled - to_float(codes[i])) * set1(254.0f));
-            rest_total = rest_total + rests[i];
-        }
-    }
-    store_codes(code, codes);
-    *scale = top * (1.0f / 127.0f);
-    F centre = to_float(total) * set1(kHalfRange);
-    if constexpr (Fine) {
-        store_codes(fine, rests);
-        centre = fma(to_float(rest_total), set1(7.5f * kHighUnit<Bits> / 254.0f), centre);
-    }
-    return centre * set1(*scale);
-}
-
-// A query row folded into a page's key scales and rounded in groups of 32 channels, so that one
-// loud channel costs its own group only.
-struct FoldedQuery {
-    alignas(64) int8_t code[kMaxHeadDim + 16];  // the last group's store may run past the end
-    alignas(64) int8_t fine[kMaxHeadDim + 16];
-    float scale[kMaxGroups];
-    float constant;  // what the codes' midpoint and the page's mids add to every logit
-};
-
-template <int Lanes, int Bits>
-inline F fold_group(const float* q, const Grid& k, int g, FoldedQuery& out) {
-    const int base = 32 * g;
-    F scaled[Lanes];
-    F constant = set1(0.0f), largest = set1(0.0f);
-    for (int i = 0; i < Lanes; i++) {
-        const F x = load(q + base + 8 * i);
-        scaled[i] = x * load(k.step + base + 8 * i);
-        constant = fma(x, load(k.mid + base + 8 * i), constant);
-        largest = max(largest, abs(scaled[i]));
-    }
-    return constant - round_codes<Lanes, Bits>(scaled, reduce_max(largest), out.code + base,
-                                               out.fine + base, out.scale + g);
-}
-
-template <int Bits>
-inline void fold_query(const float* q, const Grid& k, int head_dim, FoldedQuery& out) {
-    F constant = set1(0.0f);
-    const int whole = head_dim / 32;
-    for (int g = 0; g < whole; g++)
-        constant = constant + fold_group<4, Bits>(q, k, g, out);
-    if (head_dim % 32) constant = constant + fold_group<2, Bits>(q, k, whole, out);
-    out.constant = reduce_add(constant);
-}
-
-// What lies below hi4's vector j, whose two nibbles join a and b: half of one of lo4's top bits at
-// 6 bits, a vector of lo4 at 8.
-template <int Bits>
-inline void low_fields(const uint8_t* lo, int j, Bytes& a, Bytes& b) {
-    if constexpr (Bits == 6) {
-        const Bytes w = load_bytes(lo + 32 * (j / 2));
-        a = j % 2 ? field<4, 3>(w) : field<0, 3>(w);
-        b = j % 2 ? field<6, 3>(w) : field<2, 3>(w);
-    } else {
-        const Bytes w = load_bytes(lo + 32 * j);
-        a = field<0, 15>(w), b = field<4, 15>(w);
-    }
-}
-
-// Sum of code products of one row, the fine part included.
-template <int Bits>
-inline F combine(const Dot& high, const Dot* low, const Dot* fine, int r) {
-    if constexpr (kJoined<Bits>) {
-        const F coarse = fma(to_float(high.sum()), set1(kHighUnit<Bits>), to_float(low[r].sum()));
-        return fma(to_float(fine[r].sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
-    } else {
-        return to_float(high.sum());
-    }
-}
-
-// Adds one group of Vectors * kChannels channels to the logits of eight tokens.
-template <int Bits, int N, int Vectors>
-inline void group_logits(const uint8_t* hi, const uint8_t* lo, const FoldedQuery* q, int g,
-                         F* logit) {
-    Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
-    for (int j = 0; j < Vectors; j++) {
-        const Bytes v = load_bytes(hi + 32 * j);
-        if constexpr (Bits == 2) {
-            const Bytes a = field<0, 3>(v), b = field<2, 3>(v);
-            const Bytes c = field<4, 3>(v), d = field<6, 3>(v);
-            for (int r = 0; r < N; r++) {
-                const int8_t* quad = q[r].code + 32 * g + 16 * j;
-                high[r].add(a, quad);
-                high[r].add(b, quad + 4);
-                high[r].add(c, quad + 8);
-                high[r].add(d, quad + 12);
-            }
-        } else {
-            const Bytes a = field<0, 15>(v), b = field<4, 15>(v);
-            for (int r = 0; r < N; r++) {
-                const int8_t* quad = q[r].code + 32 * g + 8 * j;
-                high[r].add(a, quad);
-                high[r].add(b, quad + 4);
-            }
-            if constexpr (kJoined<Bits>) {
-                Bytes c, d;
-                low_fields<Bits>(lo, j, c, d);
-                for (int r = 0; r < N; r++) {
-                    low[r].add(c, q[r].code + 32 * g + 8 * j);
-                    low[r].add(d, q[r].code + 32 * g + 8 * j + 4);
-                    fine[r].add(a, q[r].fine + 32 * g + 8 * j);
-                    fine[r].add(b, q[r].fine + 32 * g + 8 * j + 4);
-                }
-            }
-        }
-    }
-    for (int r = 0; r < N; r++)
-        logit[r] = fma(combine<Bits>(high[r], low, fine, r), set1(q[r].scale[g]), logit[r]);
-}
-
-// scores [N][64]: the page's logits for N folded rows.
-template <int Bits, int N>
-void page_logits(const PageView& page, int head_dim, const FoldedQuery* q, float* scores) {
-    constexpr int kVectors = Bits == 2 ? 2 : 4;  // that hold 32 channels of eight tokens
-    constexpr int kLow = Bits == 6 ? 64 : 128;   // bytes below these
-    const int whole = head_dim / 32;
-    for (int group = 0; group < 8; group++) {
-        const uint8_t* hi;
-        const uint8_t* lo = nullptr;
-        if constexpr (Bits == 2) {
-            hi = page.k[0] + group * 2 * head_dim;
-        } else {
-            const int offset = (group & 3) * 4 * head_dim;
-            hi = page.k[group >> 2] + offset;
-            if constexpr (Bits == 8) lo = page.k[2 + (group >> 2)] + offset;
-            if constexpr (Bits == 6) lo = page.k[2] + group * 2 * head_dim;
-        }
-        F logit[N];
-        for (int r = 0; r < N; r++) logit[r] = set1(q[r].constant);
-        for (int g = 0; g < whole; g++)
-            group_logits<Bits, N, kVectors>(hi + g * kVectors * 32, lo + g * kLow, q, g, logit);
-        if (head_dim % 32)
-            group_logits<Bits, N, kVectors / 2>(hi + whole * kVectors * 32,
-                                                lo + whole * kLow, q, whole, logit);
-        for (int r = 0; r < N; r++) store(scores + r * kPageTokens + 8 * group, logit[r]);
-    }
-}
-
-// Attention weights of one row folded into a page's value scales and rounded to 7 bits.
-struct FoldedWeights {
-    alignas(64) int8_t code[kPageTokens];
-    alignas(64) int8_t fine[kPageTokens];
-    float scale;
-    float constant;  // same for every channel, in steps of a grid of channels
-    float mass;      // sum of the weights
-};
-
-// A grid of channels stays out of the weights: `v` is null and they are rounded as they are.
-template <int Bits>
-inline void fold_weights(const F* p, const Grid* v, FoldedWeights& out) {
-    constexpr int kLanes = kPageTokens / 8;
-    F scaled[kLanes];
-    F mid_sum = set1(0.0f), largest = set1(0.0f);
-    for (int i = 0; i < kLanes; i++) {
-        scaled[i] = v ? p[i] * load(v->step + 8 * i) : p[i];
-        mid_sum = v ? fma(p[i], load(v->mid + 8 * i), mid_sum) : mid_sum;
-        largest = max(largest, scaled[i]);
-    }
-    const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
-    out.mass = reduce_add(total);
-    const float top = reduce_max(largest);
-    for (int half = 0; half < 2; half++)
-        mid_sum = mid_sum - round_codes<4, Bits>(scaled + 4 * half, top, out.code + 32 * half,
-                                                 out.fine + 32 * half, &out.scale);
-    out.constant = reduce_add(mid_sum);
-}
-
-// acc [N][head_dim] += weights . V; `v` is the grid if it is one of channels.
-template <int Bits, int N>
-void page_values(const PageView& page, int head_dim, const Grid* v, const FoldedWeights* p,
-                 float* acc) {
-    constexpr int kTokens = Bits == 2 ? 16 : 8;  // per 32-byte vector
-    constexpr int kVectors = kPageTokens / kTokens;
-    const int half = head_dim / 16;  // channel groups per granule of a nibble plane
-    for (int group = 0; group < head_dim / 8; group++) {
-        const uint8_t* hi;
-        const uint8_t* lo = nullptr;
-        if constexpr (Bits == 2) {
-            hi = page.v[0] + group * 128;
-        } else {
-            const int which = group >= half, offset = (group - which * half) * 256;
-            hi = page.v[which] + offset;
-            if constexpr (Bits == 8) lo = page.v[2 + which] + offset;
-            if constexpr (Bits == 6) lo = page.v[2] + group * 128;
-        }
-        F total[N];
-        for (int r = 0; r < N; r++) total[r] = set1(0.0f);
-        // Two halves of eight adds each: the most an int16 sum of nibble products can hold.
-        for (int part = 0; part < 2; part++) {
-            Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
-            for (int j = part * kVectors / 2; j < (part + 1) * kVectors / 2; j++) {
-                const Bytes x = load_bytes(hi + 32 * j);
-                if constexpr (Bits == 2) {
-                    const Bytes a = field<0, 3>(x), b = field<2, 3>(x);
-                    const Bytes c = field<4, 3>(x), d = field<6, 3>(x);
-                    for (int r = 0; r < N; r++) {
-                        const int8_t* quad = p[r].code + 16 * j;
-                        high[r].add(a, quad);
-                        high[r].add(b, quad + 4);
-                        high[r].add(c, quad + 8);
-                        high[r].add(d, quad + 12);
-                    }
-                } else {
-                    const Bytes a = field<0, 15>(x), b = field<4, 15>(x);
-                    for (int r = 0; r < N; r++) {
-                        high[r].add(a, p[r].code + 8 * j);
-                        high[r].add(b, p[r].code + 8 * j + 4);
-                    }
-                    if constexpr (kJoined<Bits>) {
-                        Bytes c, d;
-                        low_fields<Bits>(lo, j, c, d);
-                        for (int r = 0; r < N; r++) {
-                            low[r].add(c, p[r].code + 8 * j);
-                            low[r].add(d, p[r].code + 8 * j + 4);
-                            fine[r].add(a, p[r].fine + 8 * j);
-                            fine[r].add(b, p[r].fine + 8 * j + 4);
-                        }
-                    }
-                }
-            }
-            for (int r = 0; r < N; r++) total[r] = total[r] + combine<Bits>(high[r], low, fine, r);
-        }
-        for (int r = 0; r < N; r++) {
-            float* out = acc + r * head_dim + 8 * group;
-            F value = fma(total[r], set1(p[r].scale), set1(p[r].constant));
-            if (v)
-                value = fma(value, load(v->step + 8 * group),
-                            load(v->mid + 8 * group) * set1(p[r].mass));
-            store(out, load(out) + value);
-        }
-    }
+// Calls with the width as a constant.
+template <class Call>
+inline void with_bits(int bits, Call&& call) {
+    if (bits == 8) call(std::integral_constant<int, 8>{});
+    else if (bits == 6) call(std::integral_constant<int, 6>{});
+    else if (bits == 4) call(std::integral_constant<int, 4>{});
+    else call(std::integral_constant<int, 2>{});
 }
 
 // Serves `rows` rows N at a time and the rest in one go: call(count as a constant, first row).
@@ -335,93 +74,349 @@ inline void rows_of(int rows, Call&& call) {
     }
 }
 
+// Serves N rows, at most `Most` at a time.
+template <int N, int Most, class Call>
+inline void split_rows(Call&& call, int first = 0) {
+    constexpr int kCount = std::min(N, Most);
+    call(std::integral_constant<int, kCount>{}, first);
+    if constexpr (N > kCount) split_rows<N - kCount, Most>(call, first + kCount);
+}
+
+// ---- products with codes -------------------------------------------------------------------
+
+// A page's grid, widened once per page and shared by all rows.
+struct Grid {
+    alignas(64) float step[kMaxHeadDim];  // scale * 2^(8 - bits)
+    alignas(64) float mid[kMaxHeadDim];
+};
+
+// Leaves what is folded into it as it is.
+constexpr Grid kPlain = [] {
+    Grid plain{};
+    for (float& step : plain.step) step = 1.0f;
+    return plain;
+}();
+
+inline void widen(const uint8_t* stored, int groups, int bits, Grid& out) {
+    uint16_t ends[4];
+    std::memcpy(ends, stored, sizeof ends);
+    const F factor = set1(static_cast<float>(1 << (8 - bits)));
+    const F low = set1(half_to_float(ends[0])), unit = set1(half_to_float(ends[1]));
+    const F first = set1(half_to_float(ends[2])), stride = set1(half_to_float(ends[3]));
+    for (int i = 0; i < groups; i += 16) {
+        store(out.step + i, fma(load_codes(stored + 8 + i), unit, low) * factor);
+        store(out.mid + i, fma(load_codes(stored + 8 + groups + i), stride, first));
+    }
+}
+
+// Reads of more than a nibble join hi4 and a lower plane: code = hi * 2^(Bits - 4) + low.
+template <int Bits>
+constexpr bool kJoined = Bits > 4;
+template <int Bits>
+constexpr float kHighUnit = kJoined<Bits> ? 1 << (Bits - 4) * kJoined<Bits> : 1;
+
+// Up to eight rows folded into a page's grid, to be multiplied with the page's codes: queries into
+// the scales of channels, or attention weights into those of tokens. They are rounded to int8 in
+// groups of 32 numbers, so that one loud channel or token costs its own group only; a number is
+// about scale * (code + fine / 254). Pages read at 6 and 8 bits use the fine part against their hi4
+// plane, or rounding a row would cost as much as the page's own rounding; narrower reads do without.
+struct Folded {
+    static constexpr int kStride = kMaxHeadDim + 16;  // rows side by side share no memory bank
+    alignas(64) int8_t code[kRowLanes * kStride];
+    alignas(64) int8_t fine[kRowLanes * kStride];
+    alignas(64) float scale[kMaxGroups][kRowLanes];
+    alignas(64) float constant[kRowLanes];  // what the codes' midpoint and the page's mids add
+};
+
+// Folds the group of 16 * Vectors numbers from `base` on of N rows x [N][n]; adds to the rows'
+// constants, lane by lane.
+template <int Bits, int N, int Vectors>
+inline void fold_group(const float* x, int n, int base, const Grid& grid, F* constants,
+                       Folded& out) {
+    constexpr float kHalfRange = ((1 << Bits) - 1) * 0.5f;
+    F product[N][Vectors], largest[N];
+    for (int r = 0; r < N; r++) {
+        largest[r] = set1(0.0f);
+        for (int i = 0; i < Vectors; i++) {
+            const F number = load(x + r * n + base + 16 * i);
+            product[r][i] = number * load(grid.step + base + 16 * i);
+            constants[r] = fma(number, load(grid.mid + base + 16 * i), constants[r]);
+            largest[r] = max(largest[r], abs(product[r][i]));
+        }
+    }
+    const F top = largest_lanes(largest);
+    alignas(64) float inverse[kRowLanes];
+    float* scale = out.scale[base / 32];
+    store_rows(inverse, set1(127.0f) / max(top, set1(1e-30f)));
+    store_rows(scale, top * set1(1.0f / 127.0f));
+    // What the middle of the code range adds to sums over the codes. The fine part meets hi4 alone,
+    // whose nibbles stand 7.5 from their middle.
+    for (int r = 0; r < N; r++) {
+        I total = {}, fines = {};
+        for (int i = 0; i < Vectors; i++) {
+            const int at = r * Folded::kStride + base + 16 * i;
+            const F number = product[r][i] * set1(inverse[r]);
+            const I code = to_int(number);
+            store_bytes(out.code + at, code);
+            total = i ? total + code : code;
+            if constexpr (kJoined<Bits>) {
+                const I fine = to_int((number - to_float(code)) * set1(254.0f));
+                store_bytes(out.fine + at, fine);
+                fines = i ? fines + fine : fine;
+            }
+        }
+        F middle = to_float(total) * set1(kHalfRange);
+        if constexpr (kJoined<Bits>)
+            middle = fma(to_float(fines), set1(7.5f * kHighUnit<Bits> / 254.0f), middle);
+        constants[r] = constants[r] - middle * set1(scale[r]);
+    }
+}
+
+template <int Bits, int N>
+inline void fold(const float* x, int n, const Grid& grid, Folded& out) {
+    F constants[N];
+    for (F& constant : constants) constant = set1(0.0f);
+    for (int base = 0; base + 32 <= n; base += 32)
+        fold_group<Bits, N, 2>(x, n, base, grid, constants, out);
+    if (n % 32) fold_group<Bits, N, 1>(x, n, n / 32 * 32, grid, constants, out);
+    store_rows(out.constant, sum_lanes(constants));
+}
+
+// Where the codes of eight lanes begin, in a plane of nibbles that fills two granules or in one of
+// pairs of bits that fills one.
+template <bool Pairs>
+inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int n, int octet) {
+    if (Pairs) return granules[0] + octet * 2 * n;
+    const int half = outputs / 16, second = octet >= half;
+    return granules[second] + (octet - second * half) * 4 * n;
+}
+
+// The bytes of sixteen lanes in a side's upper plane, and in the lower one of joined reads.
+template <int Bits>
+struct Planes {
+    const uint8_t *high[2], *low[2];
+
+    Planes(const uint8_t* const* side, int outputs, int n, int octet) {
+        for (int i = 0; i < 2; i++) {
+            high[i] = octet_at<Bits == 2>(side, outputs, n, octet + i);
+            low[i] = kJoined<Bits> ? octet_at<Bits == 6>(side + 2, outputs, n, octet + i) : nullptr;
+        }
+    }
+    static Bytes at(const uint8_t* const* plane, int vector) {
+        return load_bytes(plane[0] + 32 * vector, plane[1] + 32 * vector);
+    }
+    // What lies below vector j of hi4, whose two nibbles join a and b: half of one of lo4's top
+    // bits at 6 bits, a vector of lo4 at 8.
+    void below(int j, Bytes& a, Bytes& b) const {
+        const Bytes x = at(low, Bits == 6 ? j / 2 : j);
+        if constexpr (Bits == 6) {
+            a = j % 2 ? field<4, 3>(x) : field<0, 3>(x);
+            b = j % 2 ? field<6, 3>(x) : field<2, 3>(x);
+        } else {
+            a = field<0, 15>(x), b = field<4, 15>(x);
+        }
+    }
+};
+
+// Sums of code products of N rows over one group, fine parts included.
+template <int Bits, int N>
+struct Sums {
+    Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
+
+    // Adds products with four of each row's codes, of which the first is at `at`.
+    void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
+        for (int r = 0; r < N; r++) {
+            const int place = (first + r) * Folded::kStride + at;
+            const Quad quad = broadcast(x.code + place);
+            high[r].add(codes, quad);
+            if constexpr (kJoined<Bits>) {
+                low[r].add(rest, quad);
+                fine[r].add(codes, broadcast(x.fine + place));
+            }
+        }
+    }
+};
+
+template <int Bits>
+inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
+    if constexpr (!kJoined<Bits>) return to_float(high.sum());
+    const F coarse = fma(to_float(high.sum()), set1(kHighUnit<Bits>), to_float(low.sum()));
+    return fma(to_float(fine.sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
+}
+
+// Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
+template <int Bits, int N, int Numbers>
+inline void multiply_group(const Planes<Bits>& planes, const Folded& x, int first, int base,
+                           F* total) {
+    constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
+    Sums<Bits, N> sums;
+    for (int j = 0; j < Numbers / kPerVector; j++) {
+        const int vector = base / kPerVector + j, at = kPerVector * vector;
+        const Bytes high = planes.at(planes.high, vector);
+        if constexpr (Bits == 2) {
+            const Bytes parts[] = {field<0, 3>(high), field<2, 3>(high), field<4, 3>(high),
+                                   field<6, 3>(high)};
+            for (int i = 0; i < 4; i++) sums.add(parts[i], parts[i], x, first, at + 4 * i);
+        } else {
+            Bytes a = high, b = high;
+            if constexpr (kJoined<Bits>) planes.below(vector, a, b);
+            sums.add(field<0, 15>(high), a, x, first, at);
+            sums.add(field<4, 15>(high), b, x, first, at + 4);
+        }
+    }
+    for (int r = 0; r < N; r++) {
+        const int below = kJoined<Bits> ? r : 0;
+        const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
+        total[r] = fma(sum, set1(x.scale[base / 32][first + r]), total[r]);
+    }
+}
+
+// Products of N folded rows, from `first` on, of n numbers with the codes of `outputs` tokens or
+// channels of one side of a page, sixteen at a time: put(row, which sixteen, sums).
+template <int Bits, int N, class Put>
+inline void multiply_rows(const uint8_t* const* side, int outputs, int n, const Folded& x,
+                          int first, Put&& put) {
+    for (int i = 0; i < outputs / 16; i++) {
+        const Planes<Bits> planes(side, outputs, n, 2 * i);
+        F total[N];
+        for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
+        for (int base = 0; base + 32 <= n; base += 32)
+            multiply_group<Bits, N, 32>(planes, x, first, base, total);
+        if (n % 32) multiply_group<Bits, N, 16>(planes, x, first, n - 16, total);
+        for (int r = 0; r < N; r++) put(first + r, i, total[r]);
+    }
+}
+template <int Bits, int N, class Put>
+inline void multiply(const uint8_t* const* side, int outputs, int n, const Folded& x, Put&& put) {
+    constexpr int kRows = kJoined<Bits> ? kRegisterRows / 2 : kRegisterRows;
+    split_rows<N, kRows>([&](auto count, int first) {
+        multiply_rows<Bits, count()>(side, outputs, n, x, first, put);
+    });
+}
+
+// ---- attention -----------------------------------------------------------------------------
+
 // Bits of row r's mask of `n` keys.
 inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
     if (visible) return visible[r];
     return n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
-// A page whose best logit stands this far (base 2) below the best so far adds nothing that float32
-// sums could keep: 2^-32 of a weight, times all keys of a long context, stays below 1e-5.
-constexpr float kNegligible = 32.0f;
-
 // The sum of weights of 1 at most, as whole steps of 2^-24: it does not depend on their order.
-inline float sum_of_steps(const F* p) {
+inline float sum_of_steps(const float* p) {
     const F steps = set1(16777216.0f);
-    I total = to_int(p[0] * steps);
-    for (int i = 1; i < kPageTokens / 8; i++) total = total + to_int(p[i] * steps);
+    I total = to_int(load(p) * steps);
+    for (int i = 16; i < kPageTokens; i += 16) total = total + to_int(load(p + i) * steps);
     return static_cast<float>(reduce_add(total)) * (1.0f / 16777216.0f);
 }
 
-// Weights p[8 lanes x 8] of row r's 64 logits, relative to the row's new maximum; what was summed
-// before is rescaled to it. False: all weights are negligible, p holds logits still. `any_order`:
-// the result is the same wherever in the tile the visible rows stand.
-inline bool softmax_update(Block& block, int r, const float* logits, uint64_t bits, F* p,
-                           bool any_order = false) {
-    constexpr int kLanes = kPageTokens / 8;
-    for (int i = 0; i < kLanes; i++) p[i] = load(logits + 8 * i);
-    if (block.softcap_log2 > 0.0f)
-        for (int i = 0; i < kLanes; i++) p[i] = tanh_lanes(p[i]) * set1(block.softcap_log2);
-    if (bits != ~uint64_t{0})
-        for (int i = 0; i < kLanes; i++)
-            p[i] = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), p[i], set1(-3e38f));
-    F largest = max(max(max(p[0], p[1]), max(p[2], p[3])), max(max(p[4], p[5]), max(p[6], p[7])));
-    const float top = reduce_max(largest);
-    if (top < block.maximum[r] - kNegligible) return false;
-    if (top > block.maximum[r]) {
-        const F shrink = set1(exp2_one(block.maximum[r] - top));
-        float* acc = block.acc + r * block.head_dim;
-        for (int i = 0; i < block.head_dim; i += 8) store(acc + i, load(acc + i) * shrink);
-        block.sum[r] *= exp2_one(block.maximum[r] - top);
-        block.maximum[r] = top;
+// Logits, then weights, of up to eight rows over keys of up to kRunPages pages, [page][row][64].
+struct Weights {
+    alignas(64) float p[kRunPages][kRowLanes * kPageTokens];
+    alignas(64) float mass[kRunPages][kRowLanes];  // their sums over a page
+};
+
+// Caps and masks the logits of N rows from `first` on; returns each row's largest.
+template <int N>
+inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visible, int pages,
+                      int n, Weights& to) {
+    F largest[N];
+    for (F& most : largest) most = set1(-3e38f);
+    for (int page = 0; page < pages; page++)
+        for (int r = 0; r < N; r++) {
+            const uint64_t bits = mask_of(visible[page], first + r, n);
+            for (int i = 0; i < kPageTokens; i += 16) {
+                float* at = to.p[page] + r * kPageTokens + i;
+                F x = load(at);
+                if (block.softcap_log2 > 0.0f) x = tanh_lanes(x) * set1(block.softcap_log2);
+                if (bits != ~uint64_t{0})
+                    x = select_bits(static_cast<unsigned>(bits >> i & 0xffff), x, set1(-3e38f));
+                store(at, x);
+                largest[r] = max(largest[r], x);
+            }
+        }
+    return largest_lanes(largest);
+}
+
+// Turns the logits of N rows from `first` on into weights relative to each row's new maximum; what
+// was summed before is rescaled to it. False: all weights are negligible, and none are set.
+// `any_order`: the result is the same wherever in the tile the visible rows stand.
+template <int N>
+inline bool softmax(Block& block, int first, const uint64_t* const* visible, int pages, int n,
+                    Weights& to, bool any_order = false) {
+    alignas(64) float largest[kRowLanes], shrink[kRowLanes], newest[kRowLanes];
+    const F best = cap_and_mask<N>(block, first, visible, pages, n, to);
+    const F before = load(block.maximum + first), after = max(before, best);
+    store_rows(largest, best);
+    store_rows(shrink, exp2_lanes(before - after));
+    store_rows(newest, after);
+    std::copy(newest, newest + N, block.maximum + first);
+    bool any = false;
+    for (int r = 0; r < N; r++) any |= largest[r] >= newest[r] - kNegligible;
+    if (!any) return false;
+    for (int r = 0; r < N; r++) {
+        block.sum[first + r] *= shrink[r];
+        float* acc = block.acc + (first + r) * block.head_dim;
+        for (int i = 0; shrink[r] < 1.0f && i < block.head_dim; i += 16)
+            store(acc + i, load(acc + i) * set1(shrink[r]));
     }
-    const F maximum = set1(block.maximum[r]);
-    for (int i = 0; i < kLanes; i++) p[i] = exp2_lanes(p[i] - maximum);
-    const F total = ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7]));
-    block.sum[r] += any_order ? sum_of_steps(p) : reduce_add(total);
+    for (int page = 0; page < pages; page++) {
+        F sums[N];
+        for (int r = 0; r < N; r++)
+            for (int i = 0; i < kPageTokens; i += 16) {
+                float* at = to.p[page] + r * kPageTokens + i;
+                const F weights = exp2_lanes(load(at) - set1(newest[r]));
+                store(at, weights);
+                sums[r] = i ? sums[r] + weights : weights;
+            }
+        store_rows(to.mass[page], sum_lanes(sums));
+        for (int r = 0; r < N; r++) {
+            if (any_order) to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens);
+            block.sum[first + r] += to.mass[page][r];
+        }
+    }
     return true;
 }
 
-template <int Bits>
-void all_logits(const PageView& page, const Block& block, const float* q, float* scores) {
-    Grid grid;
-    FoldedQuery folded[kBlockRows];
-    widen(page.k_grid, block.head_dim, Bits, grid);
-    for (int r = 0; r < block.rows; r++)
-        fold_query<Bits>(q + r * block.head_dim, grid, block.head_dim, folded[r]);
-    rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_logits<Bits, n()>(page, block.head_dim, folded + r, scores + r * kPageTokens);
+// scores [N][64]: the page's logits.
+template <int N>
+inline void row_logits(const PageView& page, int head_dim, const float* q, float* scores) {
+    Grid keys;
+    Folded folded;
+    widen(page.k_grid, head_dim, page.k_bits, keys);
+    with_bits(page.k_bits, [&](auto bits) {
+        fold<bits(), N>(q, head_dim, keys, folded);
+        multiply<bits(), N>(page.k, kPageTokens, head_dim, folded, [&](int r, int i, F logits) {
+            store(scores + r * kPageTokens + 16 * i, logits);
+        });
     });
 }
 
-template <int Bits>
-void all_values(const PageView& page, Block& block, const float* scores, const uint64_t* visible) {
-    Grid grid;
-    FoldedWeights folded[kBlockRows];
+// acc [N][head_dim] += weights p [N][64] . V. A grid of channels stays out of the weights, whose
+// sums are `mass`.
+template <int N>
+inline void add_values(const PageView& page, int head_dim, const float* p, const float* mass,
+                       float* acc) {
     const bool channels = page.channel_values;
-    widen(page.v_grid, channels ? block.head_dim : kPageTokens, Bits, grid);
-    bool any = false;
-    for (int r = 0; r < block.rows; r++) {
-        F p[kPageTokens / 8];
-        if (softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r), p)) {
-            fold_weights<Bits>(p, channels ? nullptr : &grid, folded[r]);
-            any = true;
-        } else {
-            std::memset(&folded[r], 0, sizeof folded[r]);
-        }
-    }
-    if (!any) return;
-    rows_of<kRegisterRows>(block.rows, [&](auto n, int r) {
-        page_values<Bits, n()>(page, block.head_dim, channels ? &grid : nullptr, folded + r,
-                               block.acc + r * block.head_dim);
+    Grid values;
+    Folded folded;
+    widen(page.v_grid, channels ? head_dim : kPageTokens, page.v_bits, values);
+    with_bits(page.v_bits, [&](auto bits) {
+        fold<bits(), N>(p, kPageTokens, channels ? kPlain : values, folded);
+        multiply<bits(), N>(page.v, head_dim, kPageTokens, folded, [&](int r, int i, F sums) {
+            float* out = acc + r * head_dim + 16 * i;
+            if (channels)
+                sums = fma(sums, load(values.step + 16 * i),
+                           load(values.mid + 16 * i) * set1(mass[r]));
+            store(out, load(out) + sums);
+        });
     });
 }
 
 void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
-    if (page.k_bits == 8) all_logits<8>(page, block, q, scores);
-    else if (page.k_bits == 6) all_logits<6>(page, block, q, scores);
-    else if (page.k_bits == 4) all_logits<4>(page, block, q, scores);
-    else all_logits<2>(page, block, q, scores);
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
+        row_logits<rows()>(page, block.head_dim, q + r * block.head_dim, scores + r * kPageTokens);
+    });
 }
 
 // A key is read at most half a step of 8 bits beyond where its channel's values reach.
@@ -431,7 +426,7 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
     widen(page.k_grid, block.head_dim, 8, k);
     for (int r = 0; r < block.rows; r++) {
         F middle = set1(0.0f), half = set1(0.0f);
-        for (int c = 0; c < block.head_dim; c += 8) {
+        for (int c = 0; c < block.head_dim; c += 16) {
             const F x = load(q + r * block.head_dim + c);
             middle = fma(x, load(k.mid + c), middle);
             half = fma(abs(x), load(k.step + c), half);
@@ -440,13 +435,18 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
     }
 }
 
-void attend_page(Block& block, const float* q, const PageView& page, const uint64_t* visible) {
-    alignas(64) float scores[kBlockRows * kPageTokens];
-    page_scores(page, block, q, scores);
-    if (page.v_bits == 8) all_values<8>(page, block, scores, visible);
-    else if (page.v_bits == 6) all_values<6>(page, block, scores, visible);
-    else if (page.v_bits == 4) all_values<4>(page, block, scores, visible);
-    else all_values<2>(page, block, scores, visible);
+// One stage at a time over all pages: what a page waits for is hidden behind the next one's work.
+void attend_pages(Block& block, const float* q, const PageView* pages,
+                  const uint64_t* const* visible, int count) {
+    const int dim = block.head_dim;
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
+        Weights to;
+        for (int i = 0; i < count; i++) row_logits<rows()>(pages[i], dim, q + r * dim, to.p[i]);
+        if (!softmax<rows()>(block, r, visible, count, kPageTokens, to)) return;
+        for (int i = 0; i < count; i++)
+            if (std::any_of(to.mass[i], to.mass[i] + rows(), [](float mass) { return mass > 0; }))
+                add_values<rows()>(pages[i], dim, to.p[i], to.mass[i], block.acc + r * dim);
+    });
 }
 
 // ---- evidence ------------------------------------------------------------------------------
@@ -485,12 +485,12 @@ inline float page_weights(const Block& block, int r, const float* logits, uint64
                           float& peak) {
     F total = set1(0.0f), largest = set1(peak);
     const F inverse = set1(block.sum[r] > 0.0f ? 1.0f / block.sum[r] : 0.0f);
-    for (int i = 0; i < kPageTokens / 8; i++) {
-        F x = load(logits + 8 * i);
+    for (int i = 0; i < kPageTokens; i += 16) {
+        F x = load(logits + i);
         if (block.softcap_log2 > 0.0f) x = tanh_lanes(x) * set1(block.softcap_log2);
         const F weight = exp2_lanes(min(x - set1(block.maximum[r]), set1(0.0f))) * inverse;
-        const F seen = select_bits(static_cast<unsigned>(bits >> 8 * i & 0xff), weight, set1(0.0f));
-        store(p + 8 * i, seen);
+        const F seen = select_bits(static_cast<unsigned>(bits >> i & 0xffff), weight, set1(0.0f));
+        store(p + i, seen);
         total = total + seen;
         largest = max(largest, seen);
     }
@@ -520,7 +520,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
             read_values(page, dim, values, v);
             for (int t = 0; t < kPageTokens; t++) {
                 F sum = set1(0.0f);
-                for (int c = 0; c < dim; c += 8)
+                for (int c = 0; c < dim; c += 16)
                     sum = fma(load(v + t * dim + c), load(v + t * dim + c), sum);
                 length[t] = reduce_add(sum);
             }
@@ -528,7 +528,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         }
         // Logit noise of keys rounded to steps of s: sum over channels of (q s)^2 / 12.
         F noise = set1(0.0f);
-        for (int c = 0; c < dim; c += 8) {
+        for (int c = 0; c < dim; c += 16) {
             const F x = load(q + r * dim + c) * set1(unit) * load(keys.step + c);
             noise = fma(x, x, noise);
         }
@@ -537,7 +537,7 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         const float* output = block.acc + r * dim;
         alignas(64) float square[kPageTokens];
         F squares = set1(0.0f), lengths = set1(0.0f), steps = set1(0.0f);
-        for (int t = 0; t < kPageTokens; t += 8) {
+        for (int t = 0; t < kPageTokens; t += 16) {
             const F weight = load(p + t), both = weight * weight, step = load(values.step + t);
             store(square + t, both);
             squares = squares + both;
@@ -547,27 +547,22 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
         float noises = reduce_add(steps) * static_cast<float>(dim);
         if (page.channel_values) {
             steps = set1(0.0f);
-            for (int c = 0; c < dim; c += 8)
+            for (int c = 0; c < dim; c += 16)
                 steps = fma(load(values.step + c), load(values.step + c), steps);
             noises = reduce_add(steps) * reduce_add(squares);
         }
         F gone = set1(0.0f), inner = set1(0.0f), size = set1(0.0f);
-        for (int c = 0; c < dim; c += 16) {  // two sums of each kind at a time hide their latency
-            F first[2] = {set1(0.0f), set1(0.0f)}, second[2] = {set1(0.0f), set1(0.0f)};
+        for (int c = 0; c < dim; c += 16) {
+            F first = set1(0.0f), second = set1(0.0f);
             for (int t = 0; t < kPageTokens; t++) {
-                const F weight = set1(p[t]), both = set1(square[t]);
-                for (int i = 0; i < 2; i++) {
-                    const F x = load(v + t * dim + c + 8 * i);
-                    first[i] = fma(weight, x, first[i]);
-                    second[i] = fma(both, x, second[i]);
-                }
+                const F y = load(v + t * dim + c);
+                first = fma(set1(p[t]), y, first);
+                second = fma(set1(square[t]), y, second);
             }
-            for (int i = 0; i < 2; i++) {
-                const F x = load(output + c + 8 * i), moved = first[i] - set1(mass) * x;
-                gone = fma(moved, moved, gone);
-                inner = fma(second[i], x, inner);
-                size = fma(x, x, size);
-            }
+            const F x = load(output + c), moved = first - set1(mass) * x;
+            gone = fma(moved, moved, gone);
+            inner = fma(second, x, inner);
+            size = fma(x, x, size);
         }
         const float spread =
             reduce_add(lengths) - 2.0f * reduce_add(inner) + reduce_add(size) * reduce_add(squares);
@@ -584,71 +579,52 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
 template <int N>
 void tile_logits(const float* q, int head_dim, const float* keys, float* scores) {
     for (int t = 0; t < kPageTokens; t += 16) {
-        F a[N], b[N];
-        for (int r = 0; r < N; r++) a[r] = b[r] = set1(0.0f);
+        F sums[N];
+        for (F& sum : sums) sum = set1(0.0f);
         for (int c = 0; c < head_dim; c++) {
-            const F x = load(keys + c * kPageTokens + t), y = load(keys + c * kPageTokens + t + 8);
-            for (int r = 0; r < N; r++) {
-                const F w = set1(q[r * head_dim + c]);
-                a[r] = fma(w, x, a[r]);
-                b[r] = fma(w, y, b[r]);
-            }
+            const F x = load(keys + c * kPageTokens + t);
+            for (int r = 0; r < N; r++) sums[r] = fma(set1(q[r * head_dim + c]), x, sums[r]);
         }
-        for (int r = 0; r < N; r++) {
-            store(scores + r * kPageTokens + t, a[r]);
-            store(scores + r * kPageTokens + t + 8, b[r]);
-        }
+        for (int r = 0; r < N; r++) store(scores + r * kPageTokens + t, sums[r]);
     }
 }
 
 template <int N>
 void tile_values(const float* p, int n, const uint16_t* values, int head_dim, float* acc) {
     for (int c = 0; c < head_dim; c += 16) {
-        F a[N], b[N];
-        for (int r = 0; r < N; r++) {
-            a[r] = load(acc + r * head_dim + c);
-            b[r] = load(acc + r * head_dim + c + 8);
-        }
+        F sums[N];
+        for (int r = 0; r < N; r++) sums[r] = load(acc + r * head_dim + c);
         for (int t = 0; t < n; t++) {
             const F x = load_half(values + t * head_dim + c);
-            const F y = load_half(values + t * head_dim + c + 8);
-            for (int r = 0; r < N; r++) {
-                const F w = set1(p[r * kPageTokens + t]);
-                a[r] = fma(w, x, a[r]);
-                b[r] = fma(w, y, b[r]);
-            }
+            for (int r = 0; r < N; r++) sums[r] = fma(set1(p[r * kPageTokens + t]), x, sums[r]);
         }
-        for (int r = 0; r < N; r++) {
-            store(acc + r * head_dim + c, a[r]);
-            store(acc + r * head_dim + c + 8, b[r]);
-        }
+        for (int r = 0; r < N; r++) store(acc + r * head_dim + c, sums[r]);
     }
+}
+
+// keys [head_dim][64]: n float16 rows [n, head_dim] transposed, 0 beyond them.
+void transpose_keys(const uint16_t* k, int n, int head_dim, float* keys) {
+    constexpr uint16_t kNoKey[8] = {};
+    for (int t = 0; t < kPageTokens; t += 8)
+        for (int c = 0; c < head_dim; c += 8) {
+            const uint16_t* rows[8];
+            for (int i = 0; i < 8; i++)
+                rows[i] = t + i < n ? k + (t + i) * head_dim + c : kNoKey;
+            transpose(rows, keys + c * kPageTokens + t, kPageTokens);
+        }
 }
 
 void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible) {
-    const int head_dim = block.head_dim;
-    alignas(64) float keys[kMaxHeadDim * kPageTokens];  // [head_dim][64]
-    alignas(64) float scores[kBlockRows * kPageTokens];
-    F rows[8];
-    for (int t = 0; t < kPageTokens; t += 8)
-        for (int c = 0; c < head_dim; c += 8) {
-            for (int i = 0; i < 8; i++)
-                rows[i] = t + i < n ? load_half(k + (t + i) * head_dim + c) : set1(0.0f);
-            transpose(rows, keys + c * kPageTokens + t, kPageTokens);
-        }
-    rows_of<4>(block.rows, [&](auto count, int r) {
-        tile_logits<count()>(q + r * head_dim, head_dim, keys, scores + r * kPageTokens);
-    });
-    for (int r = 0; r < block.rows; r++) {
-        F p[kPageTokens / 8];
+    const int dim = block.head_dim;
+    alignas(64) float keys[kMaxHeadDim * kPageTokens];
+    transpose_keys(k, n, dim, keys);
+    rows_of<kRegisterRows>(block.rows, [&](auto rows, int first) {
+        Weights to;
+        tile_logits<rows()>(q + first * dim, dim, keys, to.p[0]);
         // A row of a tree must get what it would get in the place where it is kept.
-        if (!softmax_update(block, r, scores + r * kPageTokens, mask_of(visible, r, n), p, true))
-            for (F& weights : p) weights = set1(0.0f);
-        for (int i = 0; i < kPageTokens / 8; i++) store(scores + r * kPageTokens + 8 * i, p[i]);
-    }
-    rows_of<4>(block.rows, [&](auto count, int r) {
-        tile_values<count()>(scores + r * kPageTokens, n, v, head_dim, block.acc + r * head_dim);
+        if (!softmax<rows()>(block, first, &visible, 1, n, to, true)) return;
+        tile_values<rows()>(to.p[0], n, v, dim, block.acc + first * dim);
     });
 }
 
@@ -716,7 +692,7 @@ inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, bool high
 // codes [n] = round((x - mid) / scale + 127.5) clipped to 0..255, scale and mid elementwise.
 inline void encode_codes(const float* x, const float* scale, const float* mid, int n,
                          uint8_t* codes) {
-    for (int i = 0; i < n; i += 8) {
+    for (int i = 0; i < n; i += 16) {
         const F s = load(scale + i);
         F code = (load(x + i) - load(mid + i)) / max(s, set1(1e-30f)) + set1(127.5f);
         code = min(max(code, set1(0.0f)), set1(255.0f));
@@ -729,13 +705,13 @@ void extremes(const float* x, int head_dim, bool channels, float* low, float* hi
     for (int t = 0; t < kPageTokens; t++) {
         const float* row = x + t * head_dim;
         if (channels) {
-            for (int c = 0; c < head_dim; c += 8) {
+            for (int c = 0; c < head_dim; c += 16) {
                 store(low + c, t ? min(load(low + c), load(row + c)) : load(row + c));
                 store(high + c, t ? max(load(high + c), load(row + c)) : load(row + c));
             }
         } else {
             F a = load(row), b = a;
-            for (int c = 8; c < head_dim; c += 8) {
+            for (int c = 16; c < head_dim; c += 16) {
                 a = min(a, load(row + c));
                 b = max(b, load(row + c));
             }
@@ -803,15 +779,15 @@ void narrow(uint8_t* plane, int head_dim) {
 
 bool to_half(const float* x, uint16_t* out, int n) {
     bool finite = true;
-    for (int i = 0; i < n; i += 8) {
+    for (int i = 0; i < n; i += 16) {
         store_half(out + i, load(x + i));
-        for (int j = 0; j < 8; j++) finite &= finite_half(out[i + j]);
+        for (int j = 0; j < 16; j++) finite &= finite_half(out[i + j]);
     }
     return finite;
 }
 
 void from_half(const uint16_t* x, float* out, int n) {
-    for (int i = 0; i < n; i += 8) store(out + i, load_half(x + i));
+    for (int i = 0; i < n; i += 16) store(out + i, load_half(x + i));
 }
 
 }  // namespace

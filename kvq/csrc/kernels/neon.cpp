@@ -15,7 +15,7 @@
 namespace kvq {
 const Kernels* neon_kernels() {
     static const Kernels table{"neon",      pack,        read_grid,   narrow,
-                               attend_page, attend_tile, page_scores, page_bounds,
+                               attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
 }

@@ -1,4 +1,4 @@
-// Eight lanes in plain C++: what every simd header means, and the fallback where none fits.
+// Sixteen lanes in plain C++: what every simd header means, and the fallback where none fits.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -6,20 +6,25 @@
 
 namespace {
 
-constexpr int kRegisterRows = 4;  // query rows whose accumulators stay in registers
+// Rows whose products with a vector of codes are summed in registers: those that pass through all
+// stages together, eight at most.
+constexpr int kRegisterRows = 4;
 
-struct F { float v[8]; };
-struct I { int32_t v[8]; };
-struct Bytes { uint8_t v[32]; };
+struct F { float v[16]; };
+struct I { int32_t v[16]; };
+struct Bytes { uint8_t v[64]; };
+struct Quad { int8_t v[4]; };
 
 template <class Op> inline F lanes(Op op) {
     F r;
-    for (int i = 0; i < 8; i++) r.v[i] = op(i);
+    for (int i = 0; i < 16; i++) r.v[i] = op(i);
     return r;
 }
 inline F set1(float x) { return lanes([&](int) { return x; }); }
 inline F load(const float* p) { return lanes([&](int i) { return p[i]; }); }
 inline void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
+// The first eight lanes.
+inline void store_rows(float* p, F a) { std::memcpy(p, a.v, 8 * sizeof(float)); }
 inline F operator+(F a, F b) { return lanes([&](int i) { return a.v[i] + b.v[i]; }); }
 inline F operator-(F a, F b) { return lanes([&](int i) { return a.v[i] - b.v[i]; }); }
 inline F operator*(F a, F b) { return lanes([&](int i) { return a.v[i] * b.v[i]; }); }
@@ -29,28 +34,32 @@ inline F max(F a, F b) { return lanes([&](int i) { return a.v[i] > b.v[i] ? a.v[
 inline F min(F a, F b) { return lanes([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F abs(F a) { return lanes([&](int i) { return std::fabs(a.v[i]); }); }
 inline F round(F a) { return lanes([&](int i) { return std::nearbyintf(a.v[i]); }); }
+// Lanes far apart are joined first.
+template <class Join> inline float reduce(F a, Join join) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.v[i] = join(a.v[i], a.v[i + half]);
+    return a.v[0];
+}
 inline float reduce_max(F a) {
-    float m = a.v[0];
-    for (int i = 1; i < 8; i++) m = a.v[i] > m ? a.v[i] : m;
-    return m;
+    return reduce(a, [](float x, float y) { return x > y ? x : y; });
 }
 inline float reduce_add(F a) {
-    return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
+    return reduce(a, [](float x, float y) { return x + y; });
 }
 inline F to_float(I a) { return lanes([&](int i) { return static_cast<float>(a.v[i]); }); }
 inline I operator+(I a, I b) {
     I r;
-    for (int i = 0; i < 8; i++) r.v[i] = a.v[i] + b.v[i];
+    for (int i = 0; i < 16; i++) r.v[i] = a.v[i] + b.v[i];
     return r;
 }
 inline I to_int(F a) {  // rounds half to even
     I r;
-    for (int i = 0; i < 8; i++) r.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));
+    for (int i = 0; i < 16; i++) r.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));
     return r;
 }
 inline int reduce_add(I a) {
     int total = 0;
-    for (int i = 0; i < 8; i++) total += a.v[i];
+    for (int i = 0; i < 16; i++) total += a.v[i];
     return total;
 }
 // p * 2^n for integral n <= 127; 0 below -126.
@@ -63,9 +72,26 @@ inline F scale_by_power(F p, F n) {
         return p.v[i] * r;
     });
 }
+// Lanes of x that are below those of `limit` become those of `other`.
+inline F where_below(F x, F limit, F other) {
+    return lanes([&](int i) { return x.v[i] < limit.v[i] ? other.v[i] : x.v[i]; });
+}
 // Lane i keeps a where bit i is set, else b.
 inline F select_bits(unsigned bits, F a, F b) {
     return lanes([&](int i) { return (bits >> i & 1) ? a.v[i] : b.v[i]; });
+}
+// Joins the lanes of each of eight rows, in an order that is the same for all, to lane r and 8 + r.
+template <class Join> inline F join_rows(const F* x, Join join) {
+    F rows[8];
+    for (int r = 0; r < 8; r++) {
+        rows[r] = x[r];
+        for (int half = 8; half; half /= 2) {
+            F far = rows[r];
+            for (int i = 0; i < half; i++) far.v[i] = rows[r].v[i + half];
+            rows[r] = join(rows[r], far);
+        }
+    }
+    return lanes([&](int i) { return rows[i % 8].v[0]; });
 }
 
 inline float half_to_float(uint16_t h) {
@@ -107,32 +133,33 @@ inline F load_codes(const uint8_t* p) {
     return lanes([&](int i) { return static_cast<float>(p[i]); });
 }
 inline void store_half(uint16_t* p, F a) {
-    for (int i = 0; i < 8; i++) p[i] = float_to_half(a.v[i]);
+    for (int i = 0; i < 16; i++) p[i] = float_to_half(a.v[i]);
 }
-inline void store_bytes(uint8_t* p, I a) {  // 0..255
-    for (int i = 0; i < 8; i++) p[i] = static_cast<uint8_t>(a.v[i]);
-}
-inline void store_codes(int8_t* p, const I* a) {  // four lanes of -127..127: 32 bytes
-    for (int i = 0; i < 32; i++) p[i] = static_cast<int8_t>(a[i / 8].v[i % 8]);
+inline void store_bytes(void* p, I a) {  // the low byte of each lane
+    for (int i = 0; i < 16; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(a.v[i]);
 }
 
-inline Bytes load_bytes(const uint8_t* p) {
+// 32 bytes at p, then 32 at q.
+inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {
     Bytes r;
     std::memcpy(r.v, p, 32);
+    std::memcpy(r.v + 32, q, 32);
     return r;
 }
 template <int Shift, int Mask> inline Bytes field(Bytes a) {
     Bytes r;
-    for (int i = 0; i < 32; i++) r.v[i] = a.v[i] >> Shift & Mask;
+    for (int i = 0; i < 64; i++) r.v[i] = a.v[i] >> Shift & Mask;
     return r;
 }
+inline Quad broadcast(const int8_t* quad) { return {{quad[0], quad[1], quad[2], quad[3]}}; }
 
-// Sums of four-byte dot products: lane i gathers codes[4i..4i+3] . quad.
+// Sums of four-byte dot products: lane i gathers codes[4i..4i+3] . quad. Codes are nibbles; no more
+// than eight adds before sum().
 struct Dot {
-    int32_t v[8] = {};
-    inline void add(Bytes codes, const int8_t* quad) {
-        for (int i = 0; i < 8; i++)
-            for (int c = 0; c < 4; c++) v[i] += codes.v[4 * i + c] * quad[c];
+    int32_t v[16] = {};
+    inline void add(Bytes codes, Quad quad) {
+        for (int i = 0; i < 16; i++)
+            for (int c = 0; c < 4; c++) v[i] += codes.v[4 * i + c] * quad.v[c];
     }
     inline I sum() const {
         I r;
@@ -141,11 +168,10 @@ struct Dot {
     }
 };
 
-// 8x8 float transpose: out[8*c + t] = rows[t][c].
-inline void transpose(const F* rows, float* out, int stride) {
+// Eight numbers of each of eight rows, transposed: out[c * stride + t] = rows[t][c].
+inline void transpose(const uint16_t* const* rows, float* out, int stride) {
     for (int c = 0; c < 8; c++)
-        for (int t = 0; t < 8; t++) out[c * stride + t] = rows[t].v[c];
+        for (int t = 0; t < 8; t++) out[c * stride + t] = half_to_float(rows[t][c]);
 }
-inline void prefetch(const void*) {}
 
 }  // namespace

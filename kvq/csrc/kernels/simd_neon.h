@@ -1,4 +1,4 @@
-// Eight lanes as two vectors of NEON with dotprod. Meanings: simd_generic.h.
+// Sixteen lanes as four vectors of NEON with dotprod. Meanings: simd_generic.h.
 #pragma once
 #include <arm_neon.h>
 
@@ -7,48 +7,96 @@
 
 namespace {
 
-constexpr int kRegisterRows = 4;  // as many bytes of registers as AVX2
+constexpr int kRegisterRows = 4;
 
-struct F { float32x4_t a, b; };
-struct I { int32x4_t a, b; };
-struct Bytes { uint8x16_t a, b; };
+struct F { float32x4_t a, b, c, d; };
+struct I { int32x4_t a, b, c, d; };
+struct Bytes { uint8x16_t a, b, c, d; };
+struct Quad { int8x16_t v; };
 
-inline F set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
-inline F load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
-inline void store(float* p, F x) {
+// A result of vectors by vectors.
+template <class To = F, class Op, class... X> inline To each(Op op, X... x) {
+    return {op(x.a...), op(x.b...), op(x.c...), op(x.d...)};
+}
+
+inline F set1(float x) {
+    const float32x4_t v = vdupq_n_f32(x);
+    return {v, v, v, v};
+}
+inline F load(const float* p) {
+    return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
+}
+inline void store_rows(float* p, F x) {
     vst1q_f32(p, x.a);
     vst1q_f32(p + 4, x.b);
 }
-inline F operator+(F x, F y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
-inline F operator-(F x, F y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
-inline F operator*(F x, F y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
-inline F operator/(F x, F y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
-inline F fma(F x, F y, F z) { return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
-inline F max(F x, F y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
-inline F min(F x, F y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
-inline F abs(F x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
-inline F round(F x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
-inline float reduce_max(F x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+inline void store(float* p, F x) {
+    store_rows(p, x);
+    vst1q_f32(p + 8, x.c);
+    vst1q_f32(p + 12, x.d);
+}
+using V = float32x4_t;
+inline F operator+(F x, F y) { return each([](V p, V q) { return vaddq_f32(p, q); }, x, y); }
+inline F operator-(F x, F y) { return each([](V p, V q) { return vsubq_f32(p, q); }, x, y); }
+inline F operator*(F x, F y) { return each([](V p, V q) { return vmulq_f32(p, q); }, x, y); }
+inline F operator/(F x, F y) { return each([](V p, V q) { return vdivq_f32(p, q); }, x, y); }
+inline F fma(F x, F y, F z) {
+    return each([](V p, V q, V r) { return vfmaq_f32(r, p, q); }, x, y, z);
+}
+inline F max(F x, F y) { return each([](V p, V q) { return vmaxq_f32(p, q); }, x, y); }
+inline F min(F x, F y) { return each([](V p, V q) { return vminq_f32(p, q); }, x, y); }
+inline F abs(F x) { return each([](V p) { return vabsq_f32(p); }, x); }
+inline F round(F x) { return each([](V p) { return vrndnq_f32(p); }, x); }
+inline float reduce_max(F x) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.c), vmaxq_f32(x.b, x.d)));
+}
 inline float reduce_add(F x) {
-    const float32x4_t four = vaddq_f32(x.a, x.b);
+    const V four = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
-inline F to_float(I x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
-inline I operator+(I x, I y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
-inline I to_int(F x) { return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)}; }
-inline int reduce_add(I x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
-inline float32x4_t power_of_two(float32x4_t n) {
-    const float32x4_t clamped = vmaxq_f32(n, vdupq_n_f32(-127.0f));  // 2^-127 becomes 0
-    const int32x4_t exponent = vaddq_s32(vcvtnq_s32_f32(clamped), vdupq_n_s32(127));
-    return vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23));
+inline F to_float(I x) { return each([](int32x4_t p) { return vcvtq_f32_s32(p); }, x); }
+inline I operator+(I x, I y) {
+    return each<I>([](int32x4_t p, int32x4_t q) { return vaddq_s32(p, q); }, x, y);
 }
-inline F scale_by_power(F p, F n) { return p * F{power_of_two(n.a), power_of_two(n.b)}; }
+inline I to_int(F x) { return each<I>([](V p) { return vcvtnq_s32_f32(p); }, x); }
+inline int reduce_add(I x) {
+    return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d)));
+}
+inline F scale_by_power(F p, F n) {
+    return p * each([](V x) {
+               const V clamped = vmaxq_f32(x, vdupq_n_f32(-127.0f));  // 2^-127 becomes 0
+               const int32x4_t exponent = vaddq_s32(vcvtnq_s32_f32(clamped), vdupq_n_s32(127));
+               return vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23));
+           }, n);
+}
+inline F where_below(F x, F limit, F other) {
+    return each([](V p, V q, V r) { return vbslq_f32(vcltq_f32(p, q), r, p); }, x, limit, other);
+}
 inline F select_bits(unsigned bits, F x, F y) {
-    const uint32_t lane[] = {1, 2, 4, 8};
-    const uint32x4_t low = vld1q_u32(lane), all = vdupq_n_u32(bits);
-    return {vbslq_f32(vtstq_u32(all, low), x.a, y.a),
-            vbslq_f32(vtstq_u32(all, vshlq_n_u32(low, 4)), x.b, y.b)};
+    const uint32_t first[] = {1, 2, 4, 8};
+    uint32x4_t lane = vld1q_u32(first);
+    const uint32x4_t all = vdupq_n_u32(bits);
+    F r;
+    r.a = vbslq_f32(vtstq_u32(all, lane), x.a, y.a);
+    r.b = vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 4)), x.b, y.b);
+    r.c = vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 8)), x.c, y.c);
+    r.d = vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 12)), x.d, y.d);
+    return r;
+}
+
+// Neighbours are joined last, two rows at a time, so that lanes come to be rows.
+template <class Join> inline F join_rows(const F* x, Join join) {
+    V four[8], two[4], rows[2];
+    const auto both = [&](V p, V q) { return join(F{p, p, p, p}, F{q, q, q, q}).a; };
+    for (int i = 0; i < 8; i++) four[i] = both(both(x[i].a, x[i].c), both(x[i].b, x[i].d));
+    for (int i = 0; i < 4; i++)
+        two[i] = both(vuzp1q_f32(four[2 * i], four[2 * i + 1]),
+                      vuzp2q_f32(four[2 * i], four[2 * i + 1]));
+    for (int i = 0; i < 2; i++)
+        rows[i] = both(vuzp1q_f32(two[2 * i], two[2 * i + 1]),
+                       vuzp2q_f32(two[2 * i], two[2 * i + 1]));
+    return {rows[0], rows[1], rows[0], rows[1]};
 }
 
 inline float half_to_float(uint16_t h) {
@@ -58,64 +106,73 @@ inline uint16_t float_to_half(float x) {
     return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0);
 }
 inline F load_half(const uint16_t* p) {
-    const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(p));
-    return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+    const float16x8_t x = vreinterpretq_f16_u16(vld1q_u16(p));
+    const float16x8_t y = vreinterpretq_f16_u16(vld1q_u16(p + 8));
+    return {vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x), vcvt_f32_f16(vget_low_f16(y)),
+            vcvt_high_f32_f16(y)};
 }
 inline F load_codes(const uint8_t* p) {
-    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_high_u16(wide))};
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_high_u16(low)),
+            vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_high_u16(high))};
 }
 inline void store_half(uint16_t* p, F x) {
-    const float16x8_t halves = vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b);
-    vst1q_u16(p, vreinterpretq_u16_f16(halves));
+    vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
+    vst1q_u16(p + 8, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.c), x.d)));
 }
-inline int16x8_t words(I x) { return vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)); }
-inline void store_bytes(uint8_t* p, I x) { vst1_u8(p, vqmovun_s16(words(x))); }
-inline void store_codes(int8_t* p, const I* x) {
-    for (int i = 0; i < 4; i++) vst1_s8(p + 8 * i, vqmovn_s16(words(x[i])));
+inline void store_bytes(void* p, I x) {
+    const int16x8_t low = vcombine_s16(vmovn_s32(x.a), vmovn_s32(x.b));
+    const int16x8_t high = vcombine_s16(vmovn_s32(x.c), vmovn_s32(x.d));
+    vst1q_s8(static_cast<int8_t*>(p), vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
 
-inline Bytes load_bytes(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {
+    return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(q), vld1q_u8(q + 16)};
+}
 template <int Shift, int Mask> inline uint8x16_t field(uint8x16_t x) {
     if constexpr (Shift > 0) x = vshrq_n_u8(x, Shift);
     if constexpr (Mask << Shift < 128) x = vandq_u8(x, vdupq_n_u8(Mask));
     return x;  // a field of the top bit has nothing above it
 }
 template <int Shift, int Mask> inline Bytes field(Bytes x) {
-    return {field<Shift, Mask>(x.a), field<Shift, Mask>(x.b)};
+    return each<Bytes>([](uint8x16_t p) { return field<Shift, Mask>(p); }, x);
+}
+inline Quad broadcast(const int8_t* quad) {
+    int32_t bits;
+    std::memcpy(&bits, quad, 4);
+    return {vreinterpretq_s8_s32(vdupq_n_s32(bits))};
 }
 
 // Codes are below 128, so it does not matter that they are taken for signed ones.
 struct Dot {
-    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
-    inline void add(Bytes codes, const int8_t* quad) {
-        int32_t bits;
-        std::memcpy(&bits, quad, 4);
-        const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(bits));
-        a = vdotq_s32(a, vreinterpretq_s8_u8(codes.a), four);
-        b = vdotq_s32(b, vreinterpretq_s8_u8(codes.b), four);
+    I v = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
+    inline void add(Bytes codes, Quad quad) {
+        v = each<I>(
+            [&](int32x4_t sum, uint8x16_t four) {
+                return vdotq_s32(sum, vreinterpretq_s8_u8(four), quad.v);
+            },
+            v, codes);
     }
-    inline I sum() const { return {a, b}; }
+    inline I sum() const { return v; }
 };
 
-// 4x4 block of a transpose: out[c * stride + t] = rows[t][c].
-inline void transpose(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d, float* out,
-                      int stride) {
-    const float64x2_t first = vreinterpretq_f64_f32(vtrn1q_f32(a, b));
-    const float64x2_t second = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
-    const float64x2_t third = vreinterpretq_f64_f32(vtrn1q_f32(c, d));
-    const float64x2_t fourth = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
-    vst1q_f32(out, vreinterpretq_f32_f64(vtrn1q_f64(first, third)));
-    vst1q_f32(out + stride, vreinterpretq_f32_f64(vtrn1q_f64(second, fourth)));
-    vst1q_f32(out + 2 * stride, vreinterpretq_f32_f64(vtrn2q_f64(first, third)));
-    vst1q_f32(out + 3 * stride, vreinterpretq_f32_f64(vtrn2q_f64(second, fourth)));
-}
-inline void transpose(const F* rows, float* out, int stride) {
-    for (int t = 0; t < 8; t += 4, rows += 4) {
-        transpose(rows[0].a, rows[1].a, rows[2].a, rows[3].a, out + t, stride);
-        transpose(rows[0].b, rows[1].b, rows[2].b, rows[3].b, out + t + 4 * stride, stride);
+// Each round moves one bit of a number's row to its place in the row.
+inline void transpose(const uint16_t* const* rows, float* out, int stride) {
+    uint16x8_t x[8], y[8];
+    for (int i = 0; i < 8; i++) x[i] = vld1q_u16(rows[i]);
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 4; i++) {
+            y[2 * i] = vzip1q_u16(x[i], x[i + 4]);
+            y[2 * i + 1] = vzip2q_u16(x[i], x[i + 4]);
+        }
+        std::memcpy(x, y, sizeof x);
+    }
+    for (int i = 0; i < 8; i++) {
+        const float16x8_t halves = vreinterpretq_f16_u16(x[i]);
+        vst1q_f32(out + i * stride, vcvt_f32_f16(vget_low_f16(halves)));
+        vst1q_f32(out + i * stride + 4, vcvt_high_f32_f16(halves));
     }
 }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace
