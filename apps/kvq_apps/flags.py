@@ -87,6 +87,8 @@ FLAGS: dict[str, Flag] = {
     "grammar": Flag("the answer follows the grammar in this file, as llama.cpp writes them (GBNF)",
         metavar="FILE"),
     "regex": Flag("the answer matches this pattern as a whole", metavar="PATTERN"),
+    "exact": Flag("encode all that follows a change again; what is typed goes behind the rest of "
+        "the file", switch=True),
     "no-heal": Flag("keep the prompt's last token even if it is the start of a longer one",
         switch=True),
     "usage": Flag("print speed and bytes on stderr at the end", synonyms=("-u",), switch=True),

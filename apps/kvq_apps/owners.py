@@ -50,8 +50,10 @@ class HelpText(HelpFormatter):
 
 
 def filled(text: str) -> str:
-    """`text` with what `owned` finds for each `{owner}`."""
-    return re.sub(r"\{([\w.]+:[\w.]+)\}", lambda found: _shown(owned(found[1])), text)
+    """`text`, a help with `%%` for %, with what `owned` finds for each `{owner}`."""
+    return re.sub(
+        r"\{([\w.]+:[\w.]+)\}", lambda found: _shown(owned(found[1])).replace("%", "%%"), text
+    )
 
 
 def _shown(value: Any) -> str:

@@ -49,6 +49,8 @@ NOISE_NATS = 1e-8
 # Stored weights times layers times scored tokens that are computed with exactly: of the embedded
 # model 1024 tokens.
 EXACT_WORK_BYTES = 48 << 30
+# Stored weights up to here: as float32 four to eight times the bytes.
+EXACT_WEIGHT_BYTES = 64 << 20
 # What was measured of the checkpoint it lies beside.
 KEPT_FILE = "calibration.json"
 # An eviction error below this share of the output's square is as good as none.
@@ -108,9 +110,9 @@ class _Reading:
     """A text read into 8-bit pages, and what changing them does to the tokens after it."""
 
     def __init__(self, bundle: Bundle, ids: NDArray[np.int64], threads: int, forms: Forms) -> None:
-        per_token = bundle.weights_json()["bytes"] * bundle.config.num_layers
-        affordable = min(SCORED_TOKENS, EXACT_WORK_BYTES // per_token)
-        exact = affordable >= LEAST_SCORED_TOKENS
+        stored = bundle.weights_json()["bytes"]
+        affordable = min(SCORED_TOKENS, EXACT_WORK_BYTES // (stored * bundle.config.num_layers))
+        exact = affordable >= LEAST_SCORED_TOKENS and stored <= EXACT_WEIGHT_BYTES
         self._backend = backends.open_backend("float" if exact else "auto", bundle, threads=threads)
         most = min(affordable, quality.MAX_LOGITS // bundle.config.vocab_size) if exact else 0
         scored = max(min(len(ids) - READ_TOKENS, most), LEAST_SCORED_TOKENS)

@@ -387,7 +387,7 @@ def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:
             (lambda: engine.complete("a", session={"budget": 3}), "no argument 'budget'"),
             (lambda: engine.complete("a", 0), "max_tokens 0 is not possible"),
             (lambda: engine.complete("a", sampling=0.5), "sampling is a Sampling"),
-            (lambda: engine.session(kv="3:2"), "k_bits 3 is not possible"),
+            (lambda: engine.session(kv="3:2"), "kv 3:2 is not possible"),
             (lambda: Sampling(temperature=-1), "temperature -1 is not possible"),
             (lambda: engine.session().prefill(5), "prefill takes token ids or a text"),
         ):

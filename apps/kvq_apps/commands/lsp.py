@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from kvq_apps import options
+from kvq_apps import flags, options
 from kvq_apps.completion import asked
 
 if TYPE_CHECKING:
@@ -19,17 +19,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq lsp`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="see --model")
     asked.add_arguments(parser)
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        help="one draft of a running `kvq serve` instead of loading a model [KVQ_SERVER]",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="encode all that follows a change again; what is typed goes behind the rest of the "
-        "file [KVQ_EXACT]",
-    )
+    flags.add_flags(
+        parser, "exact", "server",
+        server="one draft of a running `kvq serve` instead of loading a model",
+    )  # fmt: skip
 
 
 def run(arguments: Namespace) -> int:

@@ -592,6 +592,7 @@ def test_a_server_killed_in_the_middle_is_found_again(
                 again = app.controller.conversation.messages[-1]
                 assert (again.state, again.branch, again.branches) == ("length", 2, 2)
                 await pilot.press("alt+p")
+                await pilot.press("enter")
                 await until(pilot, lambda: app.controller.conversation.messages[-1].text == partial)
 
         app = run(script, RemoteClient(url), folder=tmp_path, sampling=GREEDY)

@@ -182,7 +182,7 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
         return refused("eval", "-m", bundle, *words)
 
     assert (
-        "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts or edit"
+        "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts, edit or predict"
         in evaluate(file)
     )
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")

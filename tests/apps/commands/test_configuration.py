@@ -218,7 +218,7 @@ def test_a_model_beside_the_file(project_file: Path) -> None:
 def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> None:
     assert {row.partition(".")[0] for row in configuration.FLAG_OF} <= set(configuration.SECTIONS)
     sample = {"kv.bits": "4:2", "kv.budget": "64MiB", "kv.policy": "h2o", "model.draft": "auto"}
-    sample["kv.read"] = "25%"
+    sample |= {"kv.read": "25%", "kv.predict": "50%"}
     sample |= {"model.top-p": 1, "kv.kbits": 4, "kv.vbits": 4, "model.min-p": 0.1}
     rows: list[str] = []
     for row, name in configuration.FLAG_OF.items():

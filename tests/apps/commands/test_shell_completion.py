@@ -61,7 +61,13 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "e") == {"export", "eval"}
     assert bash(script, "kvq", "--") == {"--help", "--version", "--completion"}
     assert bash(script, "kvq", "--completion", "") == set(SHELLS)
-    assert bash(script, "kvq", "run", "--kv") == {"--kv", "--kv-budget", "--kv-policy", "--kv-read"}
+    assert bash(script, "kvq", "run", "--kv") == {
+        "--kv",
+        "--kv-budget",
+        "--kv-policy",
+        "--kv-predict",
+        "--kv-read",
+    }
     assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}
     assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
     assert bash(script, "kvq", "run", "-m", "") == {"default", "nano", "qwen3"}
