@@ -56,6 +56,8 @@ def lost_part(stats: ReplyStats) -> str:
 
 def bits_part(stats: ReplyStats) -> str:
     """Mean widths of what is held, the newest tokens at 16: `bits 6.1:4.5`."""
+    if stats.mean_k_bits == stats.mean_v_bits == 16:
+        return "all in fp16"
     return f"bits {stats.mean_k_bits:.1f}:{stats.mean_v_bits:.1f}" if stats.mean_k_bits else ""
 
 

@@ -235,6 +235,9 @@ def test_the_meter_says_what_the_cache_holds() -> None:
     untold = meter_line(facts, ReplyStats(kv_bytes=1 << 18), "ready", 200)
     assert "evicted" not in untold
     assert "bits" not in untold
+    short = meter_line(facts, ReplyStats(mean_k_bits=16, mean_v_bits=16), "ready", 200)
+    assert "all in fp16" in short
+    assert "bits" not in short
 
 
 def test_the_meter_says_what_the_engine_counted() -> None:
