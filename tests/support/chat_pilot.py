@@ -1,7 +1,9 @@
 """Runs the chat app without a terminal: press keys, wait for what must become true."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
+from html import unescape
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,7 +14,10 @@ from textual.pilot import Pilot
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ChatClient, Turn
 from kvq_apps.chat.fake import FakeClient, FakeOptions
+from kvq_apps.chat.history import History
 from kvq_apps.chat.markdown import STYLES
+from kvq_apps.chat.messages import Message
+from kvq_apps.chat.screens import HelpScreen
 from kvq_apps.chat.settings import ChatSettings
 
 LONG_S = 120.0
@@ -100,3 +105,38 @@ def gated(before: str, after: str, **options: Any) -> tuple[FakeClient, Event]:
             yield from (text[first : first + 4] for first in range(0, len(text), 4))
 
     return FakeClient(FakeOptions(**options), script), gate
+
+
+def saved(folder: Path) -> list[Message]:
+    """The chosen branch of the latest chat on disk."""
+    history = History(folder / "chats.sqlite3")
+    messages = history.branch(history.chats(1)[0].id)
+    history.close()
+    return messages
+
+
+def asked(client: FakeClient, turn: int = -1) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in client.turns[turn].messages]
+
+
+def on_screen(app: ChatApp) -> str:
+    """The text of what is on the screen."""
+    svg = app.export_screenshot()
+    return unescape(re.sub("<[^>]*>", "", re.sub(r"</text>", "\n", svg))).replace("\xa0", " ")
+
+
+async def nothing() -> None:
+    """A script that does nothing."""
+
+
+def help_of_app() -> str:
+    texts: list[str] = []
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press("f1")
+        assert isinstance(app.screen, HelpScreen)
+        texts.append(app.screen.text)
+        await pilot.press("escape")
+
+    run(script)
+    return texts[0]

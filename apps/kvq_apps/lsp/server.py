@@ -190,11 +190,10 @@ class LanguageServer:
         }
 
     def _initialize(self, params: dict[str, Any]) -> dict[str, Any]:
-        general = params.get("capabilities", {}).get("general", {})
-        offered = general.get("positionEncodings") or ["utf-16"]
+        capabilities = params.get("capabilities", {})
+        offered = capabilities.get("general", {}).get("positionEncodings") or ["utf-16"]
         found = next((one for one in offered if one in ENCODINGS), "utf-16")
         self._encoding = cast(Encoding, found)
-        capabilities = params.get("capabilities", {})
         self._pulls = bool(capabilities.get("workspace", {}).get("configuration"))
         self._progress = bool(capabilities.get("window", {}).get("workDoneProgress"))
         options = params.get("initializationOptions") or {}

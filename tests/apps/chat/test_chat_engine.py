@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Round
-from kvq_specdraft.lookup import Lookup
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
@@ -209,21 +207,6 @@ def test_a_conversation_that_does_not_fit_is_refused_before_it_starts(bundle: st
     _, stats = answer(client, "hi", max_tokens=200)
     assert stats.context_tokens == 64
     client.close()
-
-
-def test_the_meter_shows_what_was_drafted_for_the_newest_reply(bundle: str) -> None:
-    told: list[tuple[int, int]] = []
-
-    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        for text in ("again and again and again", "once more"):
-            await say(app, pilot, text)
-            stats = app.controller.engine.stats
-            told.append((stats.accepted_tokens, stats.drafted_tokens))
-            assert f"drafts {stats.accepted_tokens}/{stats.drafted_tokens}" in meter(app)
-
-    drafter = partial(Lookup, min_ngram=1)
-    run(script, local(bundle, draft=drafter), sampling=GREEDY, max_tokens=40, size=(160, 24))
-    assert all(0 <= right <= guessed <= 280 and guessed for right, guessed in told)
 
 
 def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
