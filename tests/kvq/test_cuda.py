@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from emulated import SOURCE, emulated_library
 from kvq import reference, reference_linear
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import PanelFormat
 from shelf import Shelf
 
-SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
 ENTRY = np.dtype(
     [("granule", "<u4", 8), ("constants", "<u4"), ("k_bits", "u1"), ("v_bits", "u1"),
      ("peak", "u1"), ("mean", "u1")]
@@ -51,9 +51,9 @@ Attention = structure(
 )
 Sequence = structure(
     "Sequence",
-    "i tokens view_count most_columns tail_rows tail_stride turns;"
+    "i tokens view_count most_columns tail_rows tail_stride turns row_turns tiles hi_view;"
     "l pool_bytes constant_bytes granule_bytes;"
-    "p pool entries views turn_of_view deltas forms tail_keys tail_values tail_masks qkv positions "
+    "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values tail_masks qkv positions "
     "inv_freq q_norm k_norm queries partials out",
 )
 Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratch planes grid")
@@ -85,17 +85,7 @@ def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
 
 @pytest.fixture(scope="module")
 def library(shelf: Shelf) -> ctypes.CDLL:
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed")
-
-    def build(path: Path) -> None:
-        flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
-        command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
-        subprocess.run(command, check=True)
-
-    folder = SOURCE.parent
-    contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    return ctypes.CDLL(str(shelf.once("libkvq_cuda_emulated.so", contents, build)))
+    return ctypes.CDLL(str(emulated_library(shelf)))
 
 
 class Case(NamedTuple):
@@ -230,8 +220,9 @@ def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
     kept = {**pages.parts, "tail_keys": tail[0].copy(), "tail_values": tail[1].copy()}
     kept |= {"tail_masks": masks, "qkv": qkv, "positions": positions, "out": out}
     kept |= dict(zip(("q_norm", "k_norm", "queries", "partials"), (*norms, *scratch), strict=True))
+    kept |= {"tile_rows": np.arange(words, dtype=np.int32), "tile_turns": np.full(words, -1, "<i4")}
     sequence = filled(
-        Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, **kept
+        Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=words, **kept
     )  # fmt: skip
     run(library, "kvq_cuda_attend", attention, sequence)
 

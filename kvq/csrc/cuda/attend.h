@@ -223,9 +223,11 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     const Entry& e =
         static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
     if (e.k_bits == 0) return;
+    const int widest = s.hi_view ? 4 : 8;
+    const int k_bits = min(widest, int{e.k_bits}), v_bits = min(widest, int{e.v_bits});
     const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
     const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
-    switch (e.k_bits) {
+    switch (k_bits) {
         case 8:
             key_logits<Dim, 8>(lane, query, keys, logits);
             break;
@@ -240,9 +242,9 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     }
     float weights[16];
     const float shrunk = weigh<Dim>(lane, logits[lane.g], sees(lane, view, a.window_tokens),
-                                    e.v_bits, a.softcap, state, weights);
+                                    v_bits, a.softcap, state, weights);
     const bool channels = s.forms[kv_head] & kChannelValues;
-    switch (e.v_bits) {
+    switch (v_bits) {
         case 8:
             add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
             break;
@@ -258,11 +260,13 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     sync_warp();
 }
 
-// Up to 64 rows of the tail, float16 as they are: a page without codes.
+// Visit `index` to up to 64 rows of the tail, float16 as they are: a page without codes.
 template <int Dim>
 KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Lane& lane, int kv_head, int tile, uint64_t seen,
+                            const Lane& lane, int kv_head, int index, uint64_t seen,
                             float (*logits)[kPageTokens], Running<Dim>& state) {
+    const int tile = s.tile_rows[index];
+    const float* query = lane.query + (1 + s.tile_turns[index]) * lane.turn_stride;
     const int64_t first = int64_t{kv_head} * s.tail_stride + 64 * tile;
     const int count = min(64, s.tail_rows - 64 * tile);
     const uint16_t *keys = s.tail_keys + first * Dim, *values = s.tail_values + first * Dim;
@@ -270,7 +274,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
         float sums[4] = {};
         for (int c = 4 * lane.t; c < Dim; c += 16) {
             uint32_t b[2], k[4] = {};
-            const float* q = lane.query + c;
+            const float* q = query + c;
             for (int i = 0; i < 2; i++) b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
             for (int i = 0; i < 4; i++) {
                 const int token = 16 * group + lane.g + i % 2 * 8;
@@ -356,15 +360,15 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     lane.query = s.queries + (int64_t{kv_head} * rows + (lane.is_row ? row : 0)) * Dim;
     lane.turn_stride = int64_t{a.heads} * s.tokens * Dim;
 
-    const int tiles = (s.tail_rows + 63) / 64, all = s.view_count + tiles;
+    const int all = s.view_count + s.tiles;
     const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
     Running<Dim> state;
     for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
         if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
         else
             attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
-                             s.tail_masks[int64_t{token} * tiles + i - s.view_count], logits[warp],
-                             state);
+                             s.tail_masks[int64_t{token} * s.tiles + i - s.view_count],
+                             logits[warp], state);
     }
     join<Dim>(lane, state, part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;

@@ -4,20 +4,11 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "linear.h"
+#include "memory.h"
 #include "pack.h"
 
 namespace kvq::cuda {
 namespace {
-
-#ifdef __CUDACC__
-int outcome() {
-    return static_cast<int>(cudaGetLastError());
-}
-#else
-int outcome() {
-    return KVQ_OK;
-}
-#endif
 
 template <int Dim>
 void attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
@@ -43,11 +34,19 @@ using namespace kvq::cuda;
 
 extern "C" {
 
+KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
+                              const kvq_cuda_sequence* sequence, void* stream) {
+    const kvq_cuda_attention& a = *attention;
+    const kvq_cuda_sequence& s = *sequence;
+    KVQ_LAUNCH(prepare, (Dim3{s.tokens, a.heads + 2 * a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
+    return outcome();
+}
+
 KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
                                const kvq_cuda_sequence* sequence, void* stream) {
     const kvq_cuda_attention& a = *attention;
     const kvq_cuda_sequence& s = *sequence;
-    KVQ_LAUNCH(prepare, (Dim3{s.tokens, a.heads + 2 * a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
+    if (const int status = kvq_cuda_store(attention, sequence, stream)) return status;
     switch (a.head_dim) {
         case 64:
             attend_all<64>(a, s, stream);
