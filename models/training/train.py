@@ -1,6 +1,6 @@
 """Trains one model of the family on packed tokens; resumes exactly; writes a Hugging Face folder.
 
-    python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--device cuda]
+    python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--start MODEL]
 
 RUN gets checkpoint.pt (weights, optimiser states, step: everything a resumed run needs, since the
 order of the data depends on the seed and the step alone), log.jsonl, and at the end the checkpoint
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -213,11 +213,19 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Becomes what `state` was taken from."""
-        own = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
-        self.model.load_state_dict({own[name]: value for name, value in state["model"].items()})
+        self._set_weights(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self.step = state["step"]
+
+    def start_from(self, folder: Path) -> None:
+        """Takes the weights of a checkpoint folder; the optimisers stay new."""
+        saved = load_file(folder / "model.safetensors", device=self.device)
+        self._set_weights({name.removeprefix("model."): value for name, value in saved.items()})
+
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        own = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
+        self.model.load_state_dict({own[name]: value for name, value in weights.items()})
 
 
 def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -266,6 +274,9 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("packed", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--start", type=Path, help="checkpoint folder whose weights a new run starts from"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--save-minutes", type=float, default=5.0)
@@ -328,6 +339,8 @@ def main() -> None:
     if checkpoint.exists():
         trainer.load(torch.load(checkpoint, map_location=arguments.device, weights_only=True))
         print(f"resumed at step {trainer.step}", file=sys.stderr)
+    elif arguments.start is not None:
+        trainer.start_from(arguments.start)
     train(trainer, tokenizer, arguments, checkpoint)
     if trainer.step < recipe.steps:
         return
