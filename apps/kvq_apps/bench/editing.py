@@ -29,7 +29,7 @@ from kvq_apps.completion.frozen import Frozen
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.output import Shown
-from kvq_models.infilling import infill_prompt
+from kvq_models.infilling import fixed_tokens, infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.bundle import Bundle
@@ -249,7 +249,10 @@ def _passes(
             # The first event is a jump to where typing begins; a prompt is made at every one.
             moments = list(islice(TypingSession.read(name).moments(), 1, job.events + 2))
             prompts = [way.prompt(now) for now in moments]
-            room: dict[str, Any] = {"context_tokens": max(map(len, prompts)) + 512}
+            room: dict[str, Any] = {
+                "context_tokens": max(map(len, prompts)) + 512,
+                "sink_tokens": fixed_tokens(engine.tokenizer),
+            }
             wanted = _wanted(engine, prompts, job.every, {"kv": EXACT, **room})
             for kv in job.kv:
                 with engine.session(kv=kv, **room) as session:
@@ -327,8 +330,10 @@ def _keys(engine: Engine, bundle: Bundle, tokenizer: Tokenizer, job: EditJob) ->
     moments = islice(TypingSession.read(LONG).moments(), job.events + _WARM_KEYS + 1)
     first = way.prompt(next(moments))
     room: dict[str, Any] = {
-        "context_tokens": len(first) + 1024, "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS)
-    }  # fmt: skip
+        "context_tokens": len(first) + 1024,
+        "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS),
+        "sink_tokens": fixed_tokens(tokenizer),
+    }
     with engine.session(kv=job.kv[-1], **room) as session:
         fill(cast(Cache, session.sequence.cache), bundle.config, len(first))
         session.sequence.adopt(first, None, np.zeros(0, np.int32))
