@@ -15,7 +15,7 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
-from pairs import UNROTATED, attention, forward, frequencies, packed_rows, relative_rms
+from pairs import UNROTATED, attention, frequencies, packed_rows, relative_rms
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())

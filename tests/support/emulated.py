@@ -1,4 +1,4 @@
-"""The device that tests emulate: CUDA's kernels as C++, on a grid of threads one processor plays."""
+"""The device tests emulate: CUDA kernels as C++, on a grid of threads one processor plays."""
 
 import os
 import shutil
