@@ -21,17 +21,22 @@ class Engine(engine.Engine):
 
     @classmethod
     def open(
-        cls, path: Path | str | None = None, *, threads: int | None = None, backend: str = "auto"
+        cls,
+        path: Path | str | None = None,
+        *,
+        threads: int | None = None,
+        backend: str = "auto",
+        device: str = "cpu",
     ) -> Self:
         """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
 
         Without one it is `default`, the embedded model; `nano` is a smaller one. A checkpoint is
         exported into the user's cache folder the first time, with a note on stderr; the hub is
-        asked for an id that is not there yet. `threads` and `backend` as in the base class.
+        asked for an id that is not there yet. What else is given: as in the base class.
         Raises `ModelError`, `BundleError`, `BackendError` or `UsageError`.
         """
         found = resolve_model(None if path is None else str(path))
-        return super().open(found, threads=threads, backend=backend)
+        return super().open(found, threads=threads, backend=backend, device=device)
 
     def drafter(self) -> Drafter | None:
         """`auto`, where an answer with drafts is that without, bit for bit; elsewhere none."""

@@ -50,6 +50,8 @@ FLAGS: dict[str, Flag] = {
     "backend": Flag("engine to run on: %(choices)s", "auto, the fastest present",
         setting="model.backend", metavar="NAME",
         choices=Owned("kvq_runtime.backends:BACKENDS", "auto")),
+    "device": Flag("device to run on: %(choices)s", "cpu", setting="model.device", metavar="NAME",
+        choices=Owned("kvq_runtime.gpu:DEVICES")),
     "threads": Flag("threads to compute with", "physical cores", setting="model.threads",
         metavar="N"),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
@@ -253,7 +255,7 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 SERVE_FLAGS = ("host", "port", "socket", "api-key", "origin", "alias", "grace")
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
-ENGINE_FLAGS = ("model", "backend", "threads", "offline")
+ENGINE_FLAGS = ("model", "backend", "device", "threads", "offline")
 OUTPUT_FLAGS = ("json", "debug")
 
 

@@ -75,7 +75,7 @@ def max_tokens(predict: int | None, default: int | None) -> int | None:
 
 def engine_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.open`, all but the model."""
-    return given(arguments, threads="threads", backend="backend")
+    return given(arguments, threads="threads", backend="backend", device="device")
 
 
 def session_options(arguments: Namespace) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, cast, overload
 from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import backends, device
+from kvq_runtime import backends
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import DEFAULT_MAX_TOKENS, Sampling, SessionRequest
+from kvq_runtime.device import default_threads
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
@@ -36,26 +37,39 @@ class Engine:
     """
 
     def __init__(
-        self, files: ModelFiles, *, threads: int | None = None, backend: str = "auto"
+        self,
+        files: ModelFiles,
+        *,
+        threads: int | None = None,
+        backend: str = "auto",
+        device: str = "cpu",
     ) -> None:
-        self.threads = device.default_threads() if threads is None else threads
+        self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"--threads {self.threads} is not possible: give 1 or more")
         self.files = files
-        self.backend = backends.open_backend(backend, files, threads=self.threads)
+        self.backend = backends.open_backend(backend, files, threads=self.threads, device=device)
         self._tokenizer = self.backend.tokenizer()
         self.vocabulary = Vocabulary.of(self._tokenizer, self.model.stop_ids)
         self._longest_context = self.model.context_length
         self._closed = False
 
     @classmethod
-    def open(cls, path: Path | str, *, threads: int | None = None, backend: str = "auto") -> Self:
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        threads: int | None = None,
+        backend: str = "auto",
+        device: str = "cpu",
+    ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
         `threads` None: the physical cores this process may use. `backend` auto: the fastest that
-        runs here. Raises `BundleError`, `ModelError`, `BackendError` or `UsageError`.
+        runs here. `device` cuda: a GPU; auto: a GPU where it can be used, and a line in the log
+        where not. Raises `BundleError`, `ModelError`, `BackendError` or `UsageError`.
         """
-        return cls(open_files(path), threads=threads, backend=backend)
+        return cls(open_files(path), threads=threads, backend=backend, device=device)
 
     @property
     def model(self) -> ModelFacts:

@@ -18,6 +18,7 @@ from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime import gpu
 from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.gguf_file import GgufFile
 
@@ -29,6 +30,9 @@ BACKENDS = {
     "reference": "kvq_runtime.backends.reference:ReferenceBackend",
     "float": "kvq_runtime.backends.reference:FloatBackend",
 }
+
+# The one that knows devices beside the processor.
+DEVICE_BACKEND = "onnx"
 
 # `auto` takes the first of these that reads the model's files and can run here.
 PREFERENCE = ("onnx", "llama.cpp", "reference", "float")
@@ -344,12 +348,16 @@ def forward_chain(
     return logits
 
 
-def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend[Any]:
+def open_backend(
+    name: str, files: ModelFiles, *, threads: int, device: str = gpu.PROCESSOR
+) -> Backend[Any]:
     """The backend called `name` (or the best one for `auto`) with the weights of `files` loaded.
 
-    Raises `UsageError` for an unknown name and `BackendError` for one that cannot run here or
-    does not read these files.
+    `device` as in `gpu.chosen`. Raises `UsageError` for an unknown name and `BackendError` for one
+    that cannot run here or does not read these files.
     """
+    if (found := gpu.chosen(device)) != gpu.PROCESSOR:
+        return _open_on(found, name, files, threads=threads, asked=device)
     if name == "auto":
         name, reason = choose(files)
         if reason is not None:
@@ -362,6 +370,22 @@ def open_backend(name: str, files: ModelFiles, *, threads: int) -> Backend[Any]:
         possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
         raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
     return _load(name)(files, threads=threads)
+
+
+def _open_on(found: str, name: str, files: ModelFiles, *, threads: int, asked: str) -> Backend[Any]:
+    """The one backend that runs on a device; on the processor where nobody insists on another."""
+    try:
+        if name not in ("auto", DEVICE_BACKEND) or not _load(DEVICE_BACKEND).reads(files):
+            raise BackendError(
+                f"{files.path} runs on {found} by the {DEVICE_BACKEND} backend alone, which reads "
+                "bundles; --device cpu runs it on the processor"
+            )
+        return _load(DEVICE_BACKEND)(files, threads=threads, device=found)
+    except BackendError as error:
+        if asked != "auto":
+            raise
+        logger.warning("running on the processor: %s", error)
+    return open_backend(name, files, threads=threads)
 
 
 def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:

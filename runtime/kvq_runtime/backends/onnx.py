@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native, native_linear
+from kvq import devices, native, native_linear
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
-from kvq_runtime import huge_pages
+from kvq_runtime import gpu, huge_pages
 from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
@@ -32,6 +32,7 @@ SESSION_ENTRIES = {
 ONLY_FATAL = 4
 # Of a layer in the graph's `layer_modes`.
 SKIP, KEYS_AND_VALUES = 1, 2
+_CPU = "CPUExecutionProvider"
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
@@ -49,6 +50,9 @@ class _InferenceSession(Protocol):
     def run(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]]
     ) -> list[NDArray[np.float32]]: ...
+    def io_binding(self) -> Any: ...
+    def run_with_iobinding(self, binding: Any) -> None: ...
+    def get_providers(self) -> Sequence[str]: ...
 
 
 class OnnxBackend(PagedBackend):
@@ -57,23 +61,32 @@ class OnnxBackend(PagedBackend):
     name = "onnx"
     cache_kind = "native"
 
-    def __init__(self, bundle: Bundle, *, threads: int) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int, device: str = gpu.PROCESSOR) -> None:
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the onnx backend cannot run: {reason}")
         super().__init__(bundle, threads=threads)
+        self.device = device
         before = huge_pages.regions()
-        self._session = _open(bundle, threads)
+        self._session = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         # Whether the head may rank by half its bytes where only the largest logits matter.
         optional = {node.name for node in self._session.get_overridable_initializers()}
         self.ranks_by_halves = "exact_rows" in optional
         self._has_modes = "layer_modes" in optional
-        # Our own products do not mix rows; a graph that has modes has no others.
-        self.rows_agree = self._has_modes
+        # Our own products do not mix rows; a graph that has modes has no others. A device shares
+        # out pages by how many rows there are.
+        self.rows_agree = self._has_modes and device == gpu.PROCESSOR
         self._has_head_rows = "head_rows" in optional
         self._maps = bundle.maps() if "layers.1.map" in optional else {}
+        if device != gpu.PROCESSOR:
+            if not self._has_modes:
+                raise BackendError(
+                    f"{bundle.path} was exported with --linear ort, whose products {device!r} does "
+                    "not run; export it with --linear kvq"
+                )
+            self._maps = {name: _held(array, device) for name, array in self._maps.items()}
 
     @staticmethod
     def missing() -> str | None:
@@ -108,7 +121,7 @@ class OnnxBackend(PagedBackend):
             feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
         feeds |= self._mode_feeds(one_pass.mode)
         try:
-            logits = self._session.run(["logits"], feeds)[0]
+            logits = self._run(feeds)
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
         if one_pass.mode.head_tokens:
@@ -118,7 +131,20 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
-    def _mode_feeds(self, mode: Mode) -> dict[str, NDArray[Any]]:
+    def _run(self, feeds: Mapping[str, Any]) -> NDArray[np.float32]:
+        if self.device == gpu.PROCESSOR:
+            return self._session.run(["logits"], feeds)[0]
+        # Arrays are the host's, values lie on the device; of the results the rows asked for come
+        # back, nothing else.
+        binding = self._session.io_binding()
+        for name, given in feeds.items():
+            value = _held(given, gpu.PROCESSOR) if isinstance(given, np.ndarray) else given
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("logits")
+        self._session.run_with_iobinding(binding)
+        return binding.copy_outputs_to_cpu()[0]
+
+    def _mode_feeds(self, mode: Mode) -> dict[str, Any]:
         """What the graph is told of how much to read; nothing where that is all."""
         if mode == WHOLE:
             return {}
@@ -189,16 +215,40 @@ def session_options(threads: int) -> Any:
     return options
 
 
-def _open(bundle: Bundle, threads: int) -> _InferenceSession:
+def _held(array: NDArray[Any], device: str) -> Any:
+    """The array where a device's nodes read it, once and for all passes."""
+    kind = device if device == "cuda" else "cpu"
+    return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array, kind, 0)
+
+
+def _providers(device: str) -> list[Any]:
+    """ONNX Runtime's, best first. Work that our cache queues between passes keeps its order."""
+    if device != "cuda":
+        return [_CPU]
+    stream = str(devices.opened(device).stream)
+    return [(gpu.PROVIDER, {"device_id": "0", "user_compute_stream": stream}), _CPU]
+
+
+def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
     onnxruntime = import_module("onnxruntime")
     options = session_options(threads)
     path = bundle.model_path
+    on_processor = device == gpu.PROCESSOR
+    library = native.library_path() if on_processor else devices.opened(device).library
+    if device == "cuda":
+        onnxruntime.preload_dlls()  # CUDA's libraries of the wheels that come with it
     try:
-        options.register_custom_ops_library(str(native.library_path()))
+        options.register_custom_ops_library(str(library))
         # Its fallback is the same provider again, and a banner on stdout.
-        return onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+        session = onnxruntime.InferenceSession(
+            path, options, providers=_providers(device), enable_fallback=0
         )
+        if device == "cuda" and gpu.PROVIDER not in session.get_providers():
+            raise BackendError(
+                "onnxruntime finds CUDA's libraries nowhere (cuBLAS, cuDNN, cuFFT, cuRAND): "
+                'pip install "kvq-runtime[cuda]", or use --device cpu'
+            )
+        return session
     except _load_errors() as error:
         raise BundleError(
             f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {_told(error)}; "

@@ -14,6 +14,7 @@ from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime import gpu
 from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionConfig, SessionRequest
@@ -23,6 +24,7 @@ class PagedBackend:
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
     cache_kind: str
+    device = gpu.PROCESSOR
     takes_trees = True
     rows_agree = False  # matrix products of a library, which rounds as it likes
 
@@ -79,7 +81,9 @@ class PagedBackend:
         """See `Backend.open_cache`."""
         assert config.arena is not None
         sensitivity = self.bundle.manifest.sensitivity
-        return Cache(config.arena, sensitivity=sensitivity, engine=self.cache_kind)
+        on_device = self.device != gpu.PROCESSOR
+        engine = self.device if on_device else self.cache_kind
+        return Cache(config.arena, sensitivity=sensitivity, engine=engine)
 
 
 def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:

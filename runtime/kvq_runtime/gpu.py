@@ -1,0 +1,54 @@
+"""Which device a model runs on, and why none but the processor: what `--device` asks for."""
+
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+
+from kvq import devices
+from kvq.errors import BackendError, UsageError
+
+logger = logging.getLogger(__name__)
+
+PROCESSOR = "cpu"
+DEVICES = (PROCESSOR, "cuda", "auto")
+PROVIDER = "CUDAExecutionProvider"
+
+
+def chosen(asked: str) -> str:
+    """`cpu` or a device that can be used, as `asked`; `auto` takes a GPU where there is one.
+
+    Raises `UsageError` for an unknown name and `BackendError` with the reason for a device that
+    was named and cannot be used. The device `emulated` is there for tests.
+    """
+    if asked == PROCESSOR:
+        return PROCESSOR
+    if asked not in (*DEVICES, *devices.LIBRARIES):
+        raise UsageError(f"--device {asked!r} is not known; choose {', '.join(DEVICES)}")
+    name = "cuda" if asked == "auto" else asked
+    reason = why_not(name)
+    if not reason:
+        return name
+    if asked != "auto":
+        raise BackendError(f"{reason}; --device cpu runs on the processor")
+    # A machine without a GPU is nothing to be warned of, one whose GPU stays idle is.
+    level = logging.WARNING if not devices.driver_missing() else logging.INFO
+    logger.log(level, "running on the processor: %s", reason)
+    return PROCESSOR
+
+
+def why_not(name: str = "cuda") -> str:
+    """Why models cannot run on the device; empty if they can."""
+    reason = _why_no_provider() if name == "cuda" else ""
+    return devices.why_not(name) or (reason and f"the device {name!r} cannot be used: {reason}")
+
+
+def _why_no_provider() -> str:
+    if find_spec("onnxruntime") is None:
+        return 'onnxruntime is not installed; pip install "kvq-runtime[cuda]"'
+    onnxruntime = import_module("onnxruntime")
+    if PROVIDER in onnxruntime.get_available_providers():
+        return ""
+    return (
+        f"onnxruntime {onnxruntime.__version__} here knows no CUDA; pip uninstall onnxruntime and "
+        'pip install "kvq-runtime[cuda]"'
+    )

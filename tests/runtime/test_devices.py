@@ -1,0 +1,170 @@
+"""A model on a device: the engine runs through it, on an emulated one; refusals by name."""
+
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emulated import emulated_library
+from kvq import devices, native
+from kvq.errors import BackendError, UsageError
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_runtime import gpu
+from kvq_runtime.backends import WHOLE, Mode, forward_chain
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
+from shelf import Shelf
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+TEXT = np.random.default_rng(3).integers(6, 300, 145)
+# Logits against exact arithmetic over the processor's cache: a device rounds activations to float16
+# (a processor to 8 bits: 0.03), and what meets a page's codes.
+DISTANCE = {"fp": 0.005, "8:8": 0.01, "4:2": 0.04}
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(shelf: Shelf) -> None:
+    emulated_library(shelf)
+
+
+@pytest.fixture(scope="module")
+def bundle(shelf: Shelf) -> Path:
+    return shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(bits=8)))
+
+
+def logits_of(path: Path, kv: str, **engine: str) -> np.ndarray:
+    """Of a text in pieces: a chunk that closes pages, some tokens, one."""
+    with Engine.open(path, threads=1, **engine) as opened, opened.session(kv=kv) as session:
+        cache = session.sequence.cache
+        parts = np.split(TEXT, [128, 140, 141])
+        return np.concatenate(
+            [forward_chain(opened.backend, cache, ids, np.arange(len(ids))) for ids in parts]
+        )
+
+
+def far(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.sqrt(np.square(one - other).mean() / np.square(other).mean()))
+
+
+@pytest.mark.parametrize("kv", DISTANCE)
+def test_logits_are_those_of_exact_arithmetic(kv: str, bundle: Path) -> None:
+    got = logits_of(bundle, kv, device="emulated")
+    want = logits_of(bundle, kv, backend="float")
+    assert far(got, want) < DISTANCE[kv]
+    assert (got.argmax(axis=1) == want.argmax(axis=1)).mean() > 0.95
+
+
+def test_passes_that_read_less_do_so_on_a_device(bundle: Path) -> None:
+    modes = [Mode(view="hi"), Mode(skipped=(1,)), Mode(head_tokens=100), WHOLE]
+    found = []
+    for engine in ({"device": "emulated"}, {"backend": "float"}):
+        with (
+            Engine.open(bundle, threads=1, **engine) as opened,
+            opened.session(kv="8:8", predict="50%") as session,
+        ):
+            session.prefill(TEXT[:100].tolist())  # the second layer is predicted
+            with session.sequence.branch() as branch:
+                for mode in modes:
+                    session.sequence.run(branch.extend([7, 8], mode=mode))
+                    found.append(np.where(np.isinf(branch.logits), 0, branch.logits))
+                    branch.rewind(0)
+    for got, want in zip(found[: len(modes)], found[len(modes) :], strict=True):
+        assert far(got, want) < 0.05
+    assert far(found[0], found[3]) > 0.05
+
+
+def test_a_session_goes_on_on_the_other_device(bundle: Path, tmp_path: Path) -> None:
+    def told(begin_on: str, go_on_on: str) -> list[int]:
+        file = tmp_path / begin_on
+        with Engine.open(bundle, device=begin_on) as one, one.session(kv="8:8") as session:
+            session.prefill(TEXT[:120].tolist())
+            session.save(file)
+        with Engine.open(bundle, device=go_on_on) as other, other.session(kv="8:8") as session:
+            session.load(file)
+            return [step.token for step in session.generate(max_tokens=3, sampling=GREEDY)]
+
+    assert told("cpu", "emulated") == told("emulated", "cpu")
+
+
+def test_two_sessions_share_passes_of_a_device(bundle: Path) -> None:
+    with Engine.open(bundle, device="emulated") as engine:
+        alone = [
+            engine.complete(text, 3, session={"kv": "8:8"}, sampling=GREEDY)
+            for text in ("The quick", "def add(")
+        ]
+        assert alone == [
+            engine.complete(text, 3, session={"kv": "8:8"}, sampling=GREEDY)
+            for text in ("The quick", "def add(")
+        ]
+        assert not engine.backend.rows_agree
+
+
+def test_a_device_that_cannot_be_used_is_refused_with_the_reason(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match="choose cpu, cuda, auto"):
+        Engine.open(bundle, device="tpu")
+    with pytest.raises(BackendError, match="onnx backend alone"):
+        Engine.open(bundle, device="emulated", backend="float")
+    monkeypatch.setattr(devices, "DRIVER", "libno-driver.so")
+    devices.opened.cache_clear()
+    with pytest.raises(BackendError, match=r"no NVIDIA driver: .* --device cpu"):
+        Engine.open(bundle, device="cuda")
+    with caplog.at_level(logging.INFO), Engine.open(bundle, device="auto") as engine:
+        assert engine.backend.device == "cpu"
+    assert "running on the processor: the device 'cuda' cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        ({"init": 100}, "the NVIDIA driver finds no GPU: no such"),
+        ({"count": 0}, "the NVIDIA driver finds no GPU"),
+        ({"version": 11080}, "too old: it runs CUDA 11.8, kvq needs 12.0 or newer"),
+        ({}, ""),
+    ],
+    ids=["no-device", "none", "old", "usable"],
+)
+def test_the_driver_is_asked(
+    driver: dict[str, int], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    told = {"init": 0, "count": 1, "version": 13000} | driver
+    library = tmp_path / "libcuda.so.1"
+    source = f"""
+        int cuInit(unsigned flags) {{ (void)flags; return {told["init"]}; }}
+        int cuDeviceGetCount(int* n) {{ *n = {told["count"]}; return 0; }}
+        int cuDriverGetVersion(int* version) {{ *version = {told["version"]}; return 0; }}
+        int cuGetErrorString(int e, const char** s) {{ (void)e; *s = "no such"; return 0; }}
+    """
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
+    subprocess.run(command, input=source, text=True, check=True)
+    monkeypatch.setattr(devices, "DRIVER", str(library))
+    found = devices.driver_missing()
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_library_of_another_version_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libkvq_cuda.so").write_bytes(b"no library")
+    monkeypatch.setenv("KVQ_EMULATED_LIBRARY", str(tmp_path / "libkvq_cuda.so"))
+    devices.opened.cache_clear()
+    assert "file too short" in devices.why_not("emulated") or "ELF" in devices.why_not("emulated")
+    devices.opened.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_the_emulator_gives(bundle: Path) -> None:
+    if reason := gpu.why_not():
+        pytest.skip(reason)
+    for kv, distance in DISTANCE.items():
+        got = logits_of(bundle, kv, device="cuda")
+        assert far(got, logits_of(bundle, kv, device="emulated")) < distance
