@@ -33,6 +33,10 @@ struct Dim3 {
 
 constexpr int kWarp = 32;
 
+struct alignas(16) Quad {
+    uint32_t words[4];
+};
+
 class Emulator {
 public:
     static Emulator& now() {
@@ -249,6 +253,19 @@ inline float mul(float a, float b) {
 inline float divide(float a, float b) {
     return a / b;
 }
+inline float fma_once(float a, float b, float c) {
+    return std::fma(a, b, c);
+}
+inline int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(int32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 inline float root(float x) {
     return std::sqrt(x);
 }
@@ -272,6 +289,22 @@ inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
             sum += static_cast<double>(half_of(x, k % 2)) * half_of(y, k % 2);
         }
         c[i] = static_cast<float>(sum);
+    }
+}
+
+// That of mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: lane 4g + t holds of A rows g and g + 8
+// at columns 4t to 4t + 3 and sixteen further, of B those rows of column g, of C as above.
+inline void mma(int32_t* c, const uint32_t* a, const uint32_t* b) {
+    uint32_t mine[6], all[kWarp][8];
+    std::memcpy(mine, a, 16);
+    std::memcpy(mine + 4, b, 8);
+    const int lane = static_cast<int>(Emulator::now().exchange(mine, 6, all));
+    const auto byte_of = [](uint32_t word, int i) { return int8_t(word >> 8 * i); };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; k++)
+            c[i] += byte_of(all[row % 8 * 4 + k % 16 / 4][(row >= 8) + k / 16 * 2], k % 4) *
+                    byte_of(all[column * 4 + k % 16 / 4][4 + k / 16], k % 4);
     }
 }
 

@@ -31,10 +31,6 @@ struct TileRoom {
     alignas(16) uint8_t stages[kStages][kStageBytes];  // sides of keys, of values, grids
 };
 
-struct alignas(16) Quad {
-    uint32_t words[4];
-};
-
 struct Tile {
     int kv_head, first_row, rows;  // of the KV head's rows, all of them
     int first_token, last_token;
