@@ -57,13 +57,14 @@ KVQ_DEVICE bool any_lane(bool x) {
     return __any_sync(kAllLanes, x);
 }
 
-// Sixteen bytes on their way to shared memory. They are there for the thread that asked once no
+// 8 or 16 bytes on their way to shared memory. They are there for the thread that asked once no
 // more than so many of its groups of copies are awaited.
+template <int Bytes>
 KVQ_DEVICE void copy_ahead(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-                 "l"(global)
-                 : "memory");
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (Bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
 }
 KVQ_DEVICE void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -4,21 +4,12 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "linear_tiles.h"
+#include "memory.h"
 #include "pack.h"
 #include "tiles.h"
 
 namespace kvq::cuda {
 namespace {
-
-#ifdef __CUDACC__
-int outcome() {
-    return static_cast<int>(cudaGetLastError());
-}
-#else
-int outcome() {
-    return KVQ_OK;
-}
-#endif
 
 constexpr int kFewRows = 16;  // of a KV head, for which no block of 64 rows is worth its while
 
@@ -29,7 +20,7 @@ int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* st
     const int step = tiled ? kTileRows : kRows;
     const Dim3 grid{a.splits, (rows + step - 1) / step, a.kv_heads};
     if (tiled) launch(attend_tiles<Dim>, grid, kTileThreads, sizeof(TileRoom<Dim>), stream, a, s);
-    else launch(attend<Dim>, grid, kThreads, 0, stream, a, s);
+    else launch(attend<Dim>, grid, kThreads, sizeof(AttendRoom<Dim>), stream, a, s);
     if (!tiled || a.splits > 1)
         launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
     return outcome();
@@ -58,6 +49,14 @@ void multiply(const kvq_cuda_linear& c, void* stream) {
 using namespace kvq::cuda;
 
 extern "C" {
+
+#ifndef __CUDACC__
+// For proofs that no result depends on the order in which threads run: Emulator::take_turns.
+KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
+    Emulator::now().take_turns(order);
+    return KVQ_OK;
+}
+#endif
 
 KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
                               const kvq_cuda_sequence* sequence, void* stream) {

@@ -91,15 +91,15 @@ KVQ_DEVICE void stage_block(const kvq_cuda_linear& c, const LinearRoom& room, in
         const uint8_t* from = c.panels + min(first_panel + panel, panels - 1) * room.panel_bytes +
                               plane * (room.plane_bytes + room.scale_bytes) +
                               int64_t{block} * room.block * kPanelRows / 2;
-        copy_ahead(stage + 16 * i, from + 16 * (i % pieces));
+        copy_ahead<16>(stage + 16 * i, from + 16 * (i % pieces));
     }
     uint8_t* levels = stage + room.planes * room.plane_room();
     const int64_t columns = int64_t{(c.columns + c.block - 1) / c.block} * c.block;
     for (int i = thread_index(); i < kTileTokens * room.block / 16; i += kLinearThreads) {
         const int token = i / (room.block / 16), piece = i % (room.block / 16);
         const int from = min(block_index().x * kTileTokens + token, c.tokens - 1);
-        copy_ahead(levels + token * room.level_stride + 16 * piece,
-                   c.levels + from * columns + int64_t{block} * room.block + 16 * piece);
+        copy_ahead<16>(levels + token * room.level_stride + 16 * piece,
+                       c.levels + from * columns + int64_t{block} * room.block + 16 * piece);
     }
 }
 
