@@ -32,9 +32,7 @@ TEXT = prompt(150)
 @pytest.fixture(params=FAMILIES, scope="module")
 def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
     case, keys = str(request.param), dict[str, Any](FAMILIES[request.param])
-    source = shelf.once(
-        "source", (case, keys), lambda path: make_checkpoint(case, path, **keys)
-    )
+    source = shelf.once("source", (case, keys), lambda path: make_checkpoint(case, path, **keys))
     return shelf.exported(source, ExportOptions(quality=False, weights=WeightFormat(bits=8)))
 
 
@@ -75,7 +73,9 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     config = opened.config
     first = config.num_layers - 1
-    weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][first]
+    weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][
+        first
+    ]
     kept = slice(config.num_heads * config.head_dim, None)
     own = opened.read_weight(f"layers.{first}.qkv", kept)
     np.testing.assert_allclose(weights, own, atol=2e-4)

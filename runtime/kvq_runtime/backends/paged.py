@@ -30,7 +30,7 @@ class PagedBackend:
         self.model = _facts(bundle)
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self.bundle = bundle
-        self._threads = threads
+        self.threads = threads
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
@@ -73,7 +73,7 @@ class PagedBackend:
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        return _config(self.bundle, request, self._threads)
+        return _config(self.bundle, request, self.threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""
