@@ -26,7 +26,7 @@ from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.hunks import common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
-from kvq_runtime.staleness import Ages, EditCounts, Staleness
+from kvq_runtime.staleness import Ages, EditCounts, Staleness, next_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +213,20 @@ class Sequence(Generic[C]):
         self.append(ids[shared:])
         return len(ids) - len(self.due())
 
-    def edit(self, start: int, stop: int, new_ids: Ids, *, reencode_tail: int = 1) -> int:
+    def edit(
+        self,
+        start: int,
+        stop: int,
+        new_ids: Ids,
+        *,
+        reencode_next: int | None = None,
+        reencode_tail: int = 1,
+    ) -> int:
         """Replaces tokens `start` to `stop` by `new_ids`; how many tokens are kept as computed.
 
-        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids` and the
-        last `reencode_tail` tokens of the text are pending afterwards, and no model runs here.
+        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids`, the next
+        `reencode_next` tokens and the last `reencode_tail` of the text are pending afterwards, and
+        no model runs here. `reencode_next` None: as `next_tokens` says.
         Several edits are made one after the other in the text as it then is, or from the last
         place to the first; what is pending is encoded left to right. Where the cache cannot move
         what follows, that is pending too: `edit_counts` tells, and a line in the log says why.
@@ -236,7 +245,9 @@ class Sequence(Generic[C]):
         if start == stop and not new:
             return held - self._staleness.missing
         behind = self._tokens[stop:]
-        if stop >= held or not self._moved(start, stop, len(new)):
+        wanted = next_tokens(stop - start, len(new)) if reencode_next is None else reencode_next
+        again = min(max(wanted, 0), len(behind))
+        if stop + again >= held or not self._moved(start, stop, len(new), again):
             self.keep(start)
         self._rewrite(start, [*new, *behind])
         last = max(0, len(self._tokens) - max(reencode_tail, 0))
@@ -257,8 +268,11 @@ class Sequence(Generic[C]):
             for start, stop in reversed(runs):
                 self._open(start, stop)
 
-    def _moved(self, start: int, stop: int, count: int) -> bool:
-        """Whether what follows an edit in the middle of what is cached was kept and moved."""
+    def _moved(self, start: int, stop: int, count: int, again: int) -> bool:
+        """Whether what follows an edit in the middle of what is cached was kept and moved.
+
+        But for the next `again` tokens, which leave a gap as the `count` new ones do.
+        """
         self._edits[0] += 1
         self._edits[1] += count
         reason = self.cache.why_not_edit()
@@ -267,11 +281,11 @@ class Sequence(Generic[C]):
         held = self.cache.tokens
         try:
             if reason is None:
-                self.cache.edit(start, stop, count)
+                self.cache.edit(start, stop + again, count + again)
         except CacheError as error:
             reason = str(error)
         if reason is None:
-            self._staleness.edited(start, stop, count, held)
+            self._staleness.edited(start, stop + again, count + again, held)
             return True
         self._edits[2] += 1
         logger.info("an edit computes %d tokens behind it again: %s", held - stop, reason)

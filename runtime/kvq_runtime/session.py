@@ -174,13 +174,24 @@ class Session(Generic[C]):
         self._meter.prompt(len(ids))
         return cached
 
-    def edit(self, start: int, stop: int, new_ids: Sequence[int], *, reencode_tail: int = 1) -> int:
+    def edit(
+        self,
+        start: int,
+        stop: int,
+        new_ids: Sequence[int],
+        *,
+        reencode_next: int | None = None,
+        reencode_tail: int = 1,
+    ) -> int:
         """Replaces tokens `start` to `stop`; how many tokens are kept as computed.
 
-        Only metadata changes: `new_ids` and the last `reencode_tail` tokens are pending, and
-        `prefill()` or the next answer runs them. See `Sequence.edit` for the rest.
+        Only metadata changes: `new_ids`, the next `reencode_next` tokens and the last
+        `reencode_tail` of the text are pending, and `prefill()` or the next answer runs them. See
+        `Sequence.edit` for the rest, and for the default.
         """
-        kept = self.sequence.edit(start, stop, new_ids, reencode_tail=reencode_tail)
+        kept = self.sequence.edit(
+            start, stop, new_ids, reencode_next=reencode_next, reencode_tail=reencode_tail
+        )
         self._prompt_end = len(self.sequence)
         self._meter.prompt(self.pending_tokens)
         return kept

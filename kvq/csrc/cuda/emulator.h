@@ -20,6 +20,8 @@
 #define KVQ_DEVICE static inline
 #define KVQ_DEVICE_MEMBER inline
 #define KVQ_SHARED static
+#define KVQ_DYNAMIC_SHARED(name) uint8_t* const name = ::kvq::cuda::Emulator::now().shared()
+#define KVQ_UNROLL
 
 namespace kvq::cuda {
 
@@ -38,9 +40,11 @@ public:
         return emulator;
     }
 
-    void launch(Dim3 grid, int threads, const std::function<void()>& kernel) {
+    void launch(Dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
         grid_size = grid;
+        shared_.assign(shared_bytes / sizeof(Line), Line{});
+        std::memset(static_cast<void*>(shared_.data()), 0xff, shared_bytes);
         fibers_.resize(static_cast<size_t>(threads));
         for (block.z = 0; block.z < grid.z; block.z++)
             for (block.y = 0; block.y < grid.y; block.y++)
@@ -65,6 +69,20 @@ public:
         return static_cast<uint32_t>(current_ - first);
     }
 
+    // A copy is made when it is waited for, not before.
+    void copy(void* to, const void* from) { fibers_[current_].copies.push_back({to, from}); }
+    void commit() { fibers_[current_].groups.push_back(fibers_[current_].copies.size()); }
+    void wait_copies(size_t awaited) {
+        Fiber& own = fibers_[current_];
+        if (own.groups.size() <= awaited) return;
+        const size_t last = own.groups.size() - awaited - 1, done = own.groups[last];
+        for (size_t i = 0; i < done; i++) std::memcpy(own.copies[i].to, own.copies[i].from, 16);
+        own.copies.erase(own.copies.begin(), own.copies.begin() + static_cast<int64_t>(done));
+        own.groups.erase(own.groups.begin(), own.groups.begin() + static_cast<int64_t>(last) + 1);
+        for (size_t& group : own.groups) group -= done;
+    }
+
+    uint8_t* shared() { return reinterpret_cast<uint8_t*>(shared_.data()); }
     int thread() const { return static_cast<int>(current_); }
     int threads() const { return static_cast<int>(fibers_.size()); }
     Dim3 block, grid_size;
@@ -76,6 +94,12 @@ private:
         Waits waits;
         size_t exchanges;
         uint32_t words[2][8];
+        struct Copy {
+            void* to;
+            const void* from;
+        };
+        std::vector<Copy> copies;
+        std::vector<size_t> groups;  // where each group of copies ends
         std::vector<char> stack = std::vector<char>(128 << 10);
     };
 
@@ -94,6 +118,8 @@ private:
             makecontext(&fiber.context, enter, 0);
             fiber.waits = Waits::kNothing;
             fiber.exchanges = 0;
+            fiber.copies.clear();
+            fiber.groups.clear();
         }
         while (step()) {}
     }
@@ -126,6 +152,10 @@ private:
         return true;
     }
 
+    struct alignas(16) Line {
+        uint8_t bytes[16];
+    };
+    std::vector<Line> shared_;
     const std::function<void()>* kernel_ = nullptr;
     std::vector<Fiber> fibers_;
     size_t current_ = 0;
@@ -161,6 +191,25 @@ inline float shuffle_from(float x, int lane) {
 
 inline float shuffle_xor(float x, int mask) {
     return shuffle_from(x, thread_index() % kWarp ^ mask);
+}
+
+inline bool any_lane(bool x) {
+    uint32_t word = x, words[kWarp][8];
+    Emulator::now().exchange(&word, 1, words);
+    for (const auto& lane : words)
+        if (lane[0]) return true;
+    return false;
+}
+
+inline void copy_ahead(void* shared, const void* global) {
+    Emulator::now().copy(shared, global);
+}
+inline void commit_copies() {
+    Emulator::now().commit();
+}
+template <int Awaited>
+inline void wait_copies() {
+    Emulator::now().wait_copies(Awaited);
 }
 
 inline float half_value(uint16_t h) {
@@ -226,8 +275,10 @@ inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
     }
 }
 
-}  // namespace kvq::cuda
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared_bytes, void*,
+            const Arguments&... arguments) {
+    Emulator::now().launch(grid, threads, shared_bytes, [&] { kernel(arguments...); });
+}
 
-#define KVQ_LAUNCH(kernel, grid, threads, stream, ...) \
-    (static_cast<void>(stream),                        \
-     ::kvq::cuda::Emulator::now().launch(grid, threads, [&] { kernel(__VA_ARGS__); }))
+}  // namespace kvq::cuda

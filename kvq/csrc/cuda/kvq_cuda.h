@@ -23,17 +23,22 @@ typedef struct {
     int32_t tokens;
     int32_t view_count, most_columns;
     int32_t tail_rows,
-        tail_stride; /* float16 rows to attend to, the pass's own last; rows there is room for */
-    int32_t turns;   /* distinct shifts of pages */
+        tail_stride;   /* float16 rows to attend to, the pass's own last; rows there is room for */
+    int32_t turns;     /* sets of queries beside those as they are: of distinct shifts */
+    int32_t row_turns; /* the first of them, for rows of the tail that have moved */
+    int32_t tiles;     /* visits to up to 64 of the tail's rows */
+    int32_t hi_view;   /* 1: wider sides than 4 bits are read by their hi plane */
     int64_t pool_bytes, constant_bytes, granule_bytes;
     const uint8_t* pool;
-    const void* entries;               /* Entry [kv_heads, most_columns] of format.h */
-    const void* views;                 /* View [view_count] */
-    const int32_t* turn_of_view;       /* [view_count] */
-    const int32_t* deltas;             /* [turns]: how far the pages of a turn have moved */
-    const uint8_t* forms;              /* [kv_heads] */
+    const void* entries;         /* Entry [kv_heads, most_columns] of format.h */
+    const void* views;           /* View [view_count] */
+    const int32_t* turn_of_view; /* [view_count] */
+    const int32_t* deltas;       /* [turns]: how far what meets a turn has moved */
+    const int32_t* tile_rows;    /* [tiles]: the tile of 64 rows a visit reads */
+    const int32_t* tile_turns;   /* [tiles]: the turn its rows meet, -1: queries as they are */
+    const uint8_t* forms;        /* [kv_heads] */
     uint16_t *tail_keys, *tail_values; /* float16 [kv_heads, tail_stride, head_dim] */
-    const uint64_t* tail_masks;        /* [tokens, ceil(tail_rows / 64)]: rows that a token sees */
+    const uint64_t* tail_masks;        /* [tokens, tiles]: rows that a token sees */
     const float* qkv;                  /* [tokens, (heads + 2 kv_heads) * head_dim] */
     const int64_t* positions;          /* [tokens] */
     const float* inv_freq;             /* [rotary_pairs] */
@@ -44,9 +49,12 @@ typedef struct {
     float* out;      /* [tokens, heads * head_dim] */
 } kvq_cuda_sequence;
 
-/* Turns queries and keys, writes keys and values to the last `tokens` of the tail's rows, attends,
-   joins the splits. `sequence` is the host's. 0, or an error of CUDA's; KVQ_BAD_ARGUMENT for a
-   head_dim without a kernel. */
+/* Writes keys, turned, and values to the last `tokens` of the tail's rows. `sequence` is the
+   host's, here and below. */
+int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                   void* stream);
+/* Likewise, and turns queries, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
+   kernel: 64, 80, 96, 128 and 256 have one. */
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 
