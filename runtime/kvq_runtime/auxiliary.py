@@ -64,8 +64,7 @@ class Reader:
             context_tokens=context_tokens,
             kv_budget=Budget(tokens=context_tokens),
         )
-        owner: Backend[Any] = backend
-        self.sequence = Sequence(owner, owner.session_config(request))
+        self.sequence = Sequence(backend, backend.session_config(request))
 
     def reading(self, ids: Ids[int]) -> Work[Any, float]:
         """Becomes `ids`, computing what it does not hold of them; seconds that took."""
@@ -126,7 +125,7 @@ class Auxiliary:
         return self.sequence.cache.budget_bytes
 
     @property
-    def sequence(self) -> Sequence[Any]:
+    def sequence(self) -> Sequence[Cache]:
         """The text as far as the auxiliary model has read it."""
         return self._reader.sequence
 

@@ -4,8 +4,12 @@ Knows no engine.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_READ
@@ -14,14 +18,15 @@ from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles
+from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 
-class PagedBackend:
+class PagedBackend(ABC):
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
+    name: str
     cache_kind: str
     takes_trees = True
     rows_agree = False  # matrix products of a library, which rounds as it likes
@@ -31,6 +36,14 @@ class PagedBackend:
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self.bundle = bundle
         self.threads = threads
+
+    @abstractmethod
+    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Backend.close`."""
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
