@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from emulated import SOURCE, emulated_library
 from kvq import reference, reference_linear
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import PanelFormat
 from shelf import Shelf
 
-SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
 ENTRY = np.dtype(
     [("granule", "<u4", 8), ("constants", "<u4"), ("k_bits", "u1"), ("v_bits", "u1"),
      ("peak", "u1"), ("mean", "u1")]
@@ -85,17 +85,7 @@ def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
 
 @pytest.fixture(scope="module")
 def library(shelf: Shelf) -> ctypes.CDLL:
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed")
-
-    def build(path: Path) -> None:
-        flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
-        command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
-        subprocess.run(command, check=True)
-
-    folder = SOURCE.parent
-    contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    return ctypes.CDLL(str(shelf.once("libkvq_cuda_emulated.so", contents, build)))
+    return ctypes.CDLL(str(emulated_library(shelf)))
 
 
 class Case(NamedTuple):

@@ -4,21 +4,12 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "linear.h"
+#include "memory.h"
 #include "pack.h"
 #include "tiles.h"
 
 namespace kvq::cuda {
 namespace {
-
-#ifdef __CUDACC__
-int outcome() {
-    return static_cast<int>(cudaGetLastError());
-}
-#else
-int outcome() {
-    return KVQ_OK;
-}
-#endif
 
 constexpr int kFewRows = 16;  // of a KV head, for which no block of 64 rows is worth its while
 

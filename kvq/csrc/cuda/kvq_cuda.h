@@ -10,6 +10,37 @@
 extern "C" {
 #endif
 
+/* Every call returns a kvq_status of kvq.h; of KVQ_DEVICE_FAILED this is the reason, until the
+   thread's next call that fails. */
+const char* kvq_cuda_error(void);
+int kvq_cuda_abi(void); /* KVQ_ABI of kvq.h as this library was compiled */
+
+typedef struct {
+    char name[128];
+    int64_t memory_bytes, free_bytes;
+    int32_t capability; /* 90: sm_90 */
+    int32_t units;      /* multiprocessors */
+    int32_t on_host;    /* 1: the emulator, whose memory is the host's */
+    void* stream;       /* made by kvq_cuda_open, for everything, in order */
+} kvq_cuda_device;
+/* The first device. */
+int kvq_cuda_open(kvq_cuda_device* device);
+
+/* Memory is not cleared. KVQ_NO_MEMORY: there is not so much. */
+int kvq_cuda_allocate(int64_t bytes, void** memory);
+void kvq_cuda_free(void* memory);
+/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and device.
+   The host's memory may be used again on return. */
+int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
+                  int64_t rows, void* stream);
+int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
+/* Until what was queued is done. */
+int kvq_cuda_wait(void* stream);
+
+/* ONNX Runtime asks the library for RegisterCustomOps; `add(options, base, user)` answers. */
+typedef void* (*kvq_cuda_add_ops)(void* options, const void* base, void* user);
+void kvq_cuda_set_ops(kvq_cuda_add_ops add, void* user);
+
 typedef struct {
     int32_t heads, kv_heads, head_dim, rotary_pairs;
     float scale, softcap, rope_factor, norm_eps;
