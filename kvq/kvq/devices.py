@@ -18,8 +18,8 @@ from kvq.settings import environment
 # its library is the file that KVQ_EMULATED_LIBRARY names.
 LIBRARIES = {"cuda": "libkvq_cuda.so", "emulated": "libkvq_cuda_emulated.so"}
 DRIVER = "libcuda.so.1"
-# The oldest CUDA whose driver runs what nvcc of 12.0 and later makes.
-OLDEST_DRIVER = 12_000
+# The CUDA that the library and onnxruntime-gpu are made with, as a driver tells its version.
+OLDEST_DRIVER = 13_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

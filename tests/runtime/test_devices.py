@@ -125,7 +125,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(
     [
         ({"init": 100}, "the NVIDIA driver finds no GPU: no such"),
         ({"count": 0}, "the NVIDIA driver finds no GPU"),
-        ({"version": 11080}, "too old: it runs CUDA 11.8, kvq needs 12.0 or newer"),
+        ({"version": 11080}, "too old: it runs CUDA 11.8, kvq needs 13.0 or newer"),
         ({}, ""),
     ],
     ids=["no-device", "none", "old", "usable"],

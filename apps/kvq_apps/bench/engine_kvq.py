@@ -20,6 +20,7 @@ from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.attention_graph import AttentionGraph
 from kvq_apps.bench.engines import (
     OURS,
+    OURS_ON_CUDA,
     OURS_ON_HALVES,
     OURS_ON_ORT,
     Setting,
@@ -28,6 +29,7 @@ from kvq_apps.bench.engines import (
 )
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
+from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, plain_rows
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -38,15 +40,16 @@ class KvqEngine:
 
     name = OURS
     _mode = WHOLE
+    _device = gpu.PROCESSOR
 
     def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
         name = "onnx" if missing("onnx") is None else "reference"
-        self._backend = open_backend(name, bundle, threads=threads)
+        self._backend = open_backend(name, bundle, threads=threads, device=self._device)
         self._attention: AttentionGraph | None = None
-        if name == "onnx":
+        if name == "onnx" and self._device == gpu.PROCESSOR:
             self._attention = AttentionGraph(bundle, threads=threads)
 
     @staticmethod
@@ -59,7 +62,9 @@ class KvqEngine:
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
         sensitivity = self._bundle.manifest.sensitivity
-        cache = Cache(arena, sensitivity=sensitivity, engine=self._backend.cache_kind)
+        on_device = self._device != gpu.PROCESSOR
+        engine = self._device if on_device else self._backend.cache_kind
+        cache = Cache(arena, sensitivity=sensitivity, engine=engine)
         fill(cache, self._bundle.config, depth)
         return KvqSequence(
             self._backend,
@@ -111,6 +116,13 @@ class KvqOnHalvesEngine(KvqEngine):
     def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
         super().__init__(bundle, threads=threads, settings=settings)
         self._backend.check_mode(self._mode)
+
+
+class KvqOnCudaEngine(KvqEngine):
+    """The same on a GPU; attention alone is not timed there."""
+
+    name = OURS_ON_CUDA
+    _device = "cuda"
 
 
 def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
@@ -175,7 +187,9 @@ class KvqSequence:
         self._changed = False
 
     def attend(self, rows: int) -> bool:
-        if rows > self._cache.chunk_tokens:
+        # What a device attends to lies there; a call of its own would time the way.
+        elsewhere = getattr(self._cache.engine, "device", gpu.PROCESSOR) != gpu.PROCESSOR
+        if rows > self._cache.chunk_tokens or elsewhere:
             return False
         qkv = self._layers.random_rows(rows)
         self._begin(rows)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError
+from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
 
 OURS = "kvq"
@@ -20,16 +21,19 @@ OURS = "kvq"
 OURS_ON_ORT = "kvq (MatMulNBits)"
 # Ours, of 8-bit weights the upper nibbles alone.
 OURS_ON_HALVES = "kvq (upper nibbles)"
+# Ours on a GPU.
+OURS_ON_CUDA = "kvq (cuda)"
 # By what `--linear` calls them.
 OWN = {"kvq": OURS, "ort": OURS_ON_ORT, "hi": OURS_ON_HALVES}
 ENGINES = {
     OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
     OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
     OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
+    OURS_ON_CUDA: "kvq_apps.bench.engine_kvq:KvqOnCudaEngine",
     "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
 }
-PEERS = tuple(name for name in ENGINES if name not in OWN.values())
+PEERS = tuple(name for name in ENGINES if name not in (*OWN.values(), OURS_ON_CUDA))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,11 +154,16 @@ def own_engine(files: ModelFiles) -> str:
     return OURS if files.has_onnx else "llama.cpp"
 
 
-def own_engines(files: ModelFiles, linear: Sequence[str]) -> tuple[str, ...]:
+def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[str, ...]:
     """Ours with each of the operators `linear`; none given: with the one of these files.
 
-    Raises `UsageError` for what these files cannot give.
+    `device` as in `gpu.chosen`. Raises `UsageError` for what these files cannot give, and
+    `BackendError` for a device that cannot be used.
     """
+    if gpu.chosen(device) != gpu.PROCESSOR:
+        if linear or not files.has_onnx:
+            raise UsageError("--device cuda measures bundles, and takes no --linear")
+        return (OURS_ON_CUDA,)
     for name in linear:
         if name not in OWN:
             raise UsageError(f"--linear {name} is not possible: choose kvq, ort or hi")

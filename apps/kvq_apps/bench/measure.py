@@ -73,6 +73,7 @@ class SpeedJob:
     repeat: int = 7
     prefill_tokens: int = 256
     prefill_limit_s: float = 60.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
@@ -184,7 +185,7 @@ def measure(
     bandwidth = read_bandwidth(threads)
     with ExitStack() as stack:
         named = [
-            *((name, name, files) for name in own_engines(files, job.linear)),
+            *((name, name, files) for name in own_engines(files, job.linear, job.device)),
             *((own_width(other), OURS, other) for other in beside),
             *((name, name, files) for name in job.peers),
         ]

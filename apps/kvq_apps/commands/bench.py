@@ -24,7 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     flags.add_flags(
-        parser, "model", "offline", "context",
+        parser, "model", "device", "offline", "context",
+        device="suite speed: device to run ours on: %(choices)s (default: cpu)",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
     )  # fmt: skip
     flags.add_flags(parser, "shape")
@@ -85,6 +86,8 @@ def run(arguments: Namespace) -> int:
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
+    if arguments.suite in suites:
+        _refuse(arguments, "device")
     return suites.get(arguments.suite, _run_speed)(arguments)
 
 
@@ -343,6 +346,7 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
             repeat="repeat",
             prefill_tokens="prefill",
             prefill_limit_s="prefill-limit",
+            device="device",
         ),
     )
 

@@ -15,7 +15,8 @@ from kvq_apps import flags, options, output
 from kvq_apps.owners import filled
 
 PACKAGES = (
-    "numpy", "onnxruntime", "llama-cpp-python", "tokenizers", "onnx-ir", "ml-dtypes",
+    "numpy", "onnxruntime", "onnxruntime-gpu", "llama-cpp-python", "tokenizers", "onnx-ir",
+    "ml-dtypes",
     "llguidance", "huggingface-hub", "starlette", "uvicorn", "textual", "markdown-it-py",
     "pygments",
 )  # fmt: skip
@@ -68,6 +69,7 @@ def _report(arguments: Namespace) -> dict[str, Any]:
         "runs": runs,
         "backends": {name: backends.missing(name) or "ok" for name in backends.PREFERENCE},
         "device": asdict(device.probe()),
+        "gpu": _gpu(),
         "huge_pages": huge_pages.state(),
         "threads": device.default_threads(),
         "model": _model(arguments),
@@ -120,6 +122,18 @@ def _native(path: Path | None) -> dict[str, Any]:
         "kernels": native.isa(),
         "kernels_available": native.isas(),
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """What `--device cuda` runs on, or why it cannot."""
+    from kvq import devices
+    from kvq_runtime import gpu
+
+    if reason := gpu.why_not("cuda"):
+        return {"usable": False, "reason": reason}
+    found = devices.opened("cuda")
+    shown = ("name", "capability", "memory_bytes", "free_bytes", "library")
+    return {"usable": True} | {key: str(getattr(found, key)) for key in shown}
 
 
 def _model(arguments: Namespace) -> dict[str, Any]:

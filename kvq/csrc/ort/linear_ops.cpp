@@ -27,8 +27,6 @@ namespace {
 
 enum LayerMode { kFullLayer, kSkip, kKeysAndValues };
 
-constexpr int kDeviceTokens = 16;  // of one product of a device
-
 struct Kernel {
     kvq_matrix matrix{};
     int32_t activation = 0, layer = 0, first_kept = 0;
@@ -67,52 +65,73 @@ bool holds(const Input& panels, const PanelLayout& layout) {
     return panels.count == int64_t(layout.panels) * int64_t(layout.panel_bytes);
 }
 
+// Room for what a device makes of the inputs of a product, and for products and residuals of a part
+// of the rows, which come to lie apart from the others.
+struct DeviceScratch {
+    int64_t inputs, tops, levels, steps, products, residuals, bytes;
+
+    DeviceScratch(const kvq_linear& call, const PanelLayout& layout) {
+        const int64_t tokens = call.tokens, columns = int64_t(layout.blocks) * call.matrix.block;
+        const int64_t apart = call.first_row ? 4 * tokens * (call.matrix.rows - call.first_row) : 0;
+        bytes = 0;
+        const auto take = [&](int64_t count) {
+            const int64_t start = bytes;
+            bytes += (count + 63) / 64 * 64;
+            return start;
+        };
+        inputs = take(2 * tokens * columns), tops = take(4 * tokens), levels = take(tokens * columns);
+        steps = take(8 * tokens * int64_t(layout.blocks));
+        products = take(apart), residuals = take(call.residual ? apart : 0);
+    }
+};
+
+// The rows from call.first_row on; `products` and `residuals` are theirs alone.
+int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
+             const DeviceScratch& at, uint8_t* scratch, float* products, const float* residuals) {
+    kvq_cuda_linear part{};
+    part.rows = call.matrix.rows - call.first_row, part.columns = call.matrix.columns;
+    part.bits = call.matrix.bits, part.block = call.matrix.block;
+    part.panels = call.panels + call.first_row / kPanelRows * int64_t(layout.panel_bytes);
+    part.x = call.x, part.norm = call.norm, part.norm_eps = call.norm_eps;
+    part.bias = call.bias ? call.bias + call.first_row : nullptr;
+    part.out = products, part.residual = residuals;
+    part.tokens = call.tokens, part.activation = call.activation;
+    part.view = call.exact_rows ? int{KVQ_FULL} : call.view;
+    part.inputs = reinterpret_cast<uint16_t*>(scratch + at.inputs);
+    part.tops = reinterpret_cast<float*>(scratch + at.tops);
+    part.levels = reinterpret_cast<int8_t*>(scratch + at.levels);
+    part.steps = reinterpret_cast<float*>(scratch + at.steps);
+    return device.calls().linear(&part, device.facts().stream);
+}
+
 // As run_linear, of numbers on the device. `exact_rows` asks for less than all being exact, which
 // they are.
 int run_linear_on(Device& device, const kvq_linear& call) {
+    if (!call.tokens) return KVQ_OK;
     std::lock_guard<std::mutex> turn(device.turn);
     const PanelLayout layout(call.matrix);
-    const int rows = call.matrix.rows, columns = call.matrix.columns, kept = rows - call.first_row;
-    const int64_t width = int64_t{columns} * (call.activation ? 2 : 1), skipped = 4 * call.first_row;
-    const int64_t inputs = int64_t{2} * kDeviceTokens * columns, tops = 4 * kDeviceTokens;
-    // Products of a part of the rows come to lie apart from the others.
-    const int64_t apart = call.first_row ? int64_t{4} * kDeviceTokens * kept : 0;
-    uint8_t* scratch = device.scratch.at_least(inputs + tops + 2 * apart);
+    const DeviceScratch at(call, layout);
+    uint8_t* scratch = device.scratch.at_least(at.bytes);
     if (!scratch) return KVQ_NO_MEMORY;
-    auto* products = reinterpret_cast<float*>(scratch + inputs + tops);
-    auto* residuals = products + apart / 4;
+    if (!call.first_row)
+        return run_part(device, call, layout, at, scratch, call.out, call.residual);
     void* stream = device.facts().stream;
-    const int64_t step = int64_t{4} * rows;
-    int status = KVQ_OK;
-    if (call.first_row && call.residual)
-        status = device.copy(call.out, call.residual, step * call.tokens);
-    else if (call.first_row) status = device.calls().clear(call.out, step * call.tokens, stream);
-    for (int first = 0; !status && kept > 0 && first < call.tokens; first += kDeviceTokens) {
-        const int tokens = std::min(kDeviceTokens, call.tokens - first);
-        float* out = call.out + int64_t{first} * rows;
-        const float* residual = call.residual ? call.residual + int64_t{first} * rows : nullptr;
-        kvq_cuda_linear part{};
-        part.rows = kept, part.columns = columns;
-        part.bits = call.matrix.bits, part.block = call.matrix.block;
-        part.panels = call.panels + call.first_row / kPanelRows * int64_t(layout.panel_bytes);
-        part.x = call.x + first * width, part.norm = call.norm, part.norm_eps = call.norm_eps;
-        part.bias = call.bias ? call.bias + call.first_row : nullptr;
-        part.out = apart ? products : out;
-        part.residual = apart && residual ? residuals : residual;
-        part.tokens = tokens, part.activation = call.activation;
-        part.view = call.exact_rows ? int{KVQ_FULL} : call.view;
-        part.inputs = reinterpret_cast<uint16_t*>(scratch);
-        part.tops = reinterpret_cast<float*>(scratch + inputs);
-        const int64_t row = int64_t{4} * kept;
-        if (apart && residual)
-            status = device.calls().copy(residuals, row, residual + call.first_row, step, row,
-                                         tokens, stream);
-        if (!status) status = device.calls().linear(&part, stream);
-        if (!status && apart)
-            status = device.calls().copy(reinterpret_cast<uint8_t*>(out) + skipped, step, products,
-                                         row, row, tokens, stream);
+    const int kept = call.matrix.rows - call.first_row;
+    const int64_t step = int64_t{4} * call.matrix.rows, row = int64_t{4} * kept;
+    int status = call.residual ? device.copy(call.out, call.residual, step * call.tokens)
+                               : device.calls().clear(call.out, step * call.tokens, stream);
+    if (status || !kept) return status;
+    auto* products = reinterpret_cast<float*>(scratch + at.products);
+    float* residuals = nullptr;
+    if (call.residual) {
+        residuals = reinterpret_cast<float*>(scratch + at.residuals);
+        status = device.calls().copy(residuals, row, call.residual + call.first_row, step, row,
+                                     call.tokens, stream);
     }
-    return status;
+    if (!status) status = run_part(device, call, layout, at, scratch, products, residuals);
+    if (status) return status;
+    return device.calls().copy(call.out + call.first_row, step, products, row, row, call.tokens,
+                               stream);
 }
 
 OrtStatus* compute_linear(void* state, OrtKernelContext* context) {

@@ -138,8 +138,8 @@ class OnnxBackend(PagedBackend):
         # back, nothing else.
         binding = self._session.io_binding()
         for name, given in feeds.items():
-            value = _held(given, gpu.PROCESSOR) if isinstance(given, np.ndarray) else given
-            binding.bind_ortvalue_input(name, value)
+            on_device = name in self._maps
+            binding.bind_ortvalue_input(name, given if on_device else _held(given, gpu.PROCESSOR))
         binding.bind_output("logits")
         self._session.run_with_iobinding(binding)
         return binding.copy_outputs_to_cpu()[0]
