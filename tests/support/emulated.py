@@ -18,7 +18,7 @@ def emulated_library(shelf: Shelf) -> Path:
         pytest.skip("g++ is not installed")
 
     def build(path: Path) -> None:
-        flags = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
+        flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
         command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
         subprocess.run(command, check=True)
 
