@@ -1,9 +1,9 @@
 """`kvq lsp`: a language server that completes code, for any editor that speaks LSP 3.18."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvq_apps import flags, options
 from kvq_apps.completion import asked
@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.lsp.server import LanguageServer
 
     asked.check(arguments)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source, sink = sys.stdin.buffer, _own_stdout()
 
     def load() -> "Completer":
         if arguments.server is not None:
@@ -44,6 +44,13 @@ def run(arguments: Namespace) -> int:
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
 
-    # What a library prints must not get between the frames.
-    with redirect_stdout(sys.stderr):
-        return LanguageServer(source, sink, load, log).run()
+    return LanguageServer(source, sink, load, log).run()
+
+
+def _own_stdout() -> BinaryIO:
+    """Standard output for frames alone: what a library prints, native or not, joins the log."""
+    stdout = sys.stdout.fileno()
+    sink = os.fdopen(os.dup(stdout), "wb")
+    log = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    os.dup2(log, stdout)
+    return sink

@@ -42,8 +42,8 @@ def engine() -> Engine:
         yield opened
 
 
-def completions(engine: Engine, **settings: bool) -> CompletionEngine:
-    options = {"kv": "fp", "context_tokens": 1024}
+def completions(engine: Engine, *, chunk_tokens: int = 256, **settings: bool) -> CompletionEngine:
+    options = {"kv": "fp", "context_tokens": 1024, "chunk_tokens": chunk_tokens}
     return CompletionEngine(engine, writer_named("branches"), session_options=options, **settings)
 
 
@@ -176,13 +176,23 @@ def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
 
 
 def test_a_cancelled_request_leaves_the_next_one_right(engine: Engine) -> None:
-    own, document = completions(engine), Document(TEXT)
-    cut = own.complete(document, PLACE, cancel=lambda: True)
-    assert (cut.drafts, cut.why_not) == ((), "cancelled")
-    found = own.complete(document, PLACE)
-    fresh = completions(engine).complete(document, PLACE)
-    assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
-    own.close()
+    """LSP-11: in the prompt's passes and in the drafts', each asked before it begins."""
+    fresh = completions(engine).complete(Document(TEXT), PLACE)
+    for passes in range(5):
+        own, left = completions(engine, chunk_tokens=32), [passes]
+
+        def cancel(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        cut = own.complete(Document(TEXT), PLACE, cancel=cancel)
+        # Two pieces of the prompt, then a token of the drafts in each pass.
+        assert (cut.why_not == "cancelled") == (passes < 3)
+        found = own.complete(Document(TEXT), PLACE)
+        assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
+        # The same text under another name is the same text (LSP-22).
+        assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
+        own.close()
 
 
 def test_the_command_prints_what_an_editor_shows(
