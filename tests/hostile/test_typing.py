@@ -16,7 +16,7 @@ from language_client import ProcessClient, at
 
 WORDS = ("--threads", "1", "--drafts", "2", "--predict", "4", "--ctx-size", "4096")
 KEYS = "etaoin srhld()[]=.,:_0\u00e9\u4f60\U0001f44b"
-MOST_CHARACTERS, FIRST_CHARACTERS = 8_000, 5_000
+MOST_CHARACTERS, FIRST_CHARACTERS = 3_500, 2_000
 
 
 class Typist:

@@ -1,20 +1,15 @@
 """Completions of a file that is being edited, and `kvq complete`."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from kvq.errors import BackendError, UsageError
 from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.cli import main
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
-from kvq_apps.completion.served import ServedCompletions
 from kvq_apps.engine import Engine
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named
@@ -121,58 +116,6 @@ def test_typing_behind_a_frozen_file_is_exact(engine: Engine) -> None:
 def logits(session: Session) -> np.ndarray:
     with session.sequence.forward([], rows=[-1]) as held:
         return held.logits[0]
-
-
-class Infill(BaseHTTPRequestHandler):
-    """`POST /infill` as `kvq serve` answers it; hangs up in the middle when told to."""
-
-    asked: ClassVar[list[dict[str, Any]]] = []
-    waits: ClassVar[Event] = Event()
-    dies = False
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        self.waits.wait(60)
-        if type(self).dies:
-            self.connection.close()
-            return
-        answer = {"content": "path)\n", "x_kvq": {"prompt_tokens": 90, "cached_tokens": 88}}
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Infill)
-    Thread(target=server.serve_forever, daemon=True).start()
-    served = ServedCompletions(f"http://127.0.0.1:{server.server_port}", tokens=9)
-    document = Document("def f(path):\n    open(\n")
-    Infill.waits.set()
-    found = served.complete(document, (1, 9), cancel=lambda: False)
-    assert [one.text for one in found.drafts] == ["path)"]
-    assert (found.reused_tokens, found.encoded_tokens, found.why_not) == (88, 2, None)
-    asked = Infill.asked[-1]
-    assert (asked["input_prefix"], asked["input_suffix"]) == ("def f(path):\n    open(", "\n")
-    Infill.waits.clear()
-    assert served.complete(document, (1, 9), cancel=lambda: True).why_not == "cancelled"
-    Infill.dies = True
-    Infill.waits.set()
-    with pytest.raises(BackendError, match="does not answer"):
-        served.complete(document, (1, 9), cancel=lambda: False)
-    Infill.dies = False  # and it is there again
-    assert served.complete(document, (1, 9), cancel=lambda: False).drafts
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(BackendError, match="does not answer"):
-        served.complete(document, (1, 9), cancel=lambda: False)
-    with pytest.raises(UsageError, match="give http://HOST:PORT"):
-        ServedCompletions("ftp://x")
 
 
 def test_a_cancelled_request_leaves_the_next_one_right(engine: Engine) -> None:
