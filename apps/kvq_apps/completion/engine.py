@@ -16,7 +16,7 @@ from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.filters import Around, shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
-from kvq_models.infilling import infill_prompt, infill_tokens
+from kvq_models.infilling import fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Cancel, never
@@ -81,7 +81,11 @@ class CompletionEngine:
         self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
         self._encode = BlockTokenizer(self._tokenizer).encode
         self._writer = writer
-        options: dict[str, Any] = {"draft_tokens": DRAFT_ROWS, **(session_options or {})}
+        options: dict[str, Any] = {
+            "draft_tokens": DRAFT_ROWS,
+            "sink_tokens": fixed_tokens(self._tokenizer),
+            **(session_options or {}),
+        }
         self._session = engine.session(**options)
         cannot = self._session.sequence.cache.why_not_edit()
         if cannot is not None and not exact:

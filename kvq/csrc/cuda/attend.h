@@ -71,14 +71,17 @@ KVQ_DEVICE float over_row(float x, bool largest) {
     return x;
 }
 
-// Which slots of a page that starts at `start` the row sees: visibility.h in one line.
+// Which slots of a page that starts at `start` a token sees: visibility.h in one line.
 KVQ_DEVICE uint64_t low_bits(int64_t count) {
     return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
 }
-KVQ_DEVICE uint64_t sees(const Lane& lane, const View& view, int window) {
+KVQ_DEVICE uint64_t sees(int64_t position, const View& view, int window) {
     const int64_t start = int64_t{view.pos0} + view.delta;
-    const uint64_t outside = window > 0 ? low_bits(lane.position - window + 1 - start) : 0;
-    return lane.is_row ? view.mask & low_bits(lane.position - start + 1) & ~outside : 0;
+    const uint64_t outside = window > 0 ? low_bits(position - window + 1 - start) : 0;
+    return view.mask & low_bits(position - start + 1) & ~outside;
+}
+KVQ_DEVICE int widest_bits(const kvq_cuda_sequence& s) {
+    return s.hi_view ? 4 : 8;
 }
 
 // Token i of the sixteen a lane owns, by the width at which the page's values lie.
@@ -215,6 +218,19 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
     }
 }
 
+// Calls with the width as a type.
+template <int Bits>
+struct Width {
+    static constexpr int kBits = Bits;
+};
+template <class Call>
+KVQ_DEVICE void with_bits(int bits, const Call& call) {
+    if (bits == 8) call(Width<8>{});
+    else if (bits == 6) call(Width<6>{});
+    else if (bits == 4) call(Width<4>{});
+    else call(Width<2>{});
+}
+
 template <int Dim>
 KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
                             const Lane& lane, int kv_head, int index, float (*logits)[kPageTokens],
@@ -223,46 +239,30 @@ KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence
     const Entry& e =
         static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
     if (e.k_bits == 0) return;
+    const int k_bits = min(widest_bits(s), int{e.k_bits});
+    const int v_bits = min(widest_bits(s), int{e.v_bits});
+    const uint64_t seen = lane.is_row ? sees(lane.position, view, a.window_tokens) : 0;
     const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
     const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
-    switch (e.k_bits) {
-        case 8:
-            key_logits<Dim, 8>(lane, query, keys, logits);
-            break;
-        case 6:
-            key_logits<Dim, 6>(lane, query, keys, logits);
-            break;
-        case 4:
-            key_logits<Dim, 4>(lane, query, keys, logits);
-            break;
-        default:
-            key_logits<Dim, 2>(lane, query, keys, logits);
-    }
+    with_bits(k_bits, [&](auto bits) {
+        key_logits<Dim, decltype(bits)::kBits>(lane, query, keys, logits);
+    });
     float weights[16];
-    const float shrunk = weigh<Dim>(lane, logits[lane.g], sees(lane, view, a.window_tokens),
-                                    e.v_bits, a.softcap, state, weights);
+    const float shrunk = weigh<Dim>(lane, logits[lane.g], seen, v_bits, a.softcap, state, weights);
     const bool channels = s.forms[kv_head] & kChannelValues;
-    switch (e.v_bits) {
-        case 8:
-            add_values<Dim, 8>(lane, weights, shrunk, values, channels, state);
-            break;
-        case 6:
-            add_values<Dim, 6>(lane, weights, shrunk, values, channels, state);
-            break;
-        case 4:
-            add_values<Dim, 4>(lane, weights, shrunk, values, channels, state);
-            break;
-        default:
-            add_values<Dim, 2>(lane, weights, shrunk, values, channels, state);
-    }
+    with_bits(v_bits, [&](auto bits) {
+        add_values<Dim, decltype(bits)::kBits>(lane, weights, shrunk, values, channels, state);
+    });
     sync_warp();
 }
 
-// Up to 64 rows of the tail, float16 as they are: a page without codes.
+// Visit `index` to up to 64 rows of the tail, float16 as they are: a page without codes.
 template <int Dim>
 KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Lane& lane, int kv_head, int tile, uint64_t seen,
+                            const Lane& lane, int kv_head, int index, uint64_t seen,
                             float (*logits)[kPageTokens], Running<Dim>& state) {
+    const int tile = s.tile_rows[index];
+    const float* query = lane.query + (1 + s.tile_turns[index]) * lane.turn_stride;
     const int64_t first = int64_t{kv_head} * s.tail_stride + 64 * tile;
     const int count = min(64, s.tail_rows - 64 * tile);
     const uint16_t *keys = s.tail_keys + first * Dim, *values = s.tail_values + first * Dim;
@@ -270,7 +270,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
         float sums[4] = {};
         for (int c = 4 * lane.t; c < Dim; c += 16) {
             uint32_t b[2], k[4] = {};
-            const float* q = lane.query + c;
+            const float* q = query + c;
             for (int i = 0; i < 2; i++) b[i] = lane.is_row ? halves(q[2 * i], q[2 * i + 1]) : 0;
             for (int i = 0; i < 4; i++) {
                 const int token = 16 * group + lane.g + i % 2 * 8;
@@ -356,15 +356,15 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     lane.query = s.queries + (int64_t{kv_head} * rows + (lane.is_row ? row : 0)) * Dim;
     lane.turn_stride = int64_t{a.heads} * s.tokens * Dim;
 
-    const int tiles = (s.tail_rows + 63) / 64, all = s.view_count + tiles;
+    const int all = s.view_count + s.tiles;
     const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
     Running<Dim> state;
     for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
         if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
         else
             attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
-                             s.tail_masks[int64_t{token} * tiles + i - s.view_count], logits[warp],
-                             state);
+                             s.tail_masks[int64_t{token} * s.tiles + i - s.view_count],
+                             logits[warp], state);
     }
     join<Dim>(lane, state, part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;

@@ -12,6 +12,8 @@
 #define KVQ_DEVICE static __device__ __forceinline__
 #define KVQ_DEVICE_MEMBER __device__ __forceinline__
 #define KVQ_SHARED __shared__
+#define KVQ_DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
+#define KVQ_UNROLL _Pragma("unroll")
 
 namespace kvq::cuda {
 
@@ -45,6 +47,25 @@ KVQ_DEVICE float shuffle_from(float x, int lane) {
 }
 KVQ_DEVICE float shuffle_xor(float x, int mask) {
     return __shfl_xor_sync(kAllLanes, x, mask);
+}
+KVQ_DEVICE bool any_lane(bool x) {
+    return __any_sync(kAllLanes, x);
+}
+
+// Sixteen bytes on their way to shared memory. They are there for the thread that asked once no
+// more than so many of its groups of copies are awaited.
+KVQ_DEVICE void copy_ahead(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+                 "l"(global)
+                 : "memory");
+}
+KVQ_DEVICE void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Awaited>
+KVQ_DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Awaited) : "memory");
 }
 KVQ_DEVICE float half_value(uint16_t h) {
     return __half2float(__ushort_as_half(h));
@@ -94,7 +115,18 @@ KVQ_DEVICE void mma(float* c, const uint32_t* a, const uint32_t* b) {
 
 }  // namespace kvq::cuda
 
-#define KVQ_LAUNCH(kernel, grid, threads, stream, ...)                                            \
-    kernel<<<dim3(unsigned((grid).x), unsigned((grid).y), unsigned((grid).z)), unsigned(threads), \
-             0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+namespace kvq::cuda {
+
+// What a block may have beyond 48 KB it must ask for.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared_bytes,
+            void* stream, const Arguments&... arguments) {
+    if (shared_bytes > size_t{48} << 10)
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
+    kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), unsigned(threads),
+             shared_bytes, static_cast<cudaStream_t>(stream)> > >(arguments...);
+}
+
+}  // namespace kvq::cuda
 #endif

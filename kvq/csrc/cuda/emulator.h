@@ -6,6 +6,8 @@
 // what the block before left. Threads that wait for each other at different places end the process.
 #pragma once
 #include <ucontext.h>
+#include <csetjmp>
+#include <memory>
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +22,8 @@
 #define KVQ_DEVICE static inline
 #define KVQ_DEVICE_MEMBER inline
 #define KVQ_SHARED static
+#define KVQ_DYNAMIC_SHARED(name) uint8_t* const name = ::kvq::cuda::Emulator::now().shared()
+#define KVQ_UNROLL
 
 namespace kvq::cuda {
 
@@ -38,62 +42,103 @@ public:
         return emulator;
     }
 
-    void launch(Dim3 grid, int threads, const std::function<void()>& kernel) {
+    void launch(Dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
         grid_size = grid;
-        fibers_.resize(static_cast<size_t>(threads));
+        count_ = static_cast<size_t>(threads);
+        while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
+        shared_.assign(shared_bytes / sizeof(Line), Line{});
+        std::memset(static_cast<void*>(shared_.data()), 0xff, shared_bytes);
         for (block.z = 0; block.z < grid.z; block.z++)
             for (block.y = 0; block.y < grid.y; block.y++)
                 for (block.x = 0; block.x < grid.x; block.x++) run_block();
     }
 
-    void wait(bool whole_block) {
-        fibers_[current_].waits = whole_block ? Waits::kBlock : Waits::kWarp;
-        swapcontext(&fibers_[current_].context, &scheduler_);
-    }
+    void wait(bool whole_block) { pause(whole_block ? Waits::kBlock : Waits::kWarp); }
 
     // A word every lane of the warp can read after both have called wait(false). Two sets of
     // words: a lane may be one exchange ahead of its neighbours, never two.
     uint32_t exchange(const uint32_t* words, int count, uint32_t (*out)[8]) {
-        Fiber& own = fibers_[current_];
+        Fiber& own = *fibers_[current_];
         const size_t set = own.exchanges++ % 2;
         std::memcpy(own.words[set], words, sizeof(uint32_t) * static_cast<size_t>(count));
         wait(false);
         const size_t first = current_ / kWarp * kWarp;
         for (size_t lane = 0; lane < kWarp; lane++)
-            std::memcpy(out[lane], fibers_[first + lane].words[set], sizeof out[lane]);
+            std::memcpy(out[lane], fibers_[first + lane]->words[set], sizeof out[lane]);
         return static_cast<uint32_t>(current_ - first);
     }
 
+    // A copy is made when it is waited for, not before.
+    void copy(void* to, const void* from) { fibers_[current_]->copies.push_back({to, from}); }
+    void commit() { fibers_[current_]->groups.push_back(fibers_[current_]->copies.size()); }
+    void wait_copies(size_t awaited) {
+        Fiber& own = *fibers_[current_];
+        if (own.groups.size() <= awaited) return;
+        const size_t last = own.groups.size() - awaited - 1, done = own.groups[last];
+        for (size_t i = 0; i < done; i++) std::memcpy(own.copies[i].to, own.copies[i].from, 16);
+        own.copies.erase(own.copies.begin(), own.copies.begin() + static_cast<int64_t>(done));
+        own.groups.erase(own.groups.begin(), own.groups.begin() + static_cast<int64_t>(last) + 1);
+        for (size_t& group : own.groups) group -= done;
+    }
+
+    uint8_t* shared() { return reinterpret_cast<uint8_t*>(shared_.data()); }
     int thread() const { return static_cast<int>(current_); }
-    int threads() const { return static_cast<int>(fibers_.size()); }
+    int threads() const { return static_cast<int>(count_); }
     Dim3 block, grid_size;
 
 private:
     enum class Waits { kNothing, kWarp, kBlock, kEnded };
+    // Lives on after its thread has ended, and is the next block's.
     struct Fiber {
-        ucontext_t context;
         Waits waits;
+        bool begun = false;
         size_t exchanges;
         uint32_t words[2][8];
+        std::jmp_buf at;
+        struct Copy {
+            void* to;
+            const void* from;
+        };
+        std::vector<Copy> copies;
+        std::vector<size_t> groups;  // where each group of copies ends
         std::vector<char> stack = std::vector<char>(128 << 10);
     };
 
     static void enter() {
-        Emulator& e = now();
-        (*e.kernel_)();
-        e.fibers_[e.current_].waits = Waits::kEnded;
+        for (Emulator& e = now();;) {
+            (*e.kernel_)();
+            e.pause(Waits::kEnded);
+        }
+    }
+
+    // A jump costs no call of the system, as a change of contexts does: they only begin a fiber.
+    void pause(Waits what) {
+        Fiber& own = *fibers_[current_];
+        own.waits = what;
+        if (!_setjmp(own.at)) _longjmp(scheduler_, 1);
+    }
+
+    void resume(Fiber& fiber) {
+        if (_setjmp(scheduler_)) return;
+        if (fiber.begun) _longjmp(fiber.at, 1);
+        fiber.begun = true;
+        ucontext_t context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = fiber.stack.data();
+        context.uc_stack.ss_size = fiber.stack.size();
+        context.uc_link = nullptr;
+        makecontext(&context, enter, 0);
+        setcontext(&context);
     }
 
     void run_block() {
-        for (Fiber& fiber : fibers_) {
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler_;
-            makecontext(&fiber.context, enter, 0);
+        for (size_t i = 0; i < count_; i++) {
+            Fiber& fiber = *fibers_[i];
             fiber.waits = Waits::kNothing;
             fiber.exchanges = 0;
+            fiber.copies.clear();
+            fiber.groups.clear();
         }
         while (step()) {}
     }
@@ -101,16 +146,16 @@ private:
     // Runs whoever can go on; false once all have ended.
     bool step() {
         bool moved = false;
-        for (current_ = 0; current_ < fibers_.size(); current_++)
-            if (fibers_[current_].waits == Waits::kNothing) {
-                swapcontext(&scheduler_, &fibers_[current_].context);
+        for (current_ = 0; current_ < count_; current_++)
+            if (fibers_[current_]->waits == Waits::kNothing) {
+                resume(*fibers_[current_]);
                 moved = true;
             }
         bool ended = true;
-        for (const Fiber& fiber : fibers_) ended &= fiber.waits == Waits::kEnded;
-        for (size_t warp = 0; warp < fibers_.size(); warp += kWarp)
+        for (size_t i = 0; i < count_; i++) ended &= fibers_[i]->waits == Waits::kEnded;
+        for (size_t warp = 0; warp < count_; warp += kWarp)
             moved |= release(warp, warp + kWarp, Waits::kWarp);
-        moved |= release(0, fibers_.size(), Waits::kBlock);
+        moved |= release(0, count_, Waits::kBlock);
         if (!moved && !ended) {
             std::fputs("threads wait for each other at different places\n", stderr);
             std::abort();
@@ -121,15 +166,19 @@ private:
     // All of these wait for the same: they go on.
     bool release(size_t first, size_t last, Waits what) {
         for (size_t i = first; i < last; i++)
-            if (fibers_[i].waits != what) return false;
-        for (size_t i = first; i < last; i++) fibers_[i].waits = Waits::kNothing;
+            if (fibers_[i]->waits != what) return false;
+        for (size_t i = first; i < last; i++) fibers_[i]->waits = Waits::kNothing;
         return true;
     }
 
+    struct alignas(16) Line {
+        uint8_t bytes[16];
+    };
+    std::vector<Line> shared_;
     const std::function<void()>* kernel_ = nullptr;
-    std::vector<Fiber> fibers_;
-    size_t current_ = 0;
-    ucontext_t scheduler_;
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    size_t current_ = 0, count_ = 0;
+    std::jmp_buf scheduler_;
 };
 
 inline int thread_index() {
@@ -163,10 +212,38 @@ inline float shuffle_xor(float x, int mask) {
     return shuffle_from(x, thread_index() % kWarp ^ mask);
 }
 
+inline bool any_lane(bool x) {
+    uint32_t word = x, words[kWarp][8];
+    Emulator::now().exchange(&word, 1, words);
+    for (const auto& lane : words)
+        if (lane[0]) return true;
+    return false;
+}
+
+inline void copy_ahead(void* shared, const void* global) {
+    Emulator::now().copy(shared, global);
+}
+inline void commit_copies() {
+    Emulator::now().commit();
+}
+template <int Awaited>
+inline void wait_copies() {
+    Emulator::now().wait_copies(Awaited);
+}
+
+// By a table: the products of one small test ask for a hundred million of them.
 inline float half_value(uint16_t h) {
-    _Float16 value;
-    std::memcpy(&value, &h, 2);
-    return static_cast<float>(value);
+    static const std::vector<float> values = [] {
+        std::vector<float> all(1 << 16);
+        for (uint32_t i = 0; i < all.size(); i++) {
+            const auto bits = static_cast<uint16_t>(i);
+            _Float16 value;
+            std::memcpy(&value, &bits, 2);
+            all[i] = static_cast<float>(value);
+        }
+        return all;
+    }();
+    return values[h];
 }
 inline uint16_t half_bits(float x) {
     const _Float16 value = static_cast<_Float16>(x);
@@ -226,8 +303,10 @@ inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
     }
 }
 
-}  // namespace kvq::cuda
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared_bytes, void*,
+            const Arguments&... arguments) {
+    Emulator::now().launch(grid, threads, shared_bytes, [&] { kernel(arguments...); });
+}
 
-#define KVQ_LAUNCH(kernel, grid, threads, stream, ...) \
-    (static_cast<void>(stream),                        \
-     ::kvq::cuda::Emulator::now().launch(grid, threads, [&] { kernel(__VA_ARGS__); }))
+}  // namespace kvq::cuda

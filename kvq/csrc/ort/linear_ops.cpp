@@ -26,6 +26,7 @@
 #include "linear_ops.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "../linear/linear.h"
@@ -36,10 +37,13 @@ namespace {
 
 enum LayerMode { kFullLayer, kSkip, kKeysAndValues };
 
+constexpr int kDeviceTokens = 16;  // of one product of a device
+
 struct Kernel {
     kvq_matrix matrix{};
     int32_t activation = 0, layer = 0, first_kept = 0;
     float norm_eps = 0;
+    Device* device = nullptr;
 };
 
 // The matrices of a layer's end and of the next one's beginning.
@@ -47,6 +51,7 @@ struct BetweenKernel {
     kvq_matrix o{}, gate_up{}, down{}, qkv{};
     int32_t activation = 0, layer = 0, first_kept = 0;
     float norm_eps = 0;
+    Device* device = nullptr;
 };
 
 bool possible(const kvq_matrix& m) {
@@ -55,8 +60,9 @@ bool possible(const kvq_matrix& m) {
 }
 
 template <bool Linear>
-OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
+OrtStatus* create(const OrtCustomOp* o, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<Kernel>();
+    made->device = device_of(o);
     kvq_matrix& m = made->matrix;
     const char* op = Linear ? "Linear" : "Embed";
     if (OrtStatus* status = integers(
@@ -78,9 +84,10 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
     return nullptr;
 }
 
-OrtStatus* create_between(const OrtCustomOp*, const void*, const OrtKernelInfo* info,
+OrtStatus* create_between(const OrtCustomOp* op, const void*, const OrtKernelInfo* info,
                           void** kernel) {
     auto made = std::make_unique<BetweenKernel>();
+    made->device = device_of(op);
     int32_t hidden = 0, inner = 0, block = 0;
     if (OrtStatus* status = integers("Between", info,
                                      {{"hidden", &hidden},
@@ -147,6 +154,62 @@ struct Reading {
     }
 };
 
+// A product of numbers on the device. `exact_rows` asks for less than all being exact, which
+// they are.
+int run_linear_on(Device& device, const kvq_linear& call) {
+    std::lock_guard<std::mutex> turn(device.turn);
+    const PanelLayout layout(call.matrix);
+    const int rows = call.matrix.rows, columns = call.matrix.columns, kept = rows - call.first_row;
+    const int64_t width = int64_t{columns} * (call.activation ? 2 : 1), skipped = 4 * call.first_row;
+    const int64_t inputs = int64_t{2} * kDeviceTokens * columns, tops = 4 * kDeviceTokens;
+    // Products of a part of the rows come to lie apart from the others.
+    const int64_t apart = call.first_row ? int64_t{4} * kDeviceTokens * kept : 0;
+    uint8_t* scratch = device.scratch.at_least(inputs + tops + 2 * apart);
+    if (!scratch) return KVQ_NO_MEMORY;
+    auto* products = reinterpret_cast<float*>(scratch + inputs + tops);
+    auto* residuals = products + apart / 4;
+    void* stream = device.facts().stream;
+    const int64_t step = int64_t{4} * rows;
+    int status = KVQ_OK;
+    if (call.first_row && call.residual)
+        status = device.copy(call.out, call.residual, step * call.tokens);
+    else if (call.first_row) status = device.calls().clear(call.out, step * call.tokens, stream);
+    for (int first = 0; !status && kept > 0 && first < call.tokens; first += kDeviceTokens) {
+        const int tokens = std::min(kDeviceTokens, call.tokens - first);
+        float* out = call.out + int64_t{first} * rows;
+        const float* residual = call.residual ? call.residual + int64_t{first} * rows : nullptr;
+        kvq_cuda_linear part{};
+        part.rows = kept, part.columns = columns;
+        part.bits = call.matrix.bits, part.block = call.matrix.block;
+        part.panels = call.panels + call.first_row / kPanelRows * int64_t(layout.panel_bytes);
+        part.x = call.x + first * width, part.norm = call.norm, part.norm_eps = call.norm_eps;
+        part.bias = call.bias ? call.bias + call.first_row : nullptr;
+        part.out = apart ? products : out;
+        part.residual = apart && residual ? residuals : residual;
+        part.tokens = tokens, part.activation = call.activation;
+        part.view = call.exact_rows ? int{KVQ_FULL} : call.view;
+        part.inputs = reinterpret_cast<uint16_t*>(scratch);
+        part.tops = reinterpret_cast<float*>(scratch + inputs);
+        const int64_t row = int64_t{4} * kept;
+        if (apart && residual)
+            status = device.calls().copy(residuals, row, residual + call.first_row, step, row,
+                                         tokens, stream);
+        if (!status) status = device.calls().linear(&part, stream);
+        if (!status && apart)
+            status = device.calls().copy(reinterpret_cast<uint8_t*>(out) + skipped, step, products,
+                                         row, row, tokens, stream);
+    }
+    return status;
+}
+
+// Products one after the other, where the kernel computes.
+int run(Device* device, const kvq_linear* calls, int count, OrtKernelContext* context) {
+    if (!device) return run_series(calls, count, {run_parallel, context});
+    int status = KVQ_OK;
+    for (int i = 0; !status && i < count; i++) status = run_linear_on(*device, calls[i]);
+    return status;
+}
+
 OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
     Input x, panels, norm, bias, residual, exact, head_rows;
@@ -188,7 +251,7 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     // What gate_up gives is read by down alone, which the same mode leaves out: megabytes of zeros
     // that nobody reads.
     if (call.first_row == rows && call.norm && kernel.first_kept == rows) return nullptr;
-    const int status = run_series(&call, 1, {run_parallel, context});
+    const int status = run(kernel.device, &call, 1, context);
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
 
@@ -237,6 +300,14 @@ kvq_linear product(const kvq_matrix& matrix, const BetweenInputs::Stored& stored
     return call;
 }
 
+// What a layer that is left out does.
+int hand_on(Device* device, const Input& hidden, float* out) {
+    const int64_t bytes = hidden.count * int64_t{sizeof(float)};
+    if (device) return device->copy(out, hidden.data, bytes);
+    std::memcpy(out, hidden.data, bytes);
+    return KVQ_OK;
+}
+
 OrtStatus* compute_between(void* state, OrtKernelContext* context) {
     const BetweenKernel& kernel = *static_cast<BetweenKernel*>(state);
     BetweenInputs in;
@@ -265,10 +336,9 @@ OrtStatus* compute_between(void* state, OrtKernelContext* context) {
     }
     if (!in.reading.apply(calls[3], layer + 1, kernel.first_kept))
         return failed("Between", "a map is none of this product's");
-    // A layer that is left out hands on what it was given.
     const int first = in.reading.mode(layer) == kFullLayer ? 0 : 3;
-    if (first) std::copy_n(in.hidden.as<float>(), in.hidden.count, hidden);
-    const int status = run_series(calls + first, 4 - first, {run_parallel, context});
+    int status = first ? hand_on(kernel.device, in.hidden, hidden) : int{KVQ_OK};
+    if (!status) status = run(kernel.device, calls + first, 4 - first, context);
     return status ? failed("Between", "the products were refused") : nullptr;
 }
 
@@ -289,66 +359,56 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
     return run_embed(call) ? failed("Embed", "an id is no row of the matrix") : nullptr;
 }
 
-const OrtCustomOp* linear_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<Kernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-            return i >= 2 ? kOptional : kRequired;
-        };
-        o.CreateKernelV2 = create<true>;
-        o.KernelComputeV2 = compute_linear;
-        return o;
-    }();
-    return &op;
+Op linear_op(Device* device) {
+    Op o = op_of<Kernel>(device);
+    o.GetName = [](const OrtCustomOp*) { return "Linear"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= 2 ? kOptional : kRequired;
+    };
+    o.CreateKernelV2 = create<true>;
+    o.KernelComputeV2 = compute_linear;
+    return o;
 }
 
-const OrtCustomOp* between_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<BetweenKernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Between"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{16}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            const bool panels = i == 2 || i == 5 || i == 7 || i == 10 || i == 14;
-            return panels ? kUint8 : i == 12 || i == 13 ? kInt64 : kFloat;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 3 || i == 6 || i == 8 || i >= 11 ? kOptional : kRequired;
-        };
-        o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
-        o.CreateKernelV2 = create_between;
-        o.KernelComputeV2 = compute_between;
-        return o;
-    }();
-    return &op;
+Op between_op(Device* device) {
+    Op o = op_of<BetweenKernel>(device);
+    o.GetName = [](const OrtCustomOp*) { return "Between"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{16}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        const bool panels = i == 2 || i == 5 || i == 7 || i == 10 || i == 14;
+        return panels ? kUint8 : i == 12 || i == 13 ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 3 || i == 6 || i == 8 || i >= 11 ? kOptional : kRequired;
+    };
+    o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
+    o.CreateKernelV2 = create_between;
+    o.KernelComputeV2 = compute_between;
+    return o;
 }
 
-const OrtCustomOp* embed_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<Kernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Embed"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-        o.CreateKernelV2 = create<false>;
-        o.KernelComputeV2 = compute_embed;
-        return o;
-    }();
-    return &op;
+// On the processor wherever the model runs: it reads a few rows of its largest matrix.
+Op embed_op() {
+    Op o = op_of<Kernel>(nullptr);
+    o.GetName = [](const OrtCustomOp*) { return "Embed"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+    o.CreateKernelV2 = create<false>;
+    o.KernelComputeV2 = compute_embed;
+    return o;
 }
 
 }  // namespace
 
-OrtStatus* add_linear_ops(OrtCustomOpDomain* domain) {
-    for (const OrtCustomOp* op : {linear_op(), between_op(), embed_op()})
-        if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, op)) return status;
-    return nullptr;
+std::vector<Op> linear_ops(Device* device) {
+    return {linear_op(device), between_op(device), embed_op()};
 }
 
 }  // namespace kvq::ort

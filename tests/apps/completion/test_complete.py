@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import BackendError, UsageError
+from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.cli import main
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
@@ -64,6 +65,21 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
     # An edit elsewhere is not the file once more.
     document.replace(Position(9, 4), Position(9, 9), "count")
     assert own.complete(document, (11, 20)).encoded_tokens <= 16
+    own.close()
+
+
+def test_a_jump_costs_the_lines_between(engine: Engine) -> None:
+    """However the model orders the two texts, what a jump does not pass over stays cached."""
+    own, text = completions(engine), PROGRAM.read_text("utf-8")
+    document = Document(text[: text.index("\n", 3000) + 1])
+    first = own.complete(document, (60, 0))
+    passed = 0
+    for line in (70, 40, 44):
+        found = own.complete(document, (line, 0))
+        lines = range(*sorted((line, passed or 60)))
+        passed = line
+        between = sum(len(engine.tokenizer.encode(document.line(one))) + 1 for one in lines)
+        assert found.encoded_tokens <= between + 16 < first.encoded_tokens / 2
     own.close()
 
 
