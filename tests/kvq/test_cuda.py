@@ -60,7 +60,7 @@ Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratc
 Linear = structure(
     "Linear",
     "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
-    "f norm_eps; p inputs tops",
+    "f norm_eps; p inputs tops levels steps",
 )
 
 
@@ -311,6 +311,17 @@ def test_attention_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> 
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
 
 
+@pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
+def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: ctypes.CDLL) -> None:
+    in_order, *_ = attended(CASES[name], library)
+    try:
+        for order in (-1, 1, 2):
+            run(library, "kvq_cuda_take_turns", order)
+            np.testing.assert_array_equal(attended(CASES[name], library)[0], in_order)
+    finally:
+        run(library, "kvq_cuda_take_turns", 0)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("channels", [False, True])
@@ -384,6 +395,58 @@ def test_products_are_those_of_the_weights(
         product = entered @ weights.T.astype(np.float64)
         scale = np.abs(entered).max(axis=1, keepdims=True) * np.abs(weights).sum(axis=1)
         assert (np.abs(out - product - bias - residual) < HALF / 8 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "bits", "view", "block"),
+    [
+        (70, 270, 4, "full", 64), (17, 35, 4, "full", 128), (17, 35, 8, "full", 32),
+        (17, 35, 8, "full", 128), (17, 35, 8, "hi", 32), (17, 35, 8, "hi", 64),
+    ],
+)  # fmt: skip
+def test_products_of_many_tokens_are_those_of_the_reference(
+    tokens: int, rows: int, bits: int, view: Any, block: int, library: ctypes.CDLL
+) -> None:
+    rng = np.random.default_rng(tokens)
+    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block)
+    codes = rng.integers(0, 1 << bits, (rows, form.blocks * block), np.uint8)
+    codes[:, form.columns :] = 1 << (bits - 1)
+    scales = rng.uniform(0.1, 4, (rows, form.blocks)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
+    plain = np.ascontiguousarray(x[:, : form.columns])
+    plain[3], plain[5, 7] = 0, np.inf
+    bias = rng.standard_normal(rows).astype(np.float32)
+    residual = rng.standard_normal((tokens, rows)).astype(np.float32)
+    norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
+    out = np.zeros((tokens, rows), np.float32)
+    call = {
+        "rows": rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
+        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
+        "levels": np.zeros((tokens, form.blocks * block), np.int8),
+        "steps": np.zeros((2, form.blocks, tokens), np.float32),
+    }  # fmt: skip
+    run(
+        library,
+        "kvq_cuda_linear_run",
+        filled(Linear, **call, x=plain, bias=bias, residual=residual),
+    )
+    want = reference_linear.linear(form, panels, plain, view) + bias + residual
+    np.testing.assert_array_equal(out, want)
+    assert np.isnan(out[5]).all()
+    assert np.isfinite(out[6]).all()
+    gate, up = np.split(x / 8, 2, axis=1)
+    x = np.concatenate([gate, up], axis=1)
+    finite = np.ascontiguousarray(gate)
+    for given, entered in (
+        ({"x": finite, "norm": norm}, reference.normalize(finite, norm, 1e-6)),
+        ({"x": x, "activation": 1}, (gate / (1 + np.exp(-gate)) * up).astype(np.float32)),
+    ):
+        run(library, "kvq_cuda_linear_run", filled(Linear, **call, **given))
+        want = reference_linear.linear(form, panels, entered, view)
+        # An input next to a half may be rounded the other way: a level or two of all of them.
+        assert (np.abs(out - want) < 2e-3 * np.abs(want).max()).all()
+        assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ int kvq_cuda_open(kvq_cuda_device* device);
 /* Memory is not cleared. KVQ_NO_MEMORY: there is not so much. */
 int kvq_cuda_allocate(int64_t bytes, void** memory);
 void kvq_cuda_free(void* memory);
-/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and device.
-   The host's memory may be used again on return. */
+/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and
+   device. The host's memory may be used again on return. */
 int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                   int64_t rows, void* stream);
 int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
@@ -104,9 +104,11 @@ int kvq_cuda_pack(const kvq_cuda_page* page, void* stream);
  */
 int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
 
-/* out = residual + bias + weights . input for up to 16 tokens, as kvq_linear in kvq.h; but the
-   input is rounded to float16 against its largest number instead of to int8. `scratch`: uint16
-   [tokens, columns] and float [tokens]. */
+/* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
+   arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
+   float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
+   Scratch, for up to 16 tokens: `inputs` [tokens, columns] and `tops` [tokens]; for more: `levels`
+   [tokens, blocks * block] and `steps` [2, blocks, tokens]. */
 typedef struct {
     int32_t rows, columns, bits, block;
     const uint8_t* panels;
@@ -116,6 +118,8 @@ typedef struct {
     float norm_eps;
     uint16_t* inputs;
     float* tops;
+    int8_t* levels;
+    float* steps;
 } kvq_cuda_linear;
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
 
