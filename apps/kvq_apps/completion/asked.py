@@ -20,7 +20,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
         predict="tokens of a draft at most (default: {kvq_apps.completion.engine:DEFAULT_TOKENS})",
     )  # fmt: skip
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict", "ctx-size")
+    flags.add_flags(
+        parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS, "ctx-size"
+    )
 
 
 def check(arguments: Namespace) -> None:

@@ -22,7 +22,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.healing import heal
-from kvq_runtime.prediction import predictor_named
+from kvq_runtime.prediction import WithAuxiliary, predictor_named
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
@@ -329,7 +329,8 @@ def _predict(extension: Fields) -> str | None:
         return None
     text = extension.text("predict")
     try:
-        predictor_named(text)
+        if isinstance(predictor_named(text), WithAuxiliary):
+            extension.refuse_with("predict", "x_kvq.predict names no model; the server does")
     except UsageError as error:
         extension.refuse_with("predict", str(error).replace("predict ", "x_kvq.predict ", 1))
     return text

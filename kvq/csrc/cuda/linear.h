@@ -22,19 +22,29 @@ KVQ_DEVICE float input_at(const kvq_cuda_linear& c, const float* x, float invers
     return c.norm ? x[i] * inverse * c.norm[i] : x[i];
 }
 
+// What the norm multiplies a row by, its weight aside.
+KVQ_DEVICE float norm_of(const kvq_cuda_linear& c, const float* x, float* room) {
+    if (!c.norm) return 1;
+    float squares = 0;
+    for (int k = thread_index(); k < c.columns; k += thread_count()) squares += x[k] * x[k];
+    const float mean = block_sum(squares, room) / static_cast<float>(c.columns);
+    return 1.0f / root(mean + c.norm_eps);
+}
+
+KVQ_DEVICE void finish_output(const kvq_cuda_linear& c, int token, int row, float sum) {
+    const int64_t at = int64_t{token} * c.rows + row;
+    if (c.bias) sum = add(sum, c.bias[row]);
+    if (c.residual) sum = add(sum, c.residual[at]);
+    c.out[at] = sum;
+}
+
 // A block of 256 threads per token: its input as halves of what its largest number is 1 of.
 KVQ_KERNEL inputs(kvq_cuda_linear c) {
     KVQ_SHARED float room[256];
     const int token = block_index().x, i = thread_index();
     const int width = c.activation == KVQ_PLAIN ? c.columns : 2 * c.columns;
     const float* x = c.x + int64_t{token} * width;
-    float inverse = 1;
-    if (c.norm) {
-        float squares = 0;
-        for (int k = i; k < c.columns; k += thread_count()) squares += x[k] * x[k];
-        const float mean = block_sum(squares, room) / static_cast<float>(c.columns);
-        inverse = 1.0f / root(mean + c.norm_eps);
-    }
+    const float inverse = norm_of(c, x, room);
     float top = 0;
     for (int k = i; k < c.columns; k += thread_count())
         top = fmaxf(top, fabsf(input_at(c, x, inverse, k)));
@@ -125,10 +135,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         if (token >= c.tokens || row >= c.rows) continue;
         float sum = 0;
         for (int w = 0; w < kLinearWarps; w++) sum += totals[w][token][i % kPanelRows];
-        sum *= c.tops[token];
-        if (c.bias) sum += c.bias[row];
-        if (c.residual) sum += c.residual[int64_t{token} * c.rows + row];
-        c.out[int64_t{token} * c.rows + row] = sum;
+        finish_output(c, token, row, sum * c.tops[token]);
     }
 }
 
