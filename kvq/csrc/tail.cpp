@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "twin.h"
+
 namespace kvq {
 
 // A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are
@@ -93,14 +95,15 @@ void Tail::keep(const int32_t* rows, int count) {
         if (!rows || rows[i] == i) continue;
         for (int s = 0; s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
-                std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
-                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, size_t{2} * dim);
+                arena_.move(this->rows(s, side) + int64_t{used() + i} * dim,
+                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, 2 * dim);
     }
     arena_.state->tail_used += count;
     forget();
 }
 
 int Tail::close_layer(PageTable& pages, int layer, int count) const {
+    if (arena_.twin) return arena_.twin->close_layer(pages, *this, layer, count);
     const int sinks = config().sink_tokens, dim = config().head_dim;
     const int total = used() + (branch().staged ? branch().rows : 0);
     for (int head = 0; head < config().kv_heads; head++) {
@@ -158,8 +161,8 @@ void Tail::split(int start, int stop, int by) {
         if (gone) continue;
         for (int s = 0; to < from && s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
-                std::memmove(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
-                             static_cast<size_t>(end - from) * size_t{2} * dim);
+                arena_.move(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
+                            int64_t{end - from} * 2 * dim);
         for (int row = from; row < end; row++, to++) {
             Place place = place_of(row);
             if (place.token >= stop) place.token += by, place.position += by, place.delta += by;

@@ -22,6 +22,14 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
     return tokenizer.fim
 
 
+def fixed_tokens(tokenizer: Tokenizer) -> int:
+    """How many tokens every prompt of `infill_prompt` begins with, whatever the texts are.
+
+    A cache should have no more sinks: an edit that touches one computes all that follows again.
+    """
+    return len(tokenizer.control.start) + 1 + infill_tokens(tokenizer).suffix_first
+
+
 def infill_prompt(
     tokenizer: Tokenizer,
     prefix: str,

@@ -132,7 +132,7 @@ def random_edit(text: Text, rng: np.random.Generator) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("bits", "edits"), [(8, 10_000), (4, 300), (16, 500)])
 def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
-    """Where views run out a text is computed again, as a sequence does.
+    """Tokens, positions, masks. Where views run out a text is computed again, as by a sequence.
 
     The budget holds pages of which edits have left little, so that none is evicted.
     """
@@ -173,7 +173,7 @@ def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
 @pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 16)])
 @pytest.mark.parametrize("pairs", [8, 3])
 def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int) -> None:
-    """Also as policy A would: every key decoded, turned to where it stands, and read in order."""
+    """PIE-4: and as policy A would, every key decoded, turned to where it stands, and in order."""
     plan = KvPlan(k_bits=bits[0], v_bits=bits[1], sink_tokens=SINKS, tail_tokens=16)
     pair, rng = opened(plan), np.random.default_rng(3)
     text = Text(list(pair), 4, rotary_pairs=pairs)

@@ -29,7 +29,7 @@ from kvq_apps.completion.frozen import Frozen
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.output import Shown
-from kvq_models.infilling import infill_prompt
+from kvq_models.infilling import fixed_tokens, infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.bundle import Bundle
@@ -37,6 +37,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.session import Session
+from kvq_runtime.staleness import next_tokens
 from kvq_specdraft import writer_named
 
 LLAMA = "llama.cpp"
@@ -78,6 +79,11 @@ class Way:
     name: str
     prompt: Callable[[Moment], Ids]
     changes: Changes
+
+    @property
+    def reencode_next(self) -> int | None:
+        """As `Session.edit` takes it: peers encode nothing again."""
+        return None if self.changes is hunks else 0
 
 
 def ways(tokenizer: Tokenizer) -> list[Way]:
@@ -184,18 +190,23 @@ def counts(name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         encoded: dict[bool, list[int]] = {True: [], False: []}
         for now in session.moments():
             after = way.prompt(now)
-            new = _encoded(before, after, way.changes)
+            new = _encoded(before, after, way)
             if now.kind != "open":
                 encoded[now.kind == "key"].append(new)
             before = after
         yield {"session": name, "way": way.name, **_of_keys(encoded[True], encoded[False])}
 
 
-def _encoded(before: Ids, after: Ids, changes: Changes) -> int:
-    """Tokens of a pass: new ones, and the last one again where it is kept, for its logits."""
-    found = changes(before, after)
+def _encoded(before: Ids, after: Ids, way: Way) -> int:
+    """Tokens of a pass: new ones, those next to them, and the last one again for its logits."""
+    found = way.changes(before, after)
     ends_new = bool(found) and found[-1].stop == len(before) and bool(found[-1].new_ids)
-    return sum(len(hunk.new_ids) for hunk in found) + (not ends_new)
+    count = sum(len(hunk.new_ids) for hunk in found) + (not ends_new)
+    if way.reencode_next is None:
+        ends = [*(hunk.start for hunk in found[1:]), len(before) - 1]
+        for (start, stop, new), end in zip(found, ends, strict=False):
+            count += max(0, min(next_tokens(stop - start, len(new)), end - stop))
+    return count
 
 
 def _of_keys(keys: Sequence[int], others: Sequence[int]) -> dict[str, Any]:
@@ -238,7 +249,10 @@ def _passes(
             # The first event is a jump to where typing begins; a prompt is made at every one.
             moments = list(islice(TypingSession.read(name).moments(), 1, job.events + 2))
             prompts = [way.prompt(now) for now in moments]
-            room: dict[str, Any] = {"context_tokens": max(map(len, prompts)) + 512}
+            room: dict[str, Any] = {
+                "context_tokens": max(map(len, prompts)) + 512,
+                "sink_tokens": fixed_tokens(engine.tokenizer),
+            }
             wanted = _wanted(engine, prompts, job.every, {"kv": EXACT, **room})
             for kv in job.kv:
                 with engine.session(kv=kv, **room) as session:
@@ -271,7 +285,7 @@ def _replayed(
     for number, now in enumerate(moments[1:], 1):
         since = perf_counter()
         for hunk in one_by_one(way.changes(prompts[number - 1], prompts[number])):
-            session.edit(*hunk)
+            session.edit(*hunk, reencode_next=way.reencode_next)
         new = len(session.sequence.due())
         session.prefill()
         if now.kind == "key":
@@ -316,8 +330,10 @@ def _keys(engine: Engine, bundle: Bundle, tokenizer: Tokenizer, job: EditJob) ->
     moments = islice(TypingSession.read(LONG).moments(), job.events + _WARM_KEYS + 1)
     first = way.prompt(next(moments))
     room: dict[str, Any] = {
-        "context_tokens": len(first) + 1024, "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS)
-    }  # fmt: skip
+        "context_tokens": len(first) + 1024,
+        "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS),
+        "sink_tokens": fixed_tokens(tokenizer),
+    }
     with engine.session(kv=job.kv[-1], **room) as session:
         fill(cast(Cache, session.sequence.cache), bundle.config, len(first))
         session.sequence.adopt(first, None, np.zeros(0, np.int32))

@@ -16,7 +16,7 @@ from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.filters import Around, shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
-from kvq_models.infilling import infill_prompt, infill_tokens
+from kvq_models.infilling import fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Cancel, never
@@ -81,7 +81,11 @@ class CompletionEngine:
         self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
         self._encode = BlockTokenizer(self._tokenizer).encode
         self._writer = writer
-        options: dict[str, Any] = {"draft_tokens": DRAFT_ROWS, **(session_options or {})}
+        options: dict[str, Any] = {
+            "draft_tokens": DRAFT_ROWS,
+            "sink_tokens": fixed_tokens(self._tokenizer),
+            **(session_options or {}),
+        }
         self._session = engine.session(**options)
         cannot = self._session.sequence.cache.why_not_edit()
         if cannot is not None and not exact:
@@ -108,7 +112,7 @@ class CompletionEngine:
             stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
             cancel=cancel,
         )  # fmt: skip
-        kept = _distinct(
+        kept = distinct(
             Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
             for one in found
         )
@@ -150,7 +154,7 @@ def surroundings(document: Document, place: tuple[int, int]) -> Around:
     return Around(before=own[:column], rest=own[column:], next_lines=below)
 
 
-def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+def distinct(drafts: Iterable[Draft]) -> list[Draft]:
     """Those that show something, each text once."""
     kept: dict[str, Draft] = {}
     for draft in drafts:
