@@ -15,6 +15,9 @@ SAMPLING_FIELDS = {
 # What `--predict` says for no limit but the context.
 UNTIL_FULL = -1
 
+# What `--kv-predict` says for another model that reads prompts.
+AUXILIARY = "auxiliary"
+
 # What `--draft` says for no drafter.
 NO_DRAFTER = "none"
 
@@ -83,9 +86,25 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     return (
         kv_bits(arguments)
         | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
-        | given(arguments, policy="kv-policy", kv_read="kv-read", predict="kv-predict")
+        | given(arguments, policy="kv-policy", kv_read="kv-read")
+        | predictor(arguments)
         | drafter(arguments)
     )
+
+
+def predictor(arguments: Namespace) -> dict[str, str]:
+    """`predict`, with the model of `--kv-predict-with`. Raises `UsageError` for both at once."""
+    found = given(arguments, predict="kv-predict", model="kv-predict-with")
+    if "model" not in found:
+        return found
+    name, _, knobs = found.get("predict", AUXILIARY).partition(":")
+    if name != AUXILIARY:
+        raise UsageError(
+            f"--kv-predict-with is for --kv-predict {AUXILIARY}, not for --kv-predict {name}"
+        )
+    from kvq_apps.model_path import resolve_model
+
+    return {"predict": f"{AUXILIARY}:" + ",".join([f"path={resolve_model(found['model'])}", knobs])}
 
 
 def drafter(arguments: Namespace) -> dict[str, Any]:

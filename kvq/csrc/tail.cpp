@@ -4,6 +4,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "twin.h"
+
 namespace kvq {
 
 // A page closes when its 64 rows and the tail's stand behind the sinks: 64 rows of the first
@@ -95,8 +97,8 @@ void Tail::keep(const int32_t* rows, int count) {
         if (!rows || rows[i] == i) continue;
         for (int s = 0; s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
-                std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
-                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, size_t{2} * dim);
+                arena_.move(this->rows(s, side) + int64_t{used() + i} * dim,
+                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, 2 * dim);
     }
     arena_.state->tail_used += count;
     forget();
@@ -121,6 +123,7 @@ Tail::Closing Tail::closing(int pages, int rows) const {
 int Tail::close_layer(PageTable& pages, int layer, int count) const {
     const int dim = config().head_dim;
     const Closing closed = closing(count, used() + (branch().staged ? branch().rows : 0));
+    if (arena_.twin) return arena_.twin->close_layer(pages, *this, layer, closed);
     for (int head = 0; head < config().kv_heads; head++) {
         const int stream = layer * config().kv_heads + head;
         const auto row = [&](int side, int i) {
@@ -175,8 +178,8 @@ void Tail::split(int start, int stop, int by) {
         if (gone) continue;
         for (int s = 0; to < from && s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
-                std::memmove(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
-                             static_cast<size_t>(end - from) * size_t{2} * dim);
+                arena_.move(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
+                            int64_t{end - from} * 2 * dim);
         for (int row = from; row < end; row++, to++) {
             Place place = place_of(row);
             if (place.token >= stop) place.token += by, place.position += by, place.delta += by;

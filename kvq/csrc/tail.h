@@ -54,6 +54,11 @@ public:
     void keep(const int32_t* rows, int count);
     void forget() { arena_.state->branch = {}; }
 
+    // Of the first `rows` rows, those that close, in the text's order, and those that stay.
+    struct Closing {
+        std::vector<int> rows, staying;
+    };
+    Closing closing(int pages, int rows) const;
     // Packs a layer's first tokens behind the sinks into `count` pages and moves what stays to the
     // tail's start; staged rows follow the tail's.
     int close_layer(PageTable& pages, int layer, int count) const;
@@ -67,12 +72,6 @@ public:
     bool holds(int start, int stop) const;
 
 private:
-    // Of the first `rows` rows, those that close, in the text's order, and those that stay.
-    struct Closing {
-        std::vector<int> rows, staying;
-    };
-    Closing closing(int pages, int rows) const;
-
     const kvq_config& config() const { return arena_.config(); }
     struct Place {
         int32_t position, delta, token;

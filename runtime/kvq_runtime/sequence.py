@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,17 @@ class SequenceState:
     ages: Ages
 
 
+class PromptReader(Protocol):
+    """Another model, which reads prompts in this one's place; see `kvq_runtime.auxiliary`."""
+
+    def taking(self, cache: Any, ids: Ids, start: int, *, rope_long: bool) -> "Work[Any, float]":
+        """Gives `cache` keys and values of the tokens of `ids` from `start` on; seconds of passes.
+
+        `cache` holds the tokens before these.
+        """
+        ...
+
+
 class Sequence(Generic[C]):
     """Token ids and one cache. Opening it takes the cache's bytes, `close` gives them back.
 
@@ -106,8 +117,9 @@ class Sequence(Generic[C]):
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
-        # What of the prompts to come may be predicted instead of computed.
+        # What of the prompts to come may be predicted instead of computed, and who reads them.
         self.prediction: Prediction | None = None
+        self.reader: PromptReader | None = None
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -372,6 +384,8 @@ class Sequence(Generic[C]):
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
+        if mode.predicted and self.reader is not None:
+            return (yield from self._taking(self.reader, start, start + count))
         with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]
@@ -379,6 +393,13 @@ class Sequence(Generic[C]):
             passed = yield from branch.extend(ids, rows=last, mode=mode)
             branch.commit(range(count))
         return passed.seconds
+
+    def _taking(self, reader: "PromptReader", start: int, stop: int) -> Work[Any, float]:
+        """The keys and values of tokens `start` to `stop` are those that `reader` makes."""
+        ids = self._tokens[:stop]
+        seconds = yield from reader.taking(self.cache, ids, start, rope_long=self.rope_long)
+        self._commit(start, ids[start:], None, predicted=True)
+        return seconds
 
     def advance(self, max_tokens: int | None = None) -> int:
         """Runs one piece of what is due alone; how many tokens are due after it."""

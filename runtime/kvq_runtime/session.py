@@ -6,7 +6,7 @@ model in one pass, the generation takes the logits, and what agrees with them is
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -19,6 +19,7 @@ from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.alternatives import Alternative, Asked, Writer
+from kvq_runtime.auxiliary import Auxiliary
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
@@ -66,6 +67,7 @@ class Session(Generic[C]):
         self.writers: Callable[[str], Writer] = no_names
         self._drafting = Drafting(backend, self.sequence)
         self._predict: str | None = None
+        self._reader: Auxiliary | None = None
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -93,10 +95,17 @@ class Session(Generic[C]):
 
     @predict.setter
     def predict(self, text: str | None) -> None:
+        if text == self._predict:
+            return
         prediction = None if text is None else prediction_named(text, self._backend.model)
+        reader: Auxiliary | None = None
         if prediction is not None:
             self._backend.check_mode(prediction.mode)
-        self._predict, self.sequence.prediction = text, prediction
+            if prediction.path is not None:
+                reader = Auxiliary(self._backend, prediction.path, self.config.context_tokens)
+        self._close_reader()
+        self._predict, self._reader = text, reader
+        self.sequence.prediction, self.sequence.reader = prediction, reader
 
     @property
     def predicts(self) -> bool:
@@ -355,10 +364,20 @@ class Session(Generic[C]):
         return answers > 1 and possible and answers * (max_tokens or 0) <= room
 
     @contextmanager
-    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's."""
-        generators = map(np.random.default_rng, seeds)
-        answers = [self.begin(options, generator) for generator in generators]
+    def beside(
+        self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
+    ) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's.
+
+        `distinct`: each begins with another token, the likeliest, the second likeliest, and so on.
+        """
+        answers = [
+            self.begin(
+                replace(options, first_rank=number) if distinct else options,
+                np.random.default_rng(seed),
+            )
+            for number, seed in enumerate(seeds)
+        ]
         with self.sequence.branch() as branch:
             beside = Beside(branch, answers)
             yield beside
@@ -458,9 +477,10 @@ class Session(Generic[C]):
         )
 
     def close(self) -> None:
-        """Frees the cache's memory, and what its drafter holds."""
+        """Frees the cache's memory, and what its drafter and its auxiliary model hold."""
         self.sequence.close()
         self._drafting.close()
+        self._close_reader()
 
     def __repr__(self) -> str:
         config = self.config
@@ -475,6 +495,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

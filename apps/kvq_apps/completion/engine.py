@@ -110,7 +110,7 @@ class CompletionEngine:
             stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
             cancel=cancel,
         )  # fmt: skip
-        kept = _distinct(
+        kept = distinct(
             Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
             for one in found
         )
@@ -152,7 +152,7 @@ def surroundings(document: Document, place: tuple[int, int]) -> Around:
     return Around(before=own[:column], rest=own[column:], next_lines=below)
 
 
-def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+def distinct(drafts: Iterable[Draft]) -> list[Draft]:
     """Those that show something, each text once."""
     kept: dict[str, Draft] = {}
     for draft in drafts:
