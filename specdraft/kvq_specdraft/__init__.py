@@ -14,6 +14,7 @@ FREE_DRAFTERS = {
     "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
     "recycle": "kvq_specdraft.recycle:Recycle",
+    "rewrite": "kvq_specdraft.rewrite:Rewrite",
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 

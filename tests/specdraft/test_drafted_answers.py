@@ -104,7 +104,9 @@ def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
         assert session.drafter is None
 
 
-@pytest.mark.parametrize("name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "recycle"])
+@pytest.mark.parametrize(
+    "name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "rewrite:min_ngram=1", "recycle"]
+)
 def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
     """200 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
     random = np.random.default_rng(5)
