@@ -84,6 +84,9 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
     kvq::Device* there = kvq::Device::find(device);
     if (device && (!there || !kvq::Device::attends(config->head_dim))) return KVQ_BAD_ARGUMENT;
+    // Kernels of a device copy 16 bytes at a time, and granules end where the pool does. No page has
+    // another multiple, so none is lost.
+    if (there) layout.sizes.pool_bytes -= layout.sizes.pool_bytes % kvq::kDeviceAlign;
     std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes, forms, there);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);

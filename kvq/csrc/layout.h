@@ -10,6 +10,7 @@
 namespace kvq {
 
 constexpr int64_t kAlign = 64;
+constexpr int64_t kDeviceAlign = 16;
 inline bool quantized(const kvq_config& c) {
     return c.k_bits <= 8;
 }
