@@ -182,6 +182,33 @@ def test_a_draft_reads_half_the_weights(engine: Engine) -> None:
 MATRICES = ("qkv", "o", "gate_up", "down")
 
 
+def test_the_head_is_read_in_part_where_the_text_has_frequent_tokens_only() -> None:
+    """And the vocabulary is large; in what is left out, fifty of a thousand tokens are too many."""
+
+    def head(text: list[int], vocab_size: int = 151936, **options: int) -> int:
+        drafter, backend, asked = QuantSpec(least=1e-9, **options), Mock(), list[Mode]()
+        backend.model.vocab_size = vocab_size
+
+        def extend(tokens: list[int], *, mode: Mode) -> Work[Any, Any]:
+            asked.append(mode)
+            yield from ()
+            return Mock(logits=np.zeros((1, 4), np.float32), seconds=0.1)
+
+        ground = Mock(room=1, due=[1])
+        ground.branch.extend = extend
+        ground.foresight().choose.return_value = (0, None)
+        drafter.open(backend, Mock())
+        drafter.follow(0, text)
+        with pytest.raises(StopIteration):
+            next(drafter.drafting(ground))
+        assert asked[0].view == "hi"
+        return asked[0].head_tokens
+
+    frequent, mixed = list(range(1000)), [40_000 * (place % 20 == 0) for place in range(1000)]
+    assert [head(frequent), head(mixed), head(mixed + frequent)] == [32768, 0, 32768]
+    assert [head(frequent, vocab_size=32000), head(mixed, head=200)] == [0, 200]
+
+
 def rules(seed: int) -> RuleBackend:
     """A model of eight tokens whose draft view is another, each by the last token."""
     tables = np.random.default_rng(seed).normal(size=(2, SIZE, SIZE)).astype(np.float32) * 1.2
