@@ -19,6 +19,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define KVQ_KERNEL static void
@@ -30,7 +31,7 @@
 
 namespace kvq::cuda {
 
-using std::ceil, std::min, std::rint, std::tanh;
+using std::ceil, std::max, std::min, std::rint, std::tanh;
 
 struct Dim3 {
     int x = 1, y = 1, z = 1;
@@ -244,6 +245,13 @@ inline bool any_lane(bool x) {
     for (const auto& lane : words)
         if (lane[0]) return true;
     return false;
+}
+
+inline int atomic_add(int* at, int x) {
+    return std::exchange(*at, *at + x);
+}
+inline void atomic_max(float* at, float x) {
+    *at = std::max(*at, x);
 }
 
 template <int Bytes>
