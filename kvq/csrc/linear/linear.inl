@@ -114,8 +114,8 @@ inline size_t prefetch_bytes(const PanelLayout& layout) {
 }
 
 // A block's codes, one group after the other: of one plane, or of two made whole.
-// Fetched for one row, which reads it once, it goes past the larger caches: 3 % of a step; five
-// rows lose as much by it.
+// Fetched for one row, which reads it once, it goes past the larger caches: the products take 1 to
+// 3 % less. Five rows would take 2 % more.
 template <bool Once>
 struct Plane {
     const uint8_t* bytes;
