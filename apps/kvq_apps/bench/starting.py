@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import BinaryIO, cast
 
 from kvq_apps.lsp.frames import read_frames
 
@@ -39,7 +40,7 @@ def _server_s() -> float:
         assert process.stdout is not None
         process.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         process.stdin.flush()
-        next(read_frames(process.stdout, lambda _: None))
+        next(read_frames(cast(BinaryIO, process.stdout), lambda _: None))
         seconds = perf_counter() - since
         process.kill()
     return seconds
