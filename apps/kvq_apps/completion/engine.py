@@ -22,7 +22,7 @@ from kvq_apps.completion.drafts import (
 )
 from kvq_apps.completion.filters import shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
-from kvq_models.infilling import fixed_tokens, infill_prompt, infill_tokens
+from kvq_models.infilling import FRONT_STEPS, fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Cancel, never
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Rows that drafts may take; longer or more ones are cut to them.
 DRAFT_ROWS = 96
-# A file that does not fit loses its beginning in so many steps of the context.
-_FRONT_STEPS = 8
 # Of a long file so many characters a token of the context are looked at: code has 3 to 4.
 NEAR_CHARACTERS = 6
 
@@ -113,7 +111,7 @@ class CompletionEngine:
         if self._frozen is not None:
             prefix, suffix, typed = self._frozen.split(prefix, suffix)
             room -= MOST_TYPED
-        step = max(1, room // _FRONT_STEPS)
+        step = max(1, room // FRONT_STEPS)
         ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode, step=step)
         if not typed:
             return ids, b""

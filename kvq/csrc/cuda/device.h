@@ -57,6 +57,14 @@ KVQ_DEVICE bool any_lane(bool x) {
     return __any_sync(kAllLanes, x);
 }
 
+KVQ_DEVICE int atomic_add(int* at, int x) {
+    return atomicAdd(at, x);
+}
+// Of numbers that are not negative, whose bits rise with them.
+KVQ_DEVICE void atomic_max(float* at, float x) {
+    atomicMax(reinterpret_cast<int*>(at), __float_as_int(x));
+}
+
 // 8 or 16 bytes on their way to shared memory. They are there for the thread that asked once no
 // more than so many of its groups of copies are awaited.
 template <int Bytes>

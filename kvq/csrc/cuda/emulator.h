@@ -19,6 +19,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define KVQ_KERNEL static void
@@ -30,7 +31,7 @@
 
 namespace kvq::cuda {
 
-using std::ceil, std::min, std::rint, std::tanh;
+using std::ceil, std::max, std::min, std::rint, std::tanh;
 
 struct Dim3 {
     int x = 1, y = 1, z = 1;
@@ -54,8 +55,9 @@ public:
         grid_size = grid;
         count_ = static_cast<size_t>(threads);
         while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
-        shared_.assign(shared_bytes / sizeof(Line), Line{});
-        std::memset(static_cast<void*>(shared_.data()), 0xff, shared_bytes);
+        Line unwritten;
+        std::memset(&unwritten, 0xff, sizeof unwritten);
+        shared_.assign((shared_bytes + sizeof unwritten - 1) / sizeof unwritten, unwritten);
         for (block.z = 0; block.z < grid.z; block.z++)
             for (block.y = 0; block.y < grid.y; block.y++)
                 for (block.x = 0; block.x < grid.x; block.x++) run_block();
@@ -244,6 +246,13 @@ inline bool any_lane(bool x) {
     for (const auto& lane : words)
         if (lane[0]) return true;
     return false;
+}
+
+inline int atomic_add(int* at, int x) {
+    return std::exchange(*at, *at + x);
+}
+inline void atomic_max(float* at, float x) {
+    *at = std::max(*at, x);
 }
 
 template <int Bytes>

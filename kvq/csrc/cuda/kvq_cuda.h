@@ -89,6 +89,16 @@ int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence*
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 
+/* What up to 16 probe rows see of every view: float32 facts [kv_heads, view_count, 6]. Of the rows
+   that see any of it: the sum of their attention weights, the largest weight, sums of the squared
+   changes of their output were the page's keys rounded to 8 bits, were its values, and were it
+   gone; last, how many rows they are. A row that gives a page less than 1/4096 counts in mass and
+   rows only. `probes`: float16 [kv_heads, tokens, head_dim], turned to their positions, whose
+   products with keys are natural logits. Every row is a token: heads = kv_heads. qkv, norms and
+   tail_stride's free rows are not read. */
+int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                      const uint16_t* probes, float* facts, void* stream);
+
 /* 64 float16 rows of keys or values, rows[i] of [stride, head_dim], as the 8-bit planes (hi4, then
    lo4: 64 * head_dim bytes) and the grid of a page. `scratch`: float32 [64 * head_dim]. `rotated`:
    keys stored as their Hadamard transform. */
@@ -108,7 +118,8 @@ int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
    arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
    float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
    Scratch, for up to 16 tokens: `inputs` [tokens, columns] and `tops` [tokens]; for more: `levels`
-   [tokens, blocks * block] and `steps` [2, blocks, tokens]. */
+   [tokens, blocks * block] and `steps` [2, blocks, tokens]; with `exact_rows`, of up to 16 tokens
+   without bias and residual: `panel_tops` and `marks` [tokens, panels], `deviations` [tokens]. */
 typedef struct {
     int32_t rows, columns, bits, block;
     const uint8_t* panels;
@@ -120,8 +131,38 @@ typedef struct {
     float* tops;
     int8_t* levels;
     float* steps;
+    int32_t exact_rows; /* 0: all; else the view KVQ_HI of 8 bits, exact in what may be the best */
+    float *panel_tops, *deviations;
+    uint8_t* marks;
 } kvq_cuda_linear;
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
+
+/* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix, as kvq_embed
+   in kvq.h; an id that is no row adds nothing. */
+typedef struct {
+    int32_t rows, columns, bits, block;
+    const uint8_t* panels;
+    const int64_t* ids;   /* [tokens, mixed] */
+    const float* weights; /* [tokens, mixed] */
+    float* out;
+    int32_t tokens, mixed;
+} kvq_cuda_embed;
+int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
+
+/* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
+   the first: places and values [rows, count]; -1 where a row has fewer numbers. */
+int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
+                  int32_t* places, float* values, void* stream);
+
+/* A path through a branch is kept: of every stream and side, `stride` apart, float16 row first + i
+   becomes row first + from[i]; from rises, and from[i] >= i. */
+typedef struct {
+    uint16_t* rows;
+    int64_t stride; /* of float16 numbers */
+    int32_t streams, head_dim, first, count;
+    const int32_t* from; /* [count] */
+} kvq_cuda_rows;
+int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream);
 
 #ifdef __cplusplus
 }

@@ -86,9 +86,19 @@ KVQ_DEVICE void input_operands(const kvq_cuda_linear& c, int token, int k, uint3
     }
 }
 
-// A block per panel. Tiles: of eight tokens.
-template <int Bits, bool Hi, int Tiles>
+KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
+    return c.marks[int64_t{token} * ((c.rows + kPanelRows - 1) / kPanelRows) + panel];
+}
+
+// A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
+// how far what was there errs is kept.
+template <int Bits, bool Hi, int Tiles, bool Marked>
 KVQ_KERNEL product(kvq_cuda_linear c) {
+    if (Marked) {
+        bool any = false;
+        for (int token = 0; token < c.tokens; token++) any |= is_marked(c, token, block_index().x);
+        if (!any) return;
+    }
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4, blocks = (c.columns + c.block - 1) / c.block;
@@ -135,7 +145,39 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         if (token >= c.tokens || row >= c.rows) continue;
         float sum = 0;
         for (int w = 0; w < kLinearWarps; w++) sum += totals[w][token][i % kPanelRows];
-        finish_output(c, token, row, sum * c.tops[token]);
+        sum *= c.tops[token];
+        if (Marked) {
+            if (!is_marked(c, token, block_index().x)) continue;
+            atomic_max(c.deviations + token, fabsf(sub(sum, c.out[int64_t{token} * c.rows + row])));
+        }
+        finish_output(c, token, row, sum);
+    }
+}
+
+// A block per token, threads over its columns. What is no row of the matrix adds nothing.
+KVQ_KERNEL embed(kvq_cuda_embed e) {
+    const int token = block_index().x, blocks = (e.columns + e.block - 1) / e.block;
+    const int64_t plane = int64_t{blocks} * e.block * kPanelRows / 2;
+    const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
+    for (int i = thread_index(); i < e.columns; i += thread_count()) {
+        float sum = 0;
+        for (int k = 0; k < e.mixed; k++) {
+            const int64_t at = int64_t{token} * e.mixed + k, id = e.ids[at];
+            if (id < 0 || id >= e.rows) continue;
+            const int lane = static_cast<int>(id % kPanelRows);
+            const uint8_t* panel =
+                e.panels + id / kPanelRows * (plane * (e.bits / 4) + scale_bytes);
+            const auto* scales = reinterpret_cast<const uint16_t*>(panel + plane);
+            const int64_t place = int64_t{i} / 8 * 64 + 4 * lane + i % 4;
+            const int shift = i & 4;
+            int level = (panel[place] >> shift & 15) - 8;
+            if (e.bits == 8)
+                level = 16 * level + (panel[plane + scale_bytes + place] >> shift & 15);
+            const float scale =
+                mul(half_value(scales[i / e.block * kPanelRows + lane]), kScaleUnit);
+            sum = add(sum, mul(e.weights[at], mul(scale, static_cast<float>(level))));
+        }
+        e.out[int64_t{token} * e.columns + i] = sum;
     }
 }
 
