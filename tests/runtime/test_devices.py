@@ -21,8 +21,8 @@ from shelf import Shelf
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 TEXT = np.random.default_rng(3).integers(6, 300, 145)
-# Relative distance of logits from exact arithmetic over the processor's cache: that of the processor
-# itself is 0.032, 0.033 and 0.071. Random weights: a trained model's is far less.
+# Relative distance of logits from exact arithmetic over the processor's cache: the processor's own
+# is 0.032, 0.033 and 0.071. Random weights: a trained model's is far less.
 DISTANCE = {"fp": 0.04, "8:8": 0.04, "4:2": 0.08}
 GREEDY = Sampling(temperature=0)
 

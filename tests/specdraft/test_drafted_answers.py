@@ -185,7 +185,7 @@ def test_a_cache_under_pressure_becomes_what_plain_decoding_makes_it(
 
 
 def test_an_answer_ends_inside_a_run_of_right_guesses_as_it_would_without(tiny: Engine) -> None:
-    """A stop string, an end token, a full answer, a cancel: same steps, text and cache."""
+    """A stop string, an end token, a full answer, a cancel: same steps, text and cache (QS-11)."""
     prompt = tiny.tokenizer.encode("The quick brown fox jumps over")
     with session(tiny, None) as opened:
         steps = answered(opened, prompt, 60, stop_ids=())
