@@ -230,12 +230,12 @@ def _quantized_bytes(tensor: Any) -> int:
 
 
 # What each back-end calls the axes, (along a token, along a channel), and its widths. HQQ's second
-# one takes 64 rows of equal distance as a group, across heads: one channel, tokens far apart. Along
-# tokens both lose up to twice as much at 4 and 2 bits, so that is left out.
+# one takes 64 rows of equal distance as a group, across heads: one channel, tokens far apart, so
+# that along a token is its better one. Quanto's is the other, and along tokens is left out.
 BY_TOKEN, BY_CHANNEL, MIXED = "K token, V token", "K channel, V channel", "K channel, V token"
 TRANSFORMERS_BACKENDS = {
     "quanto": ((0, -1), {BY_CHANNEL: (4, 2), MIXED: (4, 2)}),
-    "hqq": ((1, 0), {BY_TOKEN: (8,), BY_CHANNEL: (4, 2)}),
+    "hqq": ((1, 0), {BY_TOKEN: (8, 4, 2), BY_CHANNEL: (4, 2)}),
 }
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
