@@ -73,6 +73,9 @@ FLAGS: dict[str, Flag] = {
         "computed: 50%%; lossy, for a faster first token", "off", setting="kv.predict",
         metavar="SHARE|NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq_runtime.prediction:PREDICTORS")),
+    "kv-predict-with": Flag("a smaller model of the same vocabulary reads prompts in this one's "
+        "place; lossy, and fitted by `kvq export --kv-predict-with`", "none",
+        setting="kv.predict-with", metavar="NAME"),
     "ctx-size": Flag("context limit in tokens", "the model's", setting="model.ctx-size",
         metavar="N"),
     # running
@@ -96,8 +99,8 @@ FLAGS: dict[str, Flag] = {
         switch=True),
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
-    "draft": Flag("guess tokens ahead and check them in one pass: auto, lookup, suffix, recycle, "
-        "lookahead, quantspec, skip, early, none; the answer stays the same",
+    "draft": Flag("guess tokens ahead and check them in one pass: auto, rewrite, lookup, suffix, "
+        "recycle, lookahead, quantspec, skip, early, none; the answer stays the same",
         "auto, where it does to the bit",
         setting="model.draft", metavar="NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq_specdraft:DRAFTERS", "none")),
@@ -248,6 +251,7 @@ FLAGS: dict[str, Flag] = {
 
 KV_WIDTHS = ("kbits", "vbits")
 KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy", "kv-read")
+PREDICT_FLAGS = ("kv-predict", "kv-predict-with")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip

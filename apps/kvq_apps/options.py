@@ -15,6 +15,9 @@ SAMPLING_FIELDS = {
 # What `--predict` says for no limit but the context.
 UNTIL_FULL = -1
 
+# What `--kv-predict` says for another model that reads prompts.
+AUXILIARY = "auxiliary"
+
 # What `--draft` says for no drafter.
 NO_DRAFTER = "none"
 
@@ -83,9 +86,25 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     return (
         kv_bits(arguments)
         | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
-        | given(arguments, policy="kv-policy", kv_read="kv-read", predict="kv-predict")
+        | given(arguments, policy="kv-policy", kv_read="kv-read")
+        | predictor(arguments)
         | drafter(arguments)
     )
+
+
+def predictor(arguments: Namespace) -> dict[str, str]:
+    """`predict`, with the model of `--kv-predict-with`. Raises `UsageError` for both at once."""
+    found = given(arguments, predict="kv-predict", model="kv-predict-with")
+    if "model" not in found:
+        return found
+    name, _, knobs = found.get("predict", AUXILIARY).partition(":")
+    if name != AUXILIARY:
+        raise UsageError(
+            f"--kv-predict-with is for --kv-predict {AUXILIARY}, not for --kv-predict {name}"
+        )
+    from kvq_apps.model_path import resolve_model
+
+    return {"predict": f"{AUXILIARY}:" + ",".join([f"path={resolve_model(found['model'])}", knobs])}
 
 
 def drafter(arguments: Namespace) -> dict[str, Any]:
@@ -106,14 +125,23 @@ def _asked_drafter(arguments: Namespace) -> str | None:
     found = given(arguments, draft="draft", model="draft-model", threads="threads")
     name, _, written = found.get("draft", "").partition(":")
     own = [f"path={found['model']}"] if "model" in found else []
-    if own and name not in ("", NO_DRAFTER, "model"):
-        raise UsageError(f"--draft-model is for --draft model, not for --draft {name}")
-    if name != "model" and not own:
+    if own and name in ("", NO_DRAFTER):
+        name = "model"
+    if own and not _is_model(name):
+        raise UsageError(
+            f"--draft-model is for --draft model or auto+model, not for --draft {name}"
+        )
+    if not _is_model(name):
         return found.get("draft")
     parts = [*own, *filter(None, written.split(","))]
     if "threads" in found and not any(part.startswith("threads=") for part in parts):
         parts.append(f"threads={found['threads']}")
-    return f"model:{','.join(parts)}"
+    return f"{name}:{','.join(parts)}"
+
+
+def _is_model(name: str) -> bool:
+    """Whether another model drafts, alone or after a free drafter."""
+    return name.rpartition("+")[2] == "model"
 
 
 def _with_files(asked: str) -> str:
@@ -121,13 +149,13 @@ def _with_files(asked: str) -> str:
     from kvq_apps.model_path import resolve_model
 
     name, _, written = asked.partition(":")
-    if name != "model":
+    if not _is_model(name):
         return asked
     parts = [
         f"path={resolve_model(part[5:])}" if part.startswith("path=") else part
         for part in written.split(",")
     ]
-    return f"model:{','.join(parts)}"
+    return f"{name}:{','.join(parts)}"
 
 
 def serve_options(arguments: Namespace) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
 def _zsh_specs(flag: _Flag) -> Iterator[str]:
     value = ""
     if flag.words:
-        value = f":{_zsh_text(flag.value or 'value')}:({_words(flag)})"
+        value = f":{_zsh_text(flag.value or 'value')}:({_zsh_text(_words(flag))})"
     elif flag.value == MODEL:
         value = f":{MODEL}:_kvq_models"
     elif flag.value is not None:

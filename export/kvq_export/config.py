@@ -1,6 +1,7 @@
 """What an export is asked to be. Knows no file and no model."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from kvq.config import DEFAULT_POLICY, KvPlan
@@ -64,6 +65,7 @@ class ExportOptions:
     measures what errors cost in each layer, for policies that ask. `tokenizer` False exports a
     checkpoint that has none: the bundle then takes ids only. `predict`: fit matrices that predict a
     prompt's later layers from what leaves so many first ones, or auto, which measures how many.
+    `predict_with`: fit those that make keys and values from what the bundle at this path computes.
     """
 
     weights: WeightFormat = field(default_factory=WeightFormat)
@@ -77,6 +79,7 @@ class ExportOptions:
     calibrate: bool = True
     tokenizer: bool = True
     predict: str | None = None
+    predict_with: Path | None = None
     threads: int = 2
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class ExportOptions:
             )
         if self.predict is not None and not (self.onnx and self.weights.linear == "kvq"):
             raise UsageError("--kv-predict is of a graph with --linear kvq; leave one of them out")
+        if self.predict_with is not None and not self.onnx:
+            raise UsageError("--kv-predict-with is of the ONNX graph; leave it out, or --format")
         # Evaluated for its refusals.
         _ = policy_named(self.policy)
         if self.threads < 1:

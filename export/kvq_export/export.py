@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError, UsageError
-from kvq_export import calibration, prediction, quality
+from kvq_export import auxiliary, calibration, prediction, quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.gguf_export import GgufExport
@@ -119,13 +119,13 @@ def export_model(
 def _check_prediction(model: _Model, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
     layers, asked = model.original.config.num_layers, options.predict
-    if asked is None:
-        return
-    if model.tokenizer is None:
+    if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
             "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "
             "leave it out"
         )
+    if asked is None:
+        return
     if asked != "auto" and not 1 <= int(asked) < layers:
         raise UsageError(
             f"--kv-predict {asked} is not possible: 1 to {layers - 1} of this model's {layers} "
@@ -175,6 +175,9 @@ def _measured(
         manifest = prediction.predicting(
             partial, manifest, options.predict, model.tokenizer, options.threads, step
         )
+    if options.predict_with is not None:
+        path, tokenizer = options.predict_with, model.tokenizer
+        manifest = auxiliary.fitting(partial, manifest, path, tokenizer, options.threads, step)
     return manifest
 
 

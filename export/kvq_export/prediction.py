@@ -53,7 +53,7 @@ class Fit:
     peak_bytes: int
 
 
-class _Watched(PlainAttention):
+class Watched(PlainAttention):
     """Keeps what attention is given, and how much each token is looked at."""
 
     def __init__(self, first_kept: int) -> None:
@@ -80,6 +80,12 @@ class _Watched(PlainAttention):
         seen = weights.sum(axis=(0, 1, 2), dtype=np.float64)
         share = seen / np.arange(len(seen), 0, -1)
         self.received = self.received + share if layer else share
+
+    def weights(self) -> Floats:
+        """What each token weighs in a fit, 1 on average; the first ones are computed."""
+        found = self.received / self.received[SINK_TOKENS:].mean()
+        found[:SINK_TOKENS] = 0
+        return found
 
 
 def candidates(num_layers: int) -> tuple[int, ...]:
@@ -109,12 +115,11 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
                 scale = np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + config.norm_eps)
                 streams[layer] = np.hstack([wide / scale, np.ones((len(wide), 1))])
 
-        attention = _Watched(first_kept)
+        attention = Watched(first_kept)
         positions = np.arange(len(ids))
         read = bundle.read_weight  # not kept: four bytes a parameter of all layers at once
         forward(config, read, np.array(ids), positions, attention, slice(-1, None), watch=watch)
-        weights = attention.received / attention.received[SINK_TOKENS:].mean()
-        weights[:SINK_TOKENS] = 0
+        weights = attention.weights()
         for count, stream in streams.items():
             weighted = stream * weights[:, None]
             grams[count] += weighted.T @ stream
@@ -185,8 +190,8 @@ def predicting(
     layers = bundle.config.num_layers
     counts = candidates(layers) if asked == "auto" else (int(asked),)
     step("fitting what predicts keys and values")
-    found = fit(bundle, _texts(tokenizer, ("kvq", "kvq_models"), FIT_TOKENS), counts)
-    passages = _passages(tokenizer, bundle.config.context_length)
+    found = fit(bundle, calibration_texts(tokenizer), counts)
+    passages = held_out_passages(tokenizer, bundle.config.context_length)
     rows: list[dict[str, Any]] = []
     chosen: Manifest | None = None
     for count in reversed(counts):
@@ -230,6 +235,11 @@ def _cost(folder: Path, passages: Sequence[Passage], count: int, threads: int) -
     }
 
 
+def calibration_texts(tokenizer: Tokenizer) -> Iterable[list[int]]:
+    """Token sequences to fit to, `FIT_TOKENS` in all."""
+    return _texts(tokenizer, ("kvq", "kvq_models"), FIT_TOKENS)
+
+
 def _texts(tokenizer: Tokenizer, packages: Sequence[str], most: int) -> Iterable[list[int]]:
     """Sequences of the report's prose and the packages' sources, `most` tokens in all."""
     texts = [quality.quality_text()] if packages[0] == "kvq" else []
@@ -246,7 +256,7 @@ def _texts(tokenizer: Tokenizer, packages: Sequence[str], most: int) -> Iterable
                 yield part
 
 
-def _passages(tokenizer: Tokenizer, context_tokens: int) -> list[Passage]:
+def held_out_passages(tokenizer: Tokenizer, context_tokens: int) -> list[Passage]:
     """Prompts and what follows, from sources that nothing was fitted to."""
     length = min(PROMPT_TOKENS, context_tokens - SCORED_TOKENS)
     found: list[Passage] = []

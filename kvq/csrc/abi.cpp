@@ -1,5 +1,7 @@
 // The C ABI of kvq.h: handles to caches, arguments to calls.
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -49,7 +51,7 @@ static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
     return with_cache(handle, [&](Cache& cache) {
         const int status = call(cache);
         if (stats) cache.stats(*stats);
-        return status;
+        return status ? status : cache.device_status();
     });
 }
 
@@ -62,12 +64,27 @@ int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* la
     return status;
 }
 
+int kvq_device_open(const char* path, int32_t* device, kvq_device* facts) {
+    std::string why;
+    *facts = {};
+    *device = kvq::Device::open(path, why);
+    std::snprintf(facts->reason, sizeof facts->reason, "%s", why.c_str());
+    if (!*device) return KVQ_DEVICE_FAILED;
+    const kvq_cuda_device& found = kvq::Device::find(*device)->facts();
+    std::copy(found.name, found.name + sizeof found.name, facts->name);
+    facts->memory_bytes = found.memory_bytes, facts->free_bytes = found.free_bytes;
+    facts->stream = reinterpret_cast<int64_t>(found.stream);
+    facts->capability = found.capability, facts->on_host = found.on_host;
+    return KVQ_OK;
+}
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
-                   int64_t* handle) {
+                   int32_t device, int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
-    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes, forms);
+    kvq::Device* there = kvq::Device::find(device);
+    if (device && (!there || !kvq::Device::attends(config->head_dim))) return KVQ_BAD_ARGUMENT;
+    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes, forms, there);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;
@@ -206,9 +223,11 @@ const char* kvq_status_text(int status) {
                    "this "
                    "many tokens, or an earlier chunk failed";
         case KVQ_NO_MEMORY:
-            return "the system has no memory for the arena";
+            return "there is no memory for the arena";
         case KVQ_TOO_SMALL:
             return "the budget is too small";
+        case KVQ_DEVICE_FAILED:
+            return "the device failed, and what it held is lost; open the model again";
         case KVQ_CLOSED:
             return "no open cache has this handle: it was closed";
         default:

@@ -18,14 +18,14 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 }  // namespace
 
 std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
-                                   const uint8_t* forms) {
+                                   const uint8_t* forms, Device* device) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
     void* memory = nullptr;
     const size_t alignment = budget >= 2 * kHugePage ? kHugePage : kAlign;
     if (posix_memalign(&memory, alignment, static_cast<size_t>(budget))) return nullptr;
 #ifdef MADV_HUGEPAGE
-    if (budget >= 2 * kHugePage) {
+    if (!device && budget >= 2 * kHugePage) {
         const size_t whole = static_cast<size_t>(budget) / kHugePage * kHugePage;
         madvise(memory, whole, MADV_HUGEPAGE);  // advice: a refusal changes nothing but speed
     }
@@ -36,6 +36,11 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     cache->state().budget = budget;
     for (int s = 0; s < cache->arena_.streams(); s++)
         cache->arena_.forms[s] = forms ? forms[s] : uint8_t{0};
+    if (device) {
+        cache->twin_ = Twin::open(*device, cache->arena_, cache->memory_, budget);
+        cache->arena_.twin = cache->twin_.get();
+        if (!cache->twin_) return nullptr;
+    }
     cache->pages_.place();
     cache->pages_.clear();
     cache->probes_.clear();
@@ -54,7 +59,7 @@ Cache::~Cache() {
 
 int Cache::read_by(const kvq_read& rule) {
     if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
-        rule.channels < 0 || rule.exact < 0 || rule.exact > 1)
+        rule.channels < 0 || rule.exact < 0 || rule.exact > 1 || (twin_ && rule.share < 1))
         return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
     return KVQ_OK;
@@ -86,6 +91,7 @@ int Cache::begin(int tokens, const int32_t* parents, int view, int at, const uin
     if (const int status = tail_.add(tokens, parents, staged, view == 1, in_gap ? at : -1))
         return status;
     silent_.assign(silent, silent ? silent + config().layers : silent);
+    if (twin_) twin_->new_pass();
     return KVQ_OK;
 }
 
@@ -102,14 +108,20 @@ bool Cache::fits(int views, int stretches) const {
            views - pages_.columns() + stretches <= arena_.sizes.max_columns + kSpareViews;
 }
 
+void Cache::fill_ropes(const kvq_attention& a, const Inputs& in) const {
+    for (int t = 0; t < in.tokens; t++) {
+        float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
+        fill_rope(static_cast<float>(in.positions[t]), in.inv_freq, a.rotary_pairs, a.rope_factor,
+                  cos, cos + a.rotary_pairs);
+    }
+}
+
 int Cache::store_keys_values(const kvq_attention& a, const Inputs& in) const {
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
     bool finite = true;
     for (int t = 0; t < in.tokens; t++) {
         const float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
         const int64_t row = tail_.place(t);
-        tail_.positions()[row] = static_cast<int32_t>(in.positions[t]);
-        if (!tail_.branch().staged) arena_.tail_deltas[row] = 0;
         for (int head = 0; head < a.kv_heads; head++) {
             const int stream = a.layer * a.kv_heads + head;
             const bool staged = tail_.branch().staged;
@@ -139,17 +151,38 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     for (int t = 0; t < in.tokens; t++)
         if (in.positions[t] < 0 || in.positions[t] > kMaxPosition) return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++) {
-        float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
-        fill_rope(static_cast<float>(in.positions[t]), in.inv_freq, a.rotary_pairs, a.rope_factor,
-                  cos, cos + a.rotary_pairs);
+        const int64_t row = tail_.place(t);
+        tail_.positions()[row] = static_cast<int32_t>(in.positions[t]);
+        if (!branch.staged) arena_.tail_deltas[row] = 0;
     }
-    if (const int status = store_keys_values(a, in)) return status;
+    if (!twin_) {
+        fill_ropes(a, in);
+        if (const int status = store_keys_values(a, in)) return status;
+    }
     if (branch.staged && !fits(pages_.views(), tail_.stretches(nullptr, in.tokens, 0, 0, 0)))
         return KVQ_BAD_ARGUMENT;
-    if (probes_.kept() && !silent_.empty()) probes_.forget_from(tail_, tail_.first_row());
-    else if (probes_.kept())
-        probes_.keep(tail_, a, in.tokens, in.qkv, in.positions, in.inv_freq, in.q_norm);
-    return KVQ_OK;
+    if (probes_.kept()) keep_probes(a, in);
+    return device_status();
+}
+
+void Cache::keep_probes(const kvq_attention& a, const Inputs& in) {
+    if (!silent_.empty()) return probes_.forget_from(tail_, tail_.first_row());
+    const auto keep = [&](const Inputs& here) {
+        probes_.keep(tail_, a, here.tokens, here.qkv, here.positions, here.inv_freq, here.q_norm);
+    };
+    if (!twin_) return keep(in);
+    std::vector<int> rows;
+    for (int t = 0; t < in.tokens; t++)
+        if (probes_.takes(tail_, t)) rows.push_back(t);
+    if (rows.empty()) return;
+    twin_->bring(a, in, rows, [&](const Inputs& here) {
+        fill_ropes(a, here);
+        keep(here);
+    });
+}
+
+int Cache::run_on_device(const kvq_attention& a, const Inputs& in) {
+    return twin_->attend(pages_, tail_, a, in, is_silent(a.layer));
 }
 
 AttendJob Cache::job(const kvq_attention& a, const Inputs& in) {
@@ -164,7 +197,10 @@ int Cache::finish(int layer) {
 
 int Cache::attend(const kvq_attention& a, const Inputs& in) {
     Cache* self = this;
-    return attend_together(a, &self, &in, 1, kSerial);
+    const auto attend = [&](const Inputs& inputs) {
+        return attend_together(a, &self, &inputs, 1, kSerial);
+    };
+    return twin_ ? twin_->take(a, in, attend) : attend(in);
 }
 
 namespace {
@@ -195,6 +231,10 @@ int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* 
     std::vector<AttendJob> jobs;
     for (size_t s = 0; s < count; s++) {
         if (const int status = caches[s]->prepare(a, inputs[s])) return status;
+        const bool there = caches[s]->device() != nullptr;
+        if (const int status = there ? caches[s]->run_on_device(a, inputs[s]) : int{KVQ_OK})
+            return status;
+        if (there) continue;
         if (caches[s]->is_silent(a.layer))
             std::fill_n(inputs[s].out, int64_t{inputs[s].tokens} * a.heads * a.head_dim, 0.0f);
         else
@@ -230,7 +270,7 @@ int Cache::commit(const int32_t* rows, int count) {
             return status;
         }
     }
-    tail_.close_columns(pages_, pages, tail_.used());
+    if (pages) tail_.close_columns(pages_, pages, tail_.used());
     return KVQ_OK;
 }
 
@@ -332,6 +372,7 @@ int Cache::evidence(int tokens, int columns, float* facts, float* queries) {
         return KVQ_BAD_ARGUMENT;
     if (!probes_.kept() || tail_.unattended() || tail_.branch().staged || state().broken)
         return KVQ_BAD_STATE;
+    fetch();
     return probes_.evidence(pages_, tail_, tokens, facts, queries);
 }
 
@@ -398,6 +439,7 @@ void Cache::entering(uint8_t* widths) const {
 int Cache::constants(int layer, int columns, float* keys, float* values) const {
     if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
         return KVQ_BAD_ARGUMENT;
+    fetch();
     const int dim = config().head_dim;
     for (int s = layer * config().kv_heads; s < (layer + 1) * config().kv_heads; s++) {
         for (int c = 0; c < columns; c++, keys += 2 * dim, values += 2 * kPageTokens) {
@@ -429,6 +471,7 @@ int Cache::constants(int layer, int columns, float* keys, float* values) const {
 int Cache::key_squares(int layer, int columns, float* squares) const {
     if (columns != pages_.columns() || layer < 0 || layer >= config().layers)
         return KVQ_BAD_ARGUMENT;
+    fetch();
     const int dim = config().head_dim, heads = config().kv_heads;
     std::memset(squares, 0, sizeof(float) * size_t(heads) * size_t(columns) * kPageTokens);
     alignas(64) float products[kBlockRows * kPageTokens];
@@ -452,6 +495,7 @@ int64_t Cache::page(int layer, int head, int column, uint8_t* bytes) const {
     if (layer < 0 || layer >= config().layers || head < 0 || head >= config().kv_heads ||
         column < 0 || column >= pages_.columns())
         return -1;
+    fetch();
     const Entry& e = pages_.entry(layer * config().kv_heads + head, column);
     uint8_t* at = bytes;
     if (e.k_bits)
@@ -464,6 +508,7 @@ int Cache::tail(int layer, int head, int rows, uint16_t* k, uint16_t* v, int32_t
     if (layer < 0 || layer >= config().layers || head < 0 || head >= config().kv_heads ||
         rows != tail_.used())
         return KVQ_BAD_ARGUMENT;
+    fetch();
     const size_t bytes = size_t{2} * static_cast<size_t>(rows) * config().head_dim;
     const int stream = layer * config().kv_heads + head;
     std::memcpy(k, tail_.rows(stream, 0), bytes);

@@ -10,6 +10,7 @@
 #include "page_table.h"
 #include "probes.h"
 #include "tail.h"
+#include "twin.h"
 
 namespace kvq {
 
@@ -17,9 +18,9 @@ class Cache {
 public:
     std::mutex turn;  // held for the length of every call
 
-    // Null: no memory.
+    // `device`: where pages and rows lie and passes run, null: here. Null: no memory.
     static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
-                                       int64_t budget, const uint8_t* forms);
+                                       int64_t budget, const uint8_t* forms, Device* device);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
@@ -35,6 +36,12 @@ public:
         return !silent_.empty() && silent_[static_cast<size_t>(layer)];
     }
     int finish(int layer);
+    // On a device `in` lies there, but for positions, and this is all of it.
+    Device* device() const { return twin_ ? &twin_->device() : nullptr; }
+    int run_on_device(const kvq_attention& a, const Inputs& in);
+    // KVQ_OK, or why the device can do nothing more for this cache.
+    int device_status() const { return twin_ ? twin_->status() : int{KVQ_OK}; }
+    // All of `in` lies here.
     int attend(const kvq_attention& a, const Inputs& in);
     int commit(const int32_t* rows, int count);
     int rewind(int rows);
@@ -67,7 +74,13 @@ private:
     explicit Cache(uint8_t* memory, const Layout& layout);
     const kvq_config& config() const { return arena_.config(); }
     State& state() const { return *arena_.state; }
+    void fill_ropes(const kvq_attention& a, const Inputs& in) const;
     int store_keys_values(const kvq_attention& a, const Inputs& in) const;
+    void keep_probes(const kvq_attention& a, const Inputs& in);
+    // Pages and rows are read here in what follows.
+    void fetch() const {
+        if (twin_) twin_->fetch(pages_.pool());
+    }
     int commit_chunk();
     // Whether a branch of so many rows can begin at token `at`, -1 for where it goes on.
     bool begins_at(int at, int rows) const;
@@ -89,6 +102,7 @@ private:
     Tail tail_;
     Probes probes_;
     Reading reading_;
+    std::unique_ptr<Twin> twin_;  // null: there is no device
     std::vector<uint8_t> silent_;  // per layer, or empty: none
 };
 

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 11
+#define KVQ_ABI 12
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -22,7 +22,8 @@ enum kvq_status {
     KVQ_BAD_STATE = 4,  /* begin, attend and commit were called out of order */
     KVQ_NO_MEMORY = 5,
     KVQ_TOO_SMALL = 6,  /* the budget cannot hold the fixed part and one page */
-    KVQ_CLOSED = 7      /* no open cache has this handle */
+    KVQ_CLOSED = 7,     /* no open cache has this handle */
+    KVQ_DEVICE_FAILED = 8 /* a device failed; what it held is lost */
 };
 
 typedef struct {
@@ -81,9 +82,22 @@ typedef struct {
 typedef struct { int32_t layer, head, column, k_bits, v_bits; } kvq_action;
 
 KVQ_EXPORT int kvq_layout_of(const kvq_config *config, int64_t budget_bytes, kvq_layout *layout);
-/* `forms`: uint8 [layers, kv_heads], or NULL for all 0. */
+
+/* A device beside the processor, by the library of its kernels (cuda/kvq_cuda.h). `device` is its
+   number, from 1 on, the same for the same path; KVQ_DEVICE_FAILED: `reason` says why not. */
+typedef struct {
+    char name[128], reason[256];
+    int64_t memory_bytes, free_bytes; /* when it was opened */
+    int64_t stream;             /* of CUDA, on which all its work is queued */
+    int32_t capability;         /* 90: sm_90 */
+    int32_t on_host;            /* 1: an emulator, whose memory is the host's */
+} kvq_device;
+KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *facts);
+
+/* `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
+   run, 0: here. */
 KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, const uint8_t *forms,
-                              int64_t *handle);
+                              int32_t device, int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 

@@ -1,8 +1,10 @@
 #include "layout.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "probes.h"
+#include "twin.h"
 
 namespace kvq {
 namespace {
@@ -130,6 +132,11 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
     tail_tokens = tail_deltas + layout.sizes.regions[KVQ_PLACES] / 12;
     pool = bytes + layout.pool;
     sizes = layout.sizes;
+}
+
+void Arena::move(void* to, const void* from, int64_t bytes) const {
+    if (twin) twin->move(to, from, bytes);
+    else std::memmove(to, from, static_cast<size_t>(bytes));
 }
 
 }  // namespace kvq

@@ -95,9 +95,12 @@ struct Arena {
     float* partials;
     uint8_t* pool;
     kvq_layout sizes;
+    class Twin* twin;  // null: pages and rows lie here, and nowhere else
 
     void place(uint8_t* bytes, const Layout& layout);
     const kvq_config& config() const { return state->config; }
+    // Of pages and floating-point rows; the places may overlap.
+    void move(void* to, const void* from, int64_t bytes) const;
     int most_views() const { return 2 * sizes.max_columns + kSpareViews; }
     int streams() const { return config().layers * config().kv_heads; }
 };

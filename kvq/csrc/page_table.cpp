@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "rotary.h"
+#include "twin.h"
 
 namespace kvq {
 
@@ -32,12 +33,18 @@ void PageTable::missing(int pages, int64_t& bytes, int32_t& columns) const {
     columns = std::max(0, this->columns() + pages - arena_.sizes.max_columns);
 }
 
+const Entry& PageTable::enter(int stream, int column) {
+    Entry& e = entry_at(stream, column);
+    take(e, entering(stream)[0], entering(stream)[1]);
+    return e;
+}
+
 int PageTable::close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v) {
     const Kernels& kernel = kernels();
     alignas(64) float x[kPageTokens * kMaxHeadDim];
     alignas(64) uint8_t planes[kPageTokens * kMaxHeadDim];
     Entry& e = entry_at(stream, column);
-    take(e, entering(stream)[0], entering(stream)[1]);
+    enter(stream, column);
     uint8_t* stored = pool_.constant(e.constants);
     // Not every form fills the room for its grids.
     std::memset(stored, 0, static_cast<size_t>(arena_.sizes.constant_bytes));
@@ -144,9 +151,10 @@ void PageTable::drop_unseen() {
 
 void PageTable::take(Entry& e, int k_bits, int v_bits) {
     const uint32_t index = static_cast<uint32_t>(&e - arena_.entries);
-    const auto moved = [this](int kind, uint32_t, uint32_t to, uint32_t owner) {
-        move_item(kind, to, owner);
+    const auto moved = [this](int kind, uint32_t from, uint32_t to, uint32_t owner) {
+        move_item(kind, from, to, owner);
     };
+    changed();
     e = {};
     for (uint32_t& g : e.granule) g = kNone;
     e.constants = pool_.take_constant(index, moved);
@@ -161,13 +169,20 @@ void PageTable::take(Entry& e, int k_bits, int v_bits) {
     arena_.state->peak = std::max(arena_.state->peak, used_bytes());
 }
 
-void PageTable::move_item(int kind, uint32_t to, uint32_t owner) {
+// What the device was told of entries holds no more.
+void PageTable::changed() const {
+    if (arena_.twin) arena_.twin->entries_changed();
+}
+
+void PageTable::move_item(int kind, uint32_t from, uint32_t to, uint32_t owner) {
+    arena_.move(pool_.address(kind, to), pool_.address(kind, from), pool_.slot_bytes(kind));
     if (kind == 0) arena_.entries[owner].constants = to;
     else arena_.entries[owner / 8].granule[owner % 8] = to;
 }
 
 void PageTable::release(Entry& e) {
     if (!e.k_bits) return;
+    changed();
     for (uint32_t& g : e.granule) {
         if (g != kNone) pool_.give_granule(g);
         g = kNone;
@@ -190,7 +205,11 @@ void PageTable::write_side(Entry& e, int side, int bits, uint8_t* planes) {
 void PageTable::lower_side(Entry& e, int side, int from, int to) {
     const size_t bytes = granule_bytes(dim());
     uint32_t* granule = e.granule + side * kGranulesPerSide;
-    if (halves_plane(to) && from > to) {
+    if (from > to) changed();
+    if (halves_plane(to) && from > to && arena_.twin) {
+        const uint32_t* of = granule + halved(to);
+        arena_.twin->narrow(pool_.granule(of[0]), pool_.granule(of[1]));
+    } else if (halves_plane(to) && from > to) {
         alignas(64) uint8_t plane[32 * kMaxHeadDim];
         const uint32_t* of = granule + halved(to);
         for (int i = 0; i < 2; i++) std::memcpy(plane + i * bytes, pool_.granule(of[i]), bytes);
@@ -247,6 +266,7 @@ int PageTable::demote_entering(const uint8_t* widths) {
 }
 
 void PageTable::drop_column(int column) {
+    changed();
     const size_t after = static_cast<size_t>(columns() - column - 1);
     for (int s = 0; s < arena_.streams(); s++) {
         release(entry_at(s, column));

@@ -25,8 +25,11 @@ public:
 
     // Bytes and columns still missing before so many pages of every stream can close.
     void missing(int pages, int64_t& bytes, int32_t& columns) const;
-    // Packs 64 rows of K and V, float16 [head_dim] each, as the page of a column that is yet to
-    // come.
+    const Pool& pool() const { return pool_; }
+
+    // The page of a column that is yet to come, with room for its bytes and none of them written.
+    const Entry& enter(int stream, int column);
+    // Packs 64 rows of K and V, float16 [head_dim] each, as such a page.
     int close(int stream, int column, const uint16_t* const* k, const uint16_t* const* v);
     // The column of 64 rows that stand at these positions, one view for every place they came from.
     void append(const int32_t* positions, const int32_t* deltas, const int32_t* tokens);
@@ -72,7 +75,8 @@ private:
     void release(Entry& e);
     void write_side(Entry& e, int side, int bits, uint8_t* planes);
     void lower_side(Entry& e, int side, int from, int to);
-    void move_item(int kind, uint32_t to, uint32_t owner);
+    void move_item(int kind, uint32_t from, uint32_t to, uint32_t owner);
+    void changed() const;
     void drop_column(int column);
     int split_column(int first, int last, int start, int stop, int by, View* out) const;
 

@@ -72,7 +72,6 @@ uint32_t Pool::retreat(int kind) {
     // fits() held, so a free slot below the edge exists.
     const uint32_t to = mine.free;
     unlink(kind, to);
-    std::memcpy(address(kind, to), address(kind, edge), static_cast<size_t>(slot_bytes(kind)));
     owners(kind)[to] = owners(kind)[edge];
     return to;
 }

@@ -1,7 +1,7 @@
 // The part of the arena that holds pages: constants grow up from its start, granules grow down from
 // its end, the gap between serves both. Each kind is all one size, so a free slot fits any demand
 // of its kind; when one kind needs the gap and the other's edge is in use, the edge item moves into
-// a free slot of its own kind. Hence a demand fits exactly when its bytes do.
+// a free slot of its own kind, which `moved` does. Hence a demand fits exactly when its bytes do.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -31,14 +31,29 @@ public:
 
     bool fits(int64_t constants, int64_t granules) const;
     int64_t used_bytes() const;
+    // Calls run(address, bytes) on every stretch of slots in use.
+    template <class Run>
+    void visit_used(Run&& run) const {
+        for (int kind = 0; kind < 2; kind++)
+            for (uint32_t first = 0, end; first < slots(kind).high; first = end + 1) {
+                for (end = first; end < slots(kind).high && owners(kind)[end] != kNone;) end++;
+                if (end > first)
+                    run(address(kind, kind ? end - 1 : first), (end - first) * slot_bytes(kind));
+            }
+    }
 
     uint8_t* constant(uint32_t slot) const { return bytes_ + int64_t{slot} * constant_bytes_; }
     uint8_t* granule(uint32_t slot) const {
         return bytes_ + size_ - (int64_t{slot} + 1) * granule_bytes_;
     }
 
+    uint8_t* address(int kind, uint32_t slot) const {
+        return kind ? granule(slot) : constant(slot);
+    }
+    int64_t slot_bytes(int kind) const { return kind ? granule_bytes_ : constant_bytes_; }
+
     // Take a slot for `owner`. The caller has asked fits() for all it takes. `moved(kind, from, to,
-    // owner)` is told of every item that had to move; kind 0 is a constant, 1 a granule.
+    // owner)` moves the bytes of every item that has to; kind 0 is a constant, 1 a granule.
     template <class Moved>
     uint32_t take_constant(uint32_t owner, Moved&& moved) {
         return take(0, owner, moved);
@@ -56,14 +71,10 @@ private:
     };
     SlotState& slots(int kind) const { return kind ? state_->granules : state_->constants; }
     uint32_t* owners(int kind) const { return kind ? granule_owner_ : constant_owner_; }
-    uint8_t* address(int kind, uint32_t slot) const {
-        return kind ? granule(slot) : constant(slot);
-    }
-    int64_t slot_bytes(int kind) const { return kind ? granule_bytes_ : constant_bytes_; }
     int64_t gap() const;
     void unlink(int kind, uint32_t slot);
     void give(int kind, uint32_t slot);
-    // Lowers the edge of `kind` by one slot; returns the slot its item moved to, or kNone.
+    // Lowers the edge of `kind` by one slot; returns the slot its item has to move to, or kNone.
     uint32_t retreat(int kind);
 
     template <class Moved>

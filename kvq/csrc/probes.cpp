@@ -55,9 +55,10 @@ int sample_slot(int64_t run) {
 
 void Probes::clear() {
     for (int i = 0; i < slots(); i++) arena_.probes[i] = {-1, 0};
-    if (kept())
-        std::memset(arena_.layers, 0,
-                    sizeof(LayerFacts) * static_cast<size_t>(arena_.config().layers));
+    if (!kept()) return;
+    // All of it is part of a snapshot, slots that no query was kept in too.
+    std::memset(arena_.probe_rows, 0, static_cast<size_t>(row_bytes()));
+    std::memset(arena_.layers, 0, sizeof(LayerFacts) * static_cast<size_t>(arena_.config().layers));
 }
 
 int64_t Probes::row_bytes() const {
@@ -80,7 +81,7 @@ void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const fl
     std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
     for (int t = 0; t < tokens; t++) {
-        const int32_t token = tail.branch().at + tail.depth(tail.first_row() + t);
+        const int32_t token = token_of(tail, t);
         const int at = slot(token);
         if (at < 0) continue;
         if (a.layer == 0) arena_.probes[at] = {token, static_cast<int32_t>(positions[t])};

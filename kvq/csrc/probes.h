@@ -30,6 +30,8 @@ public:
     bool kept() const { return arena_.config().probes; }
     int slots() const { return kept() ? probe_slots(arena_.config().draft_tokens) : 0; }
     int64_t row_bytes() const;  // of all slots
+    // Whether row t of the pass under way is a probe.
+    bool takes(const Tail& tail, int t) const { return slot(token_of(tail, t)) >= 0; }
 
     // Keeps those rows of a pass that are probes; `rope` holds their cosines and sines.
     void keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
@@ -48,6 +50,9 @@ public:
 
 private:
     int slot(int64_t token) const;               // -1: not a probe
+    static int32_t token_of(const Tail& tail, int t) {
+        return tail.branch().at + tail.depth(tail.first_row() + t);
+    }
     uint16_t* rows(int slot, int layer) const {  // float16 [heads, head_dim]
         const kvq_config& c = arena_.config();
         return arena_.probe_rows + (int64_t{slot} * c.layers + layer) * c.heads * c.head_dim;

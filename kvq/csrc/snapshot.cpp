@@ -52,6 +52,7 @@ int64_t Cache::state_bytes() const {
 int Cache::save(uint8_t* bytes, int64_t count) const {
     if (tail_.open() || state().broken) return KVQ_BAD_STATE;
     if (count != state_bytes()) return KVQ_BAD_ARGUMENT;
+    fetch();
     const auto write = [&](const void* from, int64_t part) {
         std::memcpy(bytes, from, static_cast<size_t>(part));
         bytes += part;
@@ -182,6 +183,7 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         std::memcpy(to, parts.rest, static_cast<size_t>(part));
         parts.rest += part;
     });
+    if (twin_) twin_->send(pages_.pool());
     probes_.check();  // a damaged file must not make later evidence read beyond the arena
     state().peak = std::max(parts.header.peak, pages_.used_bytes());
     return KVQ_OK;

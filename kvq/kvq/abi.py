@@ -6,6 +6,7 @@
 from ctypes import (
     POINTER,
     Structure,
+    c_char,
     c_char_p,
     c_float,
     c_int32,
@@ -23,7 +24,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 11
+ABI = 12
 
 
 class Config(Structure):
@@ -84,6 +85,20 @@ class Stats(Structure):
     )
 
 
+class DeviceFacts(Structure):
+    """`kvq_device`: what a device is, or why it cannot be used."""
+
+    _fields_ = (
+        ("name", c_char * 128),
+        ("reason", c_char * 256),
+        ("memory_bytes", c_int64),
+        ("free_bytes", c_int64),
+        ("stream", c_int64),
+        ("capability", c_int32),
+        ("on_host", c_int32),
+    )
+
+
 class Read(Structure):
     """`kvq_read`: how little of the pages a pass may read."""
 
@@ -123,7 +138,8 @@ POINTERS = {
 }  # fmt: skip
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, POINTER(Layout))),
-    "kvq_cache_open": (c_int32, (POINTER(Config), c_int64, _BYTES, POINTER(c_int64))),
+    "kvq_device_open": (c_int32, (c_char_p, _INT32S, POINTER(DeviceFacts))),
+    "kvq_cache_open": (c_int32, (POINTER(Config), c_int64, _BYTES, c_int32, POINTER(c_int64))),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_read": (c_int32, (c_int64, POINTER(Read))),

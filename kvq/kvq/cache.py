@@ -37,6 +37,18 @@ class Holdings:
     read_share: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeyForm:
+    """How a layer makes of keys what it stores: its constants, its rotary frequencies, its norm.
+
+    inv_freq float32 [rotary_dim / 2]; k_norm float32 [D] or None.
+    """
+
+    params: AttentionParams
+    inv_freq: NDArray[np.float32]
+    k_norm: NDArray[np.float32] | None = None
+
+
 class Cache:
     """A quantised KV cache in exactly the bytes of `arena`, which `CacheSpec.resolved` makes.
 
@@ -259,6 +271,37 @@ class Cache:
         """
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+
+    def append(
+        self,
+        keys: NDArray[np.float32],
+        values: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        layers: Sequence[KeyForm],
+    ) -> None:
+        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
+
+        keys and values float32 [L, T, Hk, D], before the layer's key norm and rotation, which
+        `layers` give; positions int64 [T]; T up to `chunk_tokens`. The policy learns nothing from
+        them. Unchanged on an error: `CacheError` for another shape or a number that is not finite,
+        `BudgetError` where there is no room.
+        """
+        shape, tokens = self.shape, len(positions)
+        wanted = (shape.num_layers, tokens, shape.num_kv_heads, shape.head_dim)
+        if keys.shape != wanted or values.shape != wanted or len(layers) != wanted[0]:
+            raise CacheError(f"{keys.shape} keys and {values.shape} values are not the {wanted}")
+        self.begin(tokens, silent=range(shape.num_layers))
+        try:
+            queries = np.zeros((tokens, shape.num_heads * shape.head_dim), np.float32)
+            for layer, k, v in zip(layers, keys, values, strict=True):
+                qkv = np.hstack([queries, k.reshape(tokens, -1), v.reshape(tokens, -1)])
+                self.attend(
+                    layer.params, qkv, positions, layer.inv_freq, layer.k_norm, layer.k_norm
+                )
+        except CacheError:
+            self.rewind()
+            raise
+        self.commit(tokens)
 
     def _check_shapes(
         self,

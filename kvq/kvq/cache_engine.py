@@ -18,6 +18,8 @@ from kvq.sizing import Arena
 
 ENGINES = {
     "native": "kvq.native:NativeCache",
+    "cuda": "kvq.native:CudaCache",
+    "emulated": "kvq.native:EmulatedCache",
     "numpy": "kvq.reference_cache:ReferenceCache",
 }
 
@@ -123,7 +125,7 @@ class CacheEngine(Protocol):
 def open_engine(name: str, arena: Arena) -> CacheEngine:
     """An empty cache in `arena`; numpy's, with a line in the log, where there is no native code.
 
-    Raises `UsageError` for an unknown name.
+    Raises `UsageError` for an unknown name, `BackendError` for a device that cannot be used.
     """
     if name not in ENGINES:
         raise UsageError(f"cache engine {name!r} is not known; choose {' or '.join(ENGINES)}")

@@ -25,6 +25,7 @@ from kvq.sizing import Arena, Geometry, Regions
 LIBRARY = "libkvq_native.so"
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
+DEVICE_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 log = logging.getLogger("kvq")
 
@@ -138,6 +139,8 @@ class NativeCache:
     and bytes are what the last call that changed them returned.
     """
 
+    device = "cpu"
+
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._library = library()
@@ -148,11 +151,25 @@ class NativeCache:
                 ctypes.byref(as_config(arena)),
                 arena.num_bytes,
                 pointer(forms) if len(forms) else None,
+                self._device_number(),
                 ctypes.byref(handle),
             )
         )
         self.handle = handle.value
         _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
+
+    def _device_number(self) -> int:
+        if self.device == "cpu":
+            return 0
+        from kvq import devices
+
+        heads = self.arena.shape.head_dim
+        if heads not in DEVICE_HEAD_DIMS:
+            raise BackendError(
+                f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
+                f"has those of {', '.join(map(str, DEVICE_HEAD_DIMS))}; use --device cpu"
+            )
+        return devices.opened(self.device).number
 
     def close(self) -> None:
         if self.handle:
@@ -198,6 +215,11 @@ class NativeCache:
         return self._held.pages_read
 
     def read_by(self, rule: ReadRule) -> None:
+        if self.device != "cpu" and rule.share < 1:
+            raise BackendError(
+                f"the device {self.device!r} reads all pages: --kv-read {rule.share:.0%} needs "
+                "--device cpu"
+            )
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         _check(self._library.kvq_cache_read(self.handle, ctypes.byref(numbers)))
 
@@ -371,6 +393,18 @@ class NativeCache:
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session"
             )
+
+
+class CudaCache(NativeCache):
+    """The same decisions, with pages and floating-point rows in a GPU's memory."""
+
+    device = "cuda"
+
+
+class EmulatedCache(NativeCache):
+    """Likewise on the device that tests emulate."""
+
+    device = "emulated"
 
 
 def pointer(x: NDArray[Any]) -> Any:

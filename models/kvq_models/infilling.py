@@ -8,6 +8,8 @@ from kvq_models.tokenizer import Tokenizer
 
 # Of a prompt that does not fit, what comes after the gap keeps this share at most.
 SUFFIX_SHARE = 0.25
+# For a text that is being typed the beginning of the prefix goes in so many steps of the room.
+FRONT_STEPS = 8
 # A token of source text is 3 to 4 characters: what lies farther from the gap is not even encoded.
 CHARACTERS_PER_TOKEN = 16
 
@@ -20,6 +22,14 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
             "continue a text; choose a code model that has them"
         )
     return tokenizer.fim
+
+
+def fixed_tokens(tokenizer: Tokenizer) -> int:
+    """How many tokens every prompt of `infill_prompt` begins with, whatever the texts are.
+
+    A cache should have no more sinks: an edit that touches one computes all that follows again.
+    """
+    return len(tokenizer.control.start) + 1 + infill_tokens(tokenizer).suffix_first
 
 
 def infill_prompt(

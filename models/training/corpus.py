@@ -54,11 +54,13 @@ class Deduplicator:
 
     def __init__(self) -> None:
         self._lines: set[int] = set()
+        self.refused = 0
 
     def accepts(self, text: str) -> bool:
         """Whether `text` is mostly new; its lines are then known."""
         lines = {hash(line) for raw in text.splitlines() if len(line := raw.strip()) > 12}
         if lines and len(lines & self._lines) > SEEN_LINES * len(lines):
+            self.refused += 1
             return False
         self._lines |= lines
         return True
@@ -188,7 +190,9 @@ def main() -> None:
             count += 1
             size += len(str(document["text"]).encode())
             totals[str(document["kind"])] += len(str(document["text"]).encode())
-        sources.append({**about, "documents": count, "bytes": size})
+        # Near-duplicates of what was read before, left out of the count of documents.
+        refused, seen.refused = seen.refused, 0
+        sources.append({**about, "documents": count, "duplicates": refused, "bytes": size})
         print(
             f"{about['name']:32} {about['licence'][:40]:40} {count:6} {size:11,}", file=sys.stderr
         )

@@ -7,7 +7,8 @@ PACKED gets train.bin and long.bin (uint16, documents end to end, each closed by
 into runs of the length the model reads) and one held-out text file per kind, as it is.
 Python source appears half of the time with a hole in it (fill-in-the-middle, arXiv 2207.14255:
 prefix-suffix-middle and suffix-prefix-middle, split at characters), the rest as whole files.
-Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length.
+Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length. Whole short
+functions, edits that repeat their input and JSON (`lessons.py`) teach what people try first.
 A hole, a look-up or a copy teaches by its few last tokens, so these texts are of all sizes up to
 the length, most of them short: of full ones a small run would meet too few.
 """
@@ -22,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lessons
 import numpy as np
 from tokenizers import Tokenizer
 from vocabulary import END, FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX, TURN_END, TURN_START
@@ -29,8 +31,14 @@ from vocabulary import END, FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX, TURN_END, 
 from kvq_models import recall
 
 # Share of the tokens by kind; the long file leans on what is long.
-SHORT_MIX = {"python": 0.74, "english": 0.08, "chat": 0.05, "recall": 0.09, "copy": 0.04}
-LONG_MIX = {"python": 0.68, "english": 0.08, "chat": 0.02, "recall": 0.16, "copy": 0.06}
+SHORT_MIX = {
+    "python": 0.66, "english": 0.07, "chat": 0.04, "recall": 0.07, "copy": 0.03,
+    "function": 0.06, "primer": 0.02, "edit": 0.03, "json": 0.02,
+}  # fmt: skip
+LONG_MIX = {
+    "python": 0.63, "english": 0.07, "chat": 0.02, "recall": 0.15, "copy": 0.05,
+    "function": 0.03, "primer": 0.01, "edit": 0.03, "json": 0.01,
+}  # fmt: skip
 # Of the pieces of source, which are two thirds of its tokens, since these are the shorter ones.
 INFILL = 0.88
 # The rest of the holes: suffix, prefix, middle, which is how this family is asked (a small model
@@ -91,7 +99,7 @@ class Packer:
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int, length: int) -> None:
         self._corpus = corpus
         self._tokenizer = tokenizer
-        self._rng = random.Random(seed)
+        self._rng = rng = random.Random(seed)
         self._length = length
         self._ids = {
             name: tokenizer.token_to_id(name)
@@ -103,6 +111,10 @@ class Packer:
             "chat": self._chats,
             "recall": self._recalls,
             "copy": self._copies,
+            "function": lambda: map(self._encode, lessons.functions(rng, self._shuffled("python"))),
+            "primer": lambda: map(self._encode, lessons.primer(rng)),
+            "edit": lambda: self._edits(lessons.edits(rng, self._shuffled("python"))),
+            "json": lambda: self._edits(lessons.json_edits(rng)),
         }
 
     def stream(self, mix: dict[str, float]) -> Iterator[list[int]]:
@@ -175,13 +187,25 @@ class Packer:
                     yield self._encode(piece)
 
     def _chats(self) -> Iterator[list[int]]:
-        start, end = self._ids[TURN_START], self._ids[TURN_END]
-        newline = self._encode("\n")
         for _, text in self._shuffled("dialogues"):
-            ids: list[int] = []
-            for turn in json.loads(text):
-                ids += [start, *self._encode(f"{turn['role']}\n{turn['content']}"), end, *newline]
-            yield ids
+            yield self._turns(json.loads(text))
+
+    def _turns(self, turns: list[dict[str, str]]) -> list[int]:
+        start, end = self._ids[TURN_START], self._ids[TURN_END]
+        ids: list[int] = []
+        for turn in turns:
+            text = self._encode(f"{turn['role']}\n{turn['content']}")
+            ids += [start, *text, end, *self._encode("\n")]
+        return ids
+
+    def _edits(self, examples: Iterator[tuple[str, str, str]]) -> Iterator[list[int]]:
+        """As a request of a user that an assistant fulfils, or as a comment in a file."""
+        for request, text, edited in examples:
+            if self._rng.random() < 0.5:
+                turns = [{"role": "user", "content": f"{request}\n\n{text}"}]
+                yield self._turns([*turns, {"role": "assistant", "content": edited}])
+            else:
+                yield self._encode(f"{text}\n# {request}\n{edited}")
 
     def _recalls(self) -> Iterator[list[int]]:
         books = self._shuffled("books")

@@ -1,6 +1,7 @@
 """Trains one model of the family on packed tokens; resumes exactly; writes a Hugging Face folder.
 
-    python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--device cuda]
+    python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--start MODEL]
+    python models/training/train.py nano.json PACKED TOKENIZER --out RUN --teacher CODER
 
 RUN gets checkpoint.pt (weights, optimiser states, step: everything a resumed run needs, since the
 order of the data depends on the seed and the step alone), log.jsonl, and at the end the checkpoint
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,6 +53,9 @@ class Recipe:
     weight_decay: float = 0.02
     # Of a token that fills a hole: there are few, and they alone say how holes are filled.
     middle_weight: float = 3.0
+    # Share of the loss that is the divergence from a teacher's distribution, where there is one
+    # (arXiv 1503.02531, at temperature 1); the rest is the text's own token.
+    distilled: float = 0.8
     clip: float = 1.0
     seed: int = 0
 
@@ -96,9 +100,14 @@ class Trainer:
     """Model, optimisers and the step between them."""
 
     def __init__(
-        self, settings: dict[str, Any], recipe: Recipe, device: str, infilling: tuple[int, ...]
+        self,
+        settings: dict[str, Any],
+        recipe: Recipe,
+        device: str,
+        infilling: tuple[int, ...],
+        teacher: Path | None = None,
     ) -> None:
-        """`infilling`: ids of the prefix, suffix, middle and end tokens."""
+        """`infilling`: prefix, suffix, middle and end tokens; `teacher`: a checkpoint folder."""
         torch.manual_seed(recipe.seed)
         self._infilling = infilling
         config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
@@ -121,6 +130,10 @@ class Trainer:
         for number, layer in enumerate(layers):
             layers[number] = torch.compile(layer)
         self._loss = torch.compile(_loss_sum)
+        self._teacher: LlamaModel | None = None
+        if teacher is not None:
+            read = LlamaModel.from_pretrained(teacher, dtype=torch.bfloat16)
+            self._teacher = read.to(device).eval().requires_grad_(requires_grad=False)
 
     def _initialise(self, config: LlamaConfig) -> None:
         """Outputs of a block start at zero, so that the first steps learn the embedding."""
@@ -173,11 +186,16 @@ class Trainer:
         # The head is differentiated by rows, so that the logits of all never exist together.
         rows = hidden.detach().to(torch.bfloat16).requires_grad_()
         head = self._embedding.detach().to(torch.bfloat16).requires_grad_()
+        taught = self._taught(batch[:, :-1])
         nats = 0.0
         size = LOSS_ROWS[self.device]
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             loss = self._loss(rows[part], head, targets[part], weights[part]) / total
+            if taught is not None:
+                share = self.recipe.distilled
+                divergence = self._divergence(rows[part], head, taught[part], weights[part])
+                loss = (1 - share) * loss + share * divergence / total
             loss.backward()
             nats += float(loss.detach())
         assert rows.grad is not None
@@ -186,6 +204,20 @@ class Trainer:
         assert self._embedding.grad is not None
         self._embedding.grad += head.grad.float()
         return nats
+
+    @torch.no_grad()
+    def _taught(self, ids: Tensor) -> Tensor | None:
+        """The teacher's hidden rows, bf16 [rows * length, its width]."""
+        if self._teacher is None:
+            return None
+        return self._teacher(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+
+    def _divergence(self, rows: Tensor, head: Tensor, taught: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the rows' KL divergence of the model from its teacher, in nats."""
+        assert self._teacher is not None
+        wanted = (taught @ self._teacher.embed_tokens.weight.T).float().log_softmax(-1)
+        given = (rows @ head.T).float().log_softmax(-1)
+        return torch.dot((wanted.exp() * (wanted - given)).sum(-1), weights)
 
     @torch.no_grad()
     def bits_per_byte(self, tokenizer: Tokenizer, text: str, length: int, windows: int) -> float:
@@ -213,11 +245,19 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Becomes what `state` was taken from."""
-        own = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
-        self.model.load_state_dict({own[name]: value for name, value in state["model"].items()})
+        self._set_weights(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self.step = state["step"]
+
+    def start_from(self, folder: Path) -> None:
+        """Takes the weights of a checkpoint folder; the optimisers stay new."""
+        saved = load_file(folder / "model.safetensors", device=self.device)
+        self._set_weights({name.removeprefix("model."): value for name, value in saved.items()})
+
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        own = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
+        self.model.load_state_dict({own[name]: value for name, value in weights.items()})
 
 
 def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -266,6 +306,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("packed", type=Path)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--start", type=Path, help="checkpoint folder whose weights a new run starts from"
+    )
+    parser.add_argument(
+        "--teacher", type=Path, help="checkpoint folder to learn the distribution of"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--save-minutes", type=float, default=5.0)
@@ -322,12 +368,14 @@ def main() -> None:
     }
     recipe = Recipe(**settings["train"])
     infilling = tuple(map(tokenizer.token_to_id, (PREFIX, SUFFIX, MIDDLE, END)))
-    trainer = Trainer(settings["model"], recipe, arguments.device, infilling)
+    trainer = Trainer(settings["model"], recipe, arguments.device, infilling, arguments.teacher)
     checkpoint = arguments.out / "checkpoint.pt"
     arguments.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
         trainer.load(torch.load(checkpoint, map_location=arguments.device, weights_only=True))
         print(f"resumed at step {trainer.step}", file=sys.stderr)
+    elif arguments.start is not None:
+        trainer.start_from(arguments.start)
     train(trainer, tokenizer, arguments, checkpoint)
     if trainer.step < recipe.steps:
         return

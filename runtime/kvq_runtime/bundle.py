@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,8 @@ MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 GGUF_FILE = "model.gguf"
 MAPS_FILE = "predict.npz"
+# Maps from an auxiliary model's keys and values.
+AUXILIARY_FILE = "auxiliary.npz"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -147,7 +149,8 @@ class Manifest:
 
     `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
     file. `prediction`: `layers`, the first layers after which the maps of `MAPS_FILE` predict the
-    others, and what that costs.
+    others, and what that costs. `auxiliary`: the `name`, the `fingerprint` and the layers
+    (`served_by`) of the model that those of `AUXILIARY_FILE` start from, and what that costs.
     """
 
     name: str
@@ -164,6 +167,7 @@ class Manifest:
     sensitivity: Sensitivity | None = None
     forms: tuple[PageForm, ...] = ()
     prediction: Mapping[str, Any] | None = None
+    auxiliary: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object written to `kvq.json`, its own checksum included."""
@@ -188,6 +192,7 @@ class Manifest:
             "page_forms": [int(form) for form in self.forms],
             "sensitivity": None if self.sensitivity is None else self.sensitivity.to_json(),
             "prediction": None if self.prediction is None else dict(self.prediction),
+            "auxiliary": None if self.auxiliary is None else dict(self.auxiliary),
             "tokens": dict(self.tokens),
             "source": dict(self.source),
             "quality": None if self.quality is None else dict(self.quality),
@@ -219,6 +224,7 @@ class Manifest:
             else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
             forms=_page_forms(data["page_forms"], config),
             prediction=_prediction(data.get("prediction"), config),
+            auxiliary=_auxiliary(data.get("auxiliary"), config),
             files={
                 str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
                 for name, row in data["files"].items()
@@ -412,17 +418,14 @@ class Bundle:
         form, path = self.map_form(), self.path / MAPS_FILE
         shapes = {"map": (form.panels, form.panel_bytes), "map_bias": (form.rows,)}
         found: dict[str, np.ndarray] = {}
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                for layer in range(self.fitted_layers, self.config.num_layers):
-                    for kind, shape in shapes.items():
-                        name = f"layers.{layer}.{kind}"
-                        found[name] = np.ascontiguousarray(file[name])
-                        dtype = np.uint8 if kind == "map" else np.float32
-                        if found[name].shape != shape or found[name].dtype != dtype:
-                            raise ValueError(f"{name} is of shape {found[name].shape}")
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise BundleError(f"{path} holds no maps ({error}); export the model again") from error
+        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+            for layer in range(self.fitted_layers, self.config.num_layers):
+                for kind, shape in shapes.items():
+                    name = f"layers.{layer}.{kind}"
+                    found[name] = np.ascontiguousarray(file[name])
+                    dtype = np.uint8 if kind == "map" else np.float32
+                    if found[name].shape != shape or found[name].dtype != dtype:
+                        raise ValueError(f"{name} is of shape {found[name].shape}")
         return found
 
     def restored_maps(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -435,6 +438,22 @@ class Bundle:
             weights = restore(form, stored[f"layers.{layer}.map"])[: form.rows]
             found[layer] = weights, stored[f"layers.{layer}.map_bias"]
         return found
+
+    def auxiliary_maps(self) -> tuple[np.ndarray, ...]:
+        """Of each layer W float32 [n, 2 Hk D], from an auxiliary model's keys and values.
+
+        Empty where there are none. Raises `BundleError` for a file that does not hold them.
+        """
+        if self.manifest.auxiliary is None:
+            return ()
+        config, path = self.config, self.path / AUXILIARY_FILE
+        columns = 2 * config.num_kv_heads * config.head_dim
+        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+            found = tuple(file[f"layers.{layer}.map"] for layer in range(config.num_layers))
+            wrong = [w.shape for w in found if w.ndim != 2 or w.shape[1] != columns]
+            if wrong or len({w.shape for w in found}) > 1:
+                raise ValueError(f"a map is of shape {(wrong or [found[0].shape])[0]}")
+            return tuple(w.astype(np.float32) for w in found)
 
     @property
     def _graph_weights(self) -> WeightInfo:
@@ -570,6 +589,24 @@ def _prediction(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
     return None if data is None else dict(data)
 
 
+def _auxiliary(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
+    """Raises KeyError, TypeError or ValueError for what is none of this model."""
+    if data is None:
+        return None
+    served_by = [int(layer) for layer in data["served_by"]]
+    if len(served_by) != config.num_layers or min(served_by) < 0:
+        raise ValueError(f"layers {served_by} serve none of this model's")
+    return dict(data) | {"served_by": served_by, "fingerprint": str(data["fingerprint"])}
+
+
+@contextlib.contextmanager
+def _reading_maps(path: Path) -> Generator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise BundleError(f"{path} holds no maps ({error}); export the model again") from error
+
+
 def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -598,7 +635,8 @@ def _promised(manifest: Manifest) -> set[str]:
     gguf = {GGUF_FILE} if manifest.gguf is not None else set[str]()
     graph = {MODEL_FILE, DATA_FILE} if manifest.weights is not None or not gguf else set[str]()
     maps = {MAPS_FILE} if manifest.prediction is not None else set[str]()
-    return gguf | graph | maps
+    auxiliary = {AUXILIARY_FILE} if manifest.auxiliary is not None else set[str]()
+    return gguf | graph | maps | auxiliary
 
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:

@@ -96,13 +96,17 @@ class SessionRequest:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
+    sink_tokens: int | None = None
 
     def plan(self, default: KvPlan) -> KvPlan:
-        """The widths asked for, or those of `default`."""
+        """The widths asked for, or those of `default`; no more sinks than `default` has."""
+        sinks = default.sink_tokens
+        if self.sink_tokens is not None:
+            sinks = min(sinks, self.sink_tokens)
         return KvPlan(
             k_bits=default.k_bits if self.k_bits is None else self.k_bits,
             v_bits=default.v_bits if self.v_bits is None else self.v_bits,
-            sink_tokens=default.sink_tokens,
+            sink_tokens=sinks,
         )
 
     def whole(self, model_tokens: int) -> "SessionRequest":

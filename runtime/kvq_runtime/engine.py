@@ -183,6 +183,7 @@ class Engine:
         seed: int | None = None,
         draft: Callable[[], Drafter | None] | None = None,
         predict: str | None = None,
+        sink_tokens: int | None = None,
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
@@ -194,7 +195,8 @@ class Engine:
         every token is to take a pass of its own; None: the engine's `drafter`.
         `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
         such a share of the layers of a prompt, 50%, instead of computing them, see
-        `kvq_runtime.prediction`; lossy, and None or `off`: none. Raises `UsageError`,
+        `kvq_runtime.prediction`; lossy, and None or `off`: none. `sink_tokens`: so few of the
+        first tokens stay as they are in front of an edit. Raises `UsageError`,
         `BackendError` for what the backend cannot do, and `BudgetError` for a budget too
         small, naming the smallest that works.
         """
@@ -211,6 +213,7 @@ class Engine:
             chunk_tokens=chunk_tokens,
             draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
             seed=seed,
+            sink_tokens=sink_tokens,
         )
         config = self.backend.session_config(request)
         self._warn_beyond_training(config.context_tokens)

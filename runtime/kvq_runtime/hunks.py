@@ -8,15 +8,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = collections.abc.Sequence[int]
+Ids = collections.abc.Sequence[int] | NDArray[np.int64]
 Array = NDArray[np.int64]
+# (place in the old text, place in the new one, tokens).
+Run = tuple[int, int, int]
 
-# Texts are compared token by token in windows of so many; what begins alike goes on for nothing.
+# Texts of so many tokens are compared token by token.
 COMPARED_TOKENS = 256
 # Fewer equal tokens than this between two changes are not worth a view of their own.
 LEAST_KEPT_TOKENS = 8
 # More places than this are not edits of one text but another text.
 MOST_HUNKS = 16
+# Odd, so that a hash depends on all of its tokens; overflow is wanted.
+_FACTOR = 6364136223846793005
 
 
 class Hunk(NamedTuple):
@@ -30,9 +34,9 @@ class Hunk(NamedTuple):
 def hunks(before: Ids, after: Ids, *, window: int = COMPARED_TOKENS) -> list[Hunk]:
     """The changes that make `after` of `before`, left to right in places of `before`.
 
-    What the two begin and end with alike is found exactly. The middle is compared window by window
-    from the left; where a window has nothing in common, what one text goes on with is looked for in
-    all of the other, and the rest stays as a whole where that is not found either.
+    What the two begin and end with alike is found exactly. Of a long middle the longest runs are
+    kept that begin with tokens which either text has once (as in patience diff, the longest first);
+    what stands between them is compared token by token, up to `window` tokens of each.
     """
     old, new = np.asarray(before, np.int64), np.asarray(after, np.int64)
     start = common_prefix(old, new)
@@ -42,7 +46,12 @@ def hunks(before: Ids, after: Ids, *, window: int = COMPARED_TOKENS) -> list[Hun
         old, new = old[:-same_end], new[:-same_end]
     if not len(old) and not len(new):
         return []
-    found = _compared(start, old, new, window)
+    found: list[Hunk] = []
+    done_old = done_new = 0
+    for at_old, at_new, size in _alike(old, new, window):
+        if at_old > done_old or at_new > done_new:
+            found.append(Hunk(start + done_old, start + at_old, new[done_new:at_new].tolist()))
+        done_old, done_new = at_old + size, at_new + size
     return found if len(found) <= MOST_HUNKS else [Hunk(start, start + len(old), new.tolist())]
 
 
@@ -60,67 +69,64 @@ def one_by_one(changes: Iterable[Hunk]) -> Iterator[Hunk]:
         made.append((start, len(new) + start - stop))
 
 
-def _compared(start: int, old: Array, new: Array, window: int) -> list[Hunk]:
-    """The changes that make `new` of `old`, which begins at token `start` and is not equal."""
-    found: list[Hunk] = []
-    done_old = done_new = 0
-    for at_old, at_new, size in _alike(old, new, window):
-        if at_old > done_old or at_new > done_new:
-            found.append(Hunk(start + done_old, start + at_old, new[done_new:at_new].tolist()))
-        done_old, done_new = at_old + size, at_new + size
-    return found
-
-
-def _alike(old: Array, new: Array, window: int) -> Iterator[tuple[int, int, int]]:
-    """Runs (place in old, place in new, tokens) that both have, left to right, and the end."""
+def _alike(old: Array, new: Array, window: int) -> Iterator[Run]:
+    """Runs that both have, left to right, and an empty one at the end."""
     at_old = at_new = 0
-    while at_old < len(old) and at_new < len(new):
-        a = old[at_old : at_old + window].tolist()
-        b = new[at_new : at_new + window].tolist()
-        blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
-        runs = [
-            (at_old + x, at_new + y, size) for x, y, size in blocks if size >= LEAST_KEPT_TOKENS
-        ]
-        if not runs:
-            run = _farther(old, at_old, new, at_new)
-            if run is None:
-                break
-            runs = [run]
-        yield from runs[:-1]
-        x, y, size = runs[-1]
-        size += common_prefix(old[x + size :], new[y + size :])
+    for x, y, size in [*_anchors(old, new, window), (len(old), len(new), 0)]:
+        if max(x - at_old, y - at_new) <= window:
+            a, b = old[at_old:x].tolist(), new[at_new:y].tolist()
+            for i, j, count in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
+                if count >= LEAST_KEPT_TOKENS:
+                    yield at_old + i, at_new + j, count
         yield x, y, size
         at_old, at_new = x + size, y + size
-    yield len(old), len(new), 0
 
 
-def _farther(old: Array, at_old: int, new: Array, at_new: int) -> tuple[int, int, int] | None:
-    """Where one text goes on as the other does here, beyond the window, as in `_alike`."""
-    room = min(len(old) - at_old, len(new) - at_new)
-    for size in (COMPARED_TOKENS, LEAST_KEPT_TOKENS):
-        if size > room:
+def _anchors(old: Array, new: Array, window: int) -> list[Run]:
+    """Long runs of both texts, the longest first as far as one order allows; left to right."""
+    if max(len(old), len(new)) <= window or min(len(old), len(new)) < LEAST_KEPT_TOKENS:
+        return []
+    kept: list[Run] = []
+    for x, y, size in sorted(_runs(old, new), key=lambda run: -run[2]):
+        fits = all(
+            (x + size <= i and y + size <= j) or (x >= i + count and y >= j + count)
+            for i, j, count in kept
+        )
+        if fits and len(kept) < MOST_HUNKS:
+            kept.append((x, y, size))
+    return sorted(kept)
+
+
+def _runs(old: Array, new: Array) -> Iterator[Run]:
+    """Runs whose first tokens stand once in each text, as long as both go on alike."""
+    a, at_old = _once(old)
+    b, at_new = _once(new)
+    _, i, j = np.intersect1d(a, b, assume_unique=True, return_indices=True)
+    order = np.argsort(at_old[i])
+    done: dict[int, int] = {}
+    for x, y in zip(at_old[i][order].tolist(), at_new[j][order].tolist(), strict=True):
+        if x < done.get(y - x, 0):
             continue
-        place = _place(old[at_old:], new[at_new : at_new + size])
-        if place is not None:
-            return at_old + place, at_new, size
-        place = _place(new[at_new:], old[at_old : at_old + size])
-        if place is not None:
-            return at_old, at_new + place, size
-    return None
+        size = common_prefix(old[x:], new[y:])
+        done[y - x] = x + size
+        if size >= LEAST_KEPT_TOKENS:  # hashes may be equal by chance
+            yield x, y, size
 
 
-def _place(text: Array, part: Array) -> int | None:
-    """Where `part` stands in `text` first."""
-    whole, wanted, width = text.tobytes(), part.tobytes(), text.itemsize
-    at = whole.find(wanted)
-    while at > 0 and at % width:
-        at = whole.find(wanted, at + 1)
-    return at // width if at >= 0 else None
+def _once(text: Array) -> tuple[Array, Array]:
+    """Hashes of the runs of a few tokens that stand in `text` once, and where."""
+    hashes = np.zeros(len(text) - LEAST_KEPT_TOKENS + 1, np.int64)
+    for place in range(LEAST_KEPT_TOKENS):
+        hashes = hashes * _FACTOR + text[place : place + len(hashes)]
+    found, places, counts = np.unique(hashes, return_index=True, return_counts=True)
+    return found[counts == 1], places[counts == 1]
 
 
-def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:
+def common_prefix(before: Ids, after: Ids) -> int:
     """How many tokens two texts begin with alike."""
-    length = min(len(before), len(after))
-    a, b = np.asarray(before[:length], np.int64), np.asarray(after[:length], np.int64)
-    differs = np.flatnonzero(a != b)
-    return int(differs[0]) if len(differs) else length
+    most = min(len(before), len(after))
+    for length in (min(most, COMPARED_TOKENS), most):
+        a, b = np.asarray(before[:length], np.int64), np.asarray(after[:length], np.int64)
+        if len(differs := np.flatnonzero(a != b)):
+            return int(differs[0])
+    return most

@@ -15,7 +15,10 @@ from kvq.errors import UsageError
 from kvq.named import named
 from kvq_runtime.backends import WHOLE, Mode, ModelFacts
 
-PREDICTORS = {"prefix": "kvq_runtime.prediction:Prefix"}
+PREDICTORS = {
+    "prefix": "kvq_runtime.prediction:Prefix",
+    "auxiliary": "kvq_runtime.prediction:WithAuxiliary",
+}
 # What says that nothing is to be predicted.
 OFF = "off"
 # What leaves it to the bundle.
@@ -26,13 +29,15 @@ AUTO = "auto"
 class Prediction:
     """Of a prompt of n tokens, those from `sink_tokens` to n - `tail_tokens` are made in `mode`.
 
-    A stretch of fewer than `least_tokens` is computed: predicting it would cost passes.
+    A stretch of fewer than `least_tokens` is computed: predicting it would cost passes. `path`: a
+    smaller model reads them in the place of this one, see `kvq_runtime.auxiliary`.
     """
 
     mode: Mode
     sink_tokens: int
     tail_tokens: int
     least_tokens: int
+    path: str | None = None
 
     def piece(self, start: int, stop: int, *, going_on: bool) -> tuple[int, Mode]:
         """Up to where tokens from `start` on, of a text up to `stop`, are alike, and their mode.
@@ -46,19 +51,52 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prefix:
+class _Stretch:
+    """`sink` first and `tail` last tokens of every prompt are computed, and fewer than `least`."""
+
+    sink: int = 4
+    tail: int = 32
+    least: int = 64
+
+    def _prediction(self, mode: Mode, path: str | None = None) -> Prediction:
+        if min(self.sink, self.tail - 1, self.least - 1) < 0:
+            raise UsageError(
+                "--kv-predict takes sink=0 or more, and tail=1 and least=1 or more: the last "
+                "token's logits must be computed"
+            )
+        return Prediction(
+            mode=mode,
+            sink_tokens=self.sink,
+            tail_tokens=self.tail,
+            least_tokens=self.least,
+            path=path,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithAuxiliary(_Stretch):
+    """Predicts all layers from those of the smaller model in the bundle at `path`."""
+
+    path: str = ""
+
+    def prediction(self, model: ModelFacts) -> Prediction:
+        """What this comes to for `model`. Raises `UsageError` where no bundle is named."""
+        if not self.path:
+            raise UsageError("--kv-predict auxiliary: path= is missing; name a bundle")
+        return self._prediction(Mode(predicted=tuple(range(model.num_layers))), self.path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix(_Stretch):
     """Predicts a `share` of the layers, the last ones, or all but the first `layers`.
 
-    `sink` first and `tail` last tokens of every prompt are computed. `maps` auto: later layers'
+    `maps` auto: later layers'
     keys and values are made by the bundle's fitted matrices where it has those of so many layers;
     own: by the layers' own. `AUTO` predicts as the bundle was measured to do well.
     """
 
     share: float = 0.5
     layers: int = 0
-    sink: int = 4
-    tail: int = 32
-    least: int = 64
     maps: str = AUTO
 
     def prediction(self, model: ModelFacts) -> Prediction:
@@ -77,20 +115,15 @@ class Prefix:
                 f"--kv-predict layers={self.layers} is not possible: 1 to {count} of this model's "
                 "layers can be computed"
             )
-        if min(self.sink, self.tail - 1, self.least - 1) < 0:
-            raise UsageError(
-                "--kv-predict takes sink=0 or more, and tail=1 and least=1 or more: the last "
-                "token's logits must be computed"
-            )
-        return Prediction(
-            mode=Mode(
+        return self._prediction(
+            Mode(
                 predicted=tuple(range(computed, count)),
                 fitted=self.maps == AUTO and computed == model.fitted_layers,
-            ),
-            sink_tokens=self.sink,
-            tail_tokens=self.tail,
-            least_tokens=self.least,
+            )
         )
+
+
+Predictor = Prefix | WithAuxiliary
 
 
 def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
@@ -102,11 +135,12 @@ def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
                 f"--kv-predict {AUTO} is not possible: {model.name} was exported without measuring "
                 "what that costs; export it with --kv-predict auto, or give a share such as 50%"
             )
+        assert isinstance(predictor, Prefix)
         predictor = replace(predictor, layers=model.fitted_layers)
     return None if predictor is None else predictor.prediction(model)
 
 
-def predictor_named(text: str) -> Prefix | None:
+def predictor_named(text: str) -> Predictor | None:
     """The predictor that `text` names, with its options; None: off. Raises `UsageError`."""
     text = text.strip()
     if text.partition(":")[0] == AUTO:

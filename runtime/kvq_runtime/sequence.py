@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.hunks import common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
-from kvq_runtime.staleness import Ages, EditCounts, Staleness
+from kvq_runtime.staleness import Ages, EditCounts, Staleness, next_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,17 @@ class SequenceState:
     ages: Ages
 
 
+class PromptReader(Protocol):
+    """Another model, which reads prompts in this one's place; see `kvq_runtime.auxiliary`."""
+
+    def taking(self, cache: Any, ids: Ids, start: int, *, rope_long: bool) -> "Work[Any, float]":
+        """Gives `cache` keys and values of the tokens of `ids` from `start` on; seconds of passes.
+
+        `cache` holds the tokens before these.
+        """
+        ...
+
+
 class Sequence(Generic[C]):
     """Token ids and one cache. Opening it takes the cache's bytes, `close` gives them back.
 
@@ -106,8 +117,9 @@ class Sequence(Generic[C]):
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
-        # What of the prompts to come may be predicted instead of computed.
+        # What of the prompts to come may be predicted instead of computed, and who reads them.
         self.prediction: Prediction | None = None
+        self.reader: PromptReader | None = None
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -201,11 +213,20 @@ class Sequence(Generic[C]):
         self.append(ids[shared:])
         return len(ids) - len(self.due())
 
-    def edit(self, start: int, stop: int, new_ids: Ids, *, reencode_tail: int = 1) -> int:
+    def edit(
+        self,
+        start: int,
+        stop: int,
+        new_ids: Ids,
+        *,
+        reencode_next: int | None = None,
+        reencode_tail: int = 1,
+    ) -> int:
         """Replaces tokens `start` to `stop` by `new_ids`; how many tokens are kept as computed.
 
-        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids` and the
-        last `reencode_tail` tokens of the text are pending afterwards, and no model runs here.
+        What follows keeps its keys and values and moves (PIE, 2407.03157): only `new_ids`, the next
+        `reencode_next` tokens and the last `reencode_tail` of the text are pending afterwards, and
+        no model runs here. `reencode_next` None: as `next_tokens` says.
         Several edits are made one after the other in the text as it then is, or from the last
         place to the first; what is pending is encoded left to right. Where the cache cannot move
         what follows, that is pending too: `edit_counts` tells, and a line in the log says why.
@@ -224,7 +245,9 @@ class Sequence(Generic[C]):
         if start == stop and not new:
             return held - self._staleness.missing
         behind = self._tokens[stop:]
-        if stop >= held or not self._moved(start, stop, len(new)):
+        wanted = next_tokens(stop - start, len(new)) if reencode_next is None else reencode_next
+        again = min(max(wanted, 0), len(behind))
+        if stop + again >= held or not self._moved(start, stop, len(new), again):
             self.keep(start)
         self._rewrite(start, [*new, *behind])
         last = max(0, len(self._tokens) - max(reencode_tail, 0))
@@ -245,8 +268,11 @@ class Sequence(Generic[C]):
             for start, stop in reversed(runs):
                 self._open(start, stop)
 
-    def _moved(self, start: int, stop: int, count: int) -> bool:
-        """Whether what follows an edit in the middle of what is cached was kept and moved."""
+    def _moved(self, start: int, stop: int, count: int, again: int) -> bool:
+        """Whether what follows an edit in the middle of what is cached was kept and moved.
+
+        But for the next `again` tokens, which leave a gap as the `count` new ones do.
+        """
         self._edits[0] += 1
         self._edits[1] += count
         reason = self.cache.why_not_edit()
@@ -255,11 +281,11 @@ class Sequence(Generic[C]):
         held = self.cache.tokens
         try:
             if reason is None:
-                self.cache.edit(start, stop, count)
+                self.cache.edit(start, stop + again, count + again)
         except CacheError as error:
             reason = str(error)
         if reason is None:
-            self._staleness.edited(start, stop, count, held)
+            self._staleness.edited(start, stop + again, count + again, held)
             return True
         self._edits[2] += 1
         logger.info("an edit computes %d tokens behind it again: %s", held - stop, reason)
@@ -358,6 +384,8 @@ class Sequence(Generic[C]):
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
+        if mode.predicted and self.reader is not None:
+            return (yield from self._taking(self.reader, start, start + count))
         with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]
@@ -365,6 +393,13 @@ class Sequence(Generic[C]):
             passed = yield from branch.extend(ids, rows=last, mode=mode)
             branch.commit(range(count))
         return passed.seconds
+
+    def _taking(self, reader: "PromptReader", start: int, stop: int) -> Work[Any, float]:
+        """The keys and values of tokens `start` to `stop` are those that `reader` makes."""
+        ids = self._tokens[:stop]
+        seconds = yield from reader.taking(self.cache, ids, start, rope_long=self.rope_long)
+        self._commit(start, ids[start:], None, predicted=True)
+        return seconds
 
     def advance(self, max_tokens: int | None = None) -> int:
         """Runs one piece of what is due alone; how many tokens are due after it."""

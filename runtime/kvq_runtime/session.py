@@ -6,7 +6,7 @@ model in one pass, the generation takes the logits, and what agrees with them is
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -19,6 +19,7 @@ from kvq.formats import format_bytes
 from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
 from kvq_runtime.alternatives import Alternative, Asked, Writer
+from kvq_runtime.auxiliary import Auxiliary
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.beside import Beside
 from kvq_runtime.config import Sampling, SessionConfig, check_seed
@@ -66,6 +67,7 @@ class Session(Generic[C]):
         self.writers: Callable[[str], Writer] = no_names
         self._drafting = Drafting(backend, self.sequence)
         self._predict: str | None = None
+        self._reader: Auxiliary | None = None
         self._backend = backend
         self._vocabulary = vocabulary
         self._prompt_end = 0
@@ -93,10 +95,17 @@ class Session(Generic[C]):
 
     @predict.setter
     def predict(self, text: str | None) -> None:
+        if text == self._predict:
+            return
         prediction = None if text is None else prediction_named(text, self._backend.model)
+        reader: Auxiliary | None = None
         if prediction is not None:
             self._backend.check_mode(prediction.mode)
-        self._predict, self.sequence.prediction = text, prediction
+            if prediction.path is not None:
+                reader = Auxiliary(self._backend, prediction.path, self.config.context_tokens)
+        self._close_reader()
+        self._predict, self._reader = text, reader
+        self.sequence.prediction, self.sequence.reader = prediction, reader
 
     @property
     def predicts(self) -> bool:
@@ -165,13 +174,24 @@ class Session(Generic[C]):
         self._meter.prompt(len(ids))
         return cached
 
-    def edit(self, start: int, stop: int, new_ids: Sequence[int], *, reencode_tail: int = 1) -> int:
+    def edit(
+        self,
+        start: int,
+        stop: int,
+        new_ids: Sequence[int],
+        *,
+        reencode_next: int | None = None,
+        reencode_tail: int = 1,
+    ) -> int:
         """Replaces tokens `start` to `stop`; how many tokens are kept as computed.
 
-        Only metadata changes: `new_ids` and the last `reencode_tail` tokens are pending, and
-        `prefill()` or the next answer runs them. See `Sequence.edit` for the rest.
+        Only metadata changes: `new_ids`, the next `reencode_next` tokens and the last
+        `reencode_tail` of the text are pending, and `prefill()` or the next answer runs them. See
+        `Sequence.edit` for the rest, and for the default.
         """
-        kept = self.sequence.edit(start, stop, new_ids, reencode_tail=reencode_tail)
+        kept = self.sequence.edit(
+            start, stop, new_ids, reencode_next=reencode_next, reencode_tail=reencode_tail
+        )
         self._prompt_end = len(self.sequence)
         self._meter.prompt(self.pending_tokens)
         return kept
@@ -236,13 +256,15 @@ class Session(Generic[C]):
         begin_with: bytes = b"",
         constraint: Constraint | None = None,
         cancel: Cancel = never,
+        exact: bool = True,
     ) -> list[Alternative]:
         """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
 
         The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
         `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
         that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
-        Other arguments as in `generate`: what is not cut short fits `constraint` as a whole.
+        `exact` False: log-probabilities may be some hundredths off, and it takes less time. Other
+        arguments as in `generate`: what is not cut short fits `constraint` as a whole.
         Raises `UsageError`, and what a pass raises.
         """
         options = GenerationOptions(
@@ -256,10 +278,16 @@ class Session(Generic[C]):
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):
             return []
-        return self.sequence.run(self.drafting(count, options, writer, cancel))
+        return self.sequence.run(self.drafting(count, options, writer, cancel, exact=exact))
 
     def drafting(
-        self, count: int, options: GenerationOptions, writer: Writer, cancel: Cancel = never
+        self,
+        count: int,
+        options: GenerationOptions,
+        writer: Writer,
+        cancel: Cancel = never,
+        *,
+        exact: bool = True,
     ) -> Work[C, list[Alternative]]:
         """The work of `drafts`, where nothing is pending."""
         self.begin(options)  # refuses what no answer could go on from
@@ -273,6 +301,7 @@ class Session(Generic[C]):
             generator=self._generator,
             cancel=cancel,
             recorded=self._backend.model.drafts_method,
+            exact=exact,
         )
         with self.sequence.branch() as branch:
             lines = yield from writer.writing(branch, asked)
@@ -344,10 +373,20 @@ class Session(Generic[C]):
         return answers > 1 and possible and answers * (max_tokens or 0) <= room
 
     @contextmanager
-    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's."""
-        generators = map(np.random.default_rng, seeds)
-        answers = [self.begin(options, generator) for generator in generators]
+    def beside(
+        self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
+    ) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's.
+
+        `distinct`: each begins with another token, the likeliest, the second likeliest, and so on.
+        """
+        answers = [
+            self.begin(
+                replace(options, first_rank=number) if distinct else options,
+                np.random.default_rng(seed),
+            )
+            for number, seed in enumerate(seeds)
+        ]
         with self.sequence.branch() as branch:
             beside = Beside(branch, answers)
             yield beside
@@ -447,9 +486,10 @@ class Session(Generic[C]):
         )
 
     def close(self) -> None:
-        """Frees the cache's memory, and what its drafter holds."""
+        """Frees the cache's memory, and what its drafter and its auxiliary model hold."""
         self.sequence.close()
         self._drafting.close()
+        self._close_reader()
 
     def __repr__(self) -> str:
         config = self.config
@@ -464,6 +504,10 @@ class Session(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

@@ -2,7 +2,7 @@
 
 An edit in the middle leaves the keys and values behind it as they were (PIE, 2407.03157): exact in
 position, while their content never saw the new text. That is what *stale* means here. So are keys
-and values that were predicted and not computed, and all that was computed from them.
+and values that were predicted and not computed, and all that was computed from stale ones.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,13 @@ from numpy.typing import NDArray
 
 Ages = NDArray[np.int32]
 
-# In an age: the token was predicted, or computed from what was.
-PREDICTED, BEHIND = 1 << 30, 1 << 29
+# In an age: the token was predicted, computed from what was, computed from what is stale otherwise.
+PREDICTED, BEHIND, OVER = 1 << 30, 1 << 29, 1 << 28
+# Or it stood right behind an edit.
+NEXT = 1 << 27
+
+# So many tokens right behind an edit lose most by it: they are encoded again before others.
+NEXT_TOKENS = 16
 
 # Runs of a text that edits have moved apart and that are let be until idle time reaches them.
 MOST_SEGMENTS = 16
@@ -36,10 +41,16 @@ class EditCounts:
     predicted_tokens: int = 0
 
 
+def next_tokens(gone: int, come: int) -> int:
+    """How many tokens behind an edit are encoded again with it: no more than it costs anyway."""
+    return min(NEXT_TOKENS, max(gone, come))
+
+
 class Staleness:
     """Of a text's tokens: -1 not encoded yet, else how many edits to its left there were since.
 
-    Added to that is `PREDICTED` or, of a token that saw one such, `BEHIND`.
+    Added to that is `PREDICTED` or, of a token that saw one such, `BEHIND`, or `OVER` of one that
+    saw another stale one, and `NEXT` of the first `NEXT_TOKENS` behind an edit.
     `ages` int32 [n] are those of the first tokens; all after them are 0. A text that was never
     edited has none.
     """
@@ -87,16 +98,26 @@ class Staleness:
     def next_to_refresh(self) -> tuple[int, int]:
         """The stale run, as `gaps` are told, that is to be encoded first; there must be one.
 
-        The leftmost, so that the text becomes exact from the left. Where more than `MOST_SEGMENTS`
-        runs have moved apart, the smallest of these: each costs queries a rotation of their own.
-        Not where a token was predicted: what is computed from it would have to be computed again.
+        Where more than `MOST_SEGMENTS` runs have moved apart, the smallest of these: each costs
+        queries a rotation of their own. Then what stands right behind edits, the last of them
+        first, which are nearest to what is asked; and then the leftmost, so that the text becomes
+        exact from the left. That alone where a token was predicted: what is computed from it
+        would have to be computed again.
         """
-        steps = np.flatnonzero(np.diff(self.ages, prepend=0, append=0))
-        runs = list(pairwise([0, *steps.tolist()]))
-        apart = [(start, stop) for start, stop in runs if start < stop and self.ages[start] > 0]
-        if len(apart) > MOST_SEGMENTS and self.computed is None:
-            return min(apart, key=lambda run: (run[1] - run[0], run[0]))
+        if self.computed is None:
+            apart = self._apart()
+            if len(apart) > MOST_SEGMENTS:
+                return min(apart, key=lambda run: (run[1] - run[0], run[0]))
+            following = _runs((self.ages > 0) & (self.ages & NEXT > 0))
+            if following:
+                return following[-1]
         return _runs(self.ages > 0)[0]
+
+    def _apart(self) -> list[tuple[int, int]]:
+        """Runs that different numbers of edits have moved."""
+        moves = np.where(self.ages > 0, self.ages & (NEXT - 1), 0)
+        steps = np.flatnonzero(np.diff(moves, prepend=0, append=0)).tolist()
+        return [(start, stop) for start, stop in pairwise(steps) if moves[start]]
 
     def per_page(self, page_tokens: int) -> list[int]:
         """Stale tokens of every `page_tokens` tokens of the text."""
@@ -108,6 +129,7 @@ class Staleness:
         ages = np.concatenate([self.ages, np.zeros(held - len(self.ages), np.int32)])
         behind = ages[stop:]
         behind[behind >= 0] += 1
+        behind[:NEXT_TOKENS][behind[:NEXT_TOKENS] > 0] |= NEXT
         self._set(np.concatenate([ages[:start], np.full(count, -1, np.int32), behind]))
 
     def opened(self, start: int, stop: int, held: int) -> None:
@@ -118,13 +140,18 @@ class Staleness:
 
     def encoded(self, start: int, stop: int, *, predicted: bool = False) -> None:
         """Tokens `start` to `stop` went through the model, or were `predicted` by its beginning."""
-        first = self.computed
-        age = PREDICTED if predicted else BEHIND if first is not None and first < start else 0
+        age = PREDICTED if predicted else self._age_after(start)
         if start < len(self.ages) or age:
             ages = np.zeros(max(stop, len(self.ages)), np.int32)
             ages[: len(self.ages)] = self.ages
             ages[start:stop] = age
             self._set(ages)
+
+    def _age_after(self, start: int) -> int:
+        """The age of a token computed from the first `start` as they are."""
+        before = self.ages[:start]
+        stale = before[before > 0]
+        return 0 if not len(stale) else OVER if (stale < BEHIND).all() else BEHIND
 
     def cut(self, num_tokens: int) -> int:
         """Only the first `num_tokens` are left, without a gap at their end; how many these are."""

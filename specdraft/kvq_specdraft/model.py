@@ -9,14 +9,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, UsageError
-from kvq_models.tokenizer import Tokenizer
+from kvq.errors import UsageError
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence import Passed, Work, common_prefix
 from kvq_runtime.sequence import Sequence as TokenSequence
+from kvq_runtime.vocabularies import check_vocabularies
 from kvq_specdraft.guessing import Guessing
 
 # Loaded draft models by path and threads: sessions of one process share their weights.
@@ -53,7 +53,7 @@ class Model(Guessing):
         """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""
         self.close()
         self._engine = _shared_engine(self.path, self.threads)
-        _check_vocabularies(self._engine.backend, backend)
+        check_vocabularies("--draft model", self._engine.backend, backend)
         tokens = min(self.context or config.context_tokens, self._engine.model.context_length)
         own = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
         self._sequence = TokenSequence(self._engine.backend, own)
@@ -110,34 +110,3 @@ def _shared_engine(path: str, threads: int) -> Engine:
             engine = Engine.open(path, threads=threads or None)
             _engines[path, threads] = engine
         return engine
-
-
-def _check_vocabularies(own: Backend[Any], other: Backend[Any]) -> None:
-    """Raises `BackendError` unless both models' token ids stand for the same texts."""
-    drafted, checked = own.model.name, other.model.name
-    pieces = _pieces(own), _pieces(other)
-    if not pieces[0] or not pieces[1]:
-        nameless = drafted if not pieces[0] else checked
-        raise BackendError(
-            f"--draft model: {nameless} has no tokenizer, so nothing says that its tokens are "
-            "those of the other model"
-        )
-    if pieces[0] != pieces[1]:
-        token = next(
-            (i for i, pair in enumerate(zip(*pieces, strict=False)) if pair[0] != pair[1]),
-            min(map(len, pieces)),
-        )
-        raise BackendError(
-            f"--draft model: {drafted} has another vocabulary than {checked} (they differ at "
-            f"token {token}); draft with a model of the same family"
-        )
-
-
-def _pieces(backend: Backend[Any]) -> tuple[bytes, ...]:
-    """What each token id stands for; nothing for a model without a tokenizer."""
-    tokenizer = backend.tokenizer()
-    return () if tokenizer is None else _bytes_of(tokenizer)
-
-
-def _bytes_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
-    return tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))

@@ -1,6 +1,7 @@
 """The short tests of this folder, at random and for long: `python tests/hostile/long.py [SECONDS]`.
 
 Ends with 1 at the first hang, raw error or growth, naming the seed that shows it again.
+`--edits 100000` instead edits documents in `kvq lsp` so often, and prints what it holds (LSP-24).
 """
 # ruff: noqa: E402
 
@@ -23,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sup
 from test_chat_templates import HOSTILE, MESSAGES
 from test_requests import CHAT, COMPLETIONS, PRIVATE_USE
 from test_session_files import IDENTITY, VOCAB_SIZE, empty_cache, header, state, write
+from test_typing import series
 
 from kvq.errors import KvqError, ModelError, SnapshotError
 from kvq_apps.serve.server import Server
@@ -170,8 +172,24 @@ def held() -> tuple[int, int, int]:
     return kib, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+def typing(edits: int) -> None:
+    """Edits so often; what the server holds stays within 5 % of what it held after a tenth."""
+    with tempfile.TemporaryDirectory() as home:
+        rows: list[dict[str, Any]] = []
+        for row in series(Path(home), edits, max(1, edits // 100)):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    early, later = rows[len(rows) // 10], rows[len(rows) // 10 + 1 :]
+    for name, growth in (("kib", 1.05), ("descriptors", 1.0), ("threads", 1.0)):
+        most = max(row[name] for row in later)
+        if most > growth * early[name]:
+            raise SystemExit(f"{name}: {early[name]} after {early['edits']} edits, then {most}")
+
+
 def main() -> None:
     """Runs until the time is over."""
+    if sys.argv[1:2] == ["--edits"]:
+        return typing(int(sys.argv[2]))
     end_s = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else HOUR_S)
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
     seed, before = 0, (0, 0, 0)

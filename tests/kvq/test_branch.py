@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caches import budget_for_tokens, minimum_budget, open_cache
 from kvq import native
-from kvq.cache import Cache
+from kvq.cache import Cache, KeyForm
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.reference import ancestry
@@ -415,3 +415,38 @@ def test_stored_keys_are_normed_and_stand_at_their_positions() -> None:
     for layer in (0, 1):
         close(far[layer], near[layer], Tolerance(rms=2e-3, top=5e-3))
         close(far[layer], numpy[layer], RANDOM[8, 8])
+
+
+@BOTH
+@pytest.mark.parametrize("widths", [(16, 16), (8, 4)])
+def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
+    widths: tuple[int, int], use_native: bool
+) -> None:
+    """KVP-7: unrotated and before their norm; pages close and bytes are those of a pass."""
+    rng, at = np.random.default_rng(8), 70 + np.arange(90)
+    rows = packed(rng, 90)
+    norm = rng.random(32, np.float32) + 1
+    states, outputs = [], []
+    for append in (True, False):
+        cache = filled(70, widths, use_native=use_native)
+        if append:
+            kept = [row.reshape(90, -1, 32)[:, SHAPE.num_heads :] for row in rows]
+            keys, values = (np.stack([one[:, side : side + 2] for one in kept]) for side in (0, 2))
+            forms = [KeyForm(params=one, inv_freq=INV_FREQ, k_norm=norm) for one in layers()]
+            with pytest.raises(CacheError, match="are not the"):
+                cache.append(keys[:, :-1], values, at, forms)
+            bad = np.where(np.arange(90)[:, None, None] == 40, np.nan, keys)
+            with pytest.raises(CacheError, match="not finite"):
+                cache.append(bad.astype(np.float32), values, at, forms)
+            assert (cache.tokens, cache.branch_rows) == (70, 0)
+            cache.append(keys, values, at, forms)
+        else:
+            cache.begin(90)
+            for params, part in zip(layers(), rows, strict=True):
+                cache.attend(params, part, at, INV_FREQ, norm, norm)
+            cache.commit(90)
+        states.append(cache.state())
+        outputs.append(run(cache, packed(np.random.default_rng(9), 3), 160 + np.arange(3)))
+    assert states[0] == states[1]
+    for found, wanted in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(found, wanted)

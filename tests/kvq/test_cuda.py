@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from emulated import SOURCE, emulated_library
 from kvq import reference, reference_linear
+from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import PanelFormat
 from shelf import Shelf
 
-SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
 ENTRY = np.dtype(
     [("granule", "<u4", 8), ("constants", "<u4"), ("k_bits", "u1"), ("v_bits", "u1"),
      ("peak", "u1"), ("mean", "u1")]
@@ -51,17 +52,19 @@ Attention = structure(
 )
 Sequence = structure(
     "Sequence",
-    "i tokens view_count most_columns tail_rows tail_stride turns;"
+    "i tokens view_count most_columns tail_rows tail_stride turns row_turns tiles hi_view;"
     "l pool_bytes constant_bytes granule_bytes;"
-    "p pool entries views turn_of_view deltas forms tail_keys tail_values tail_masks qkv positions "
-    "inv_freq q_norm k_norm queries partials out",
+    "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values "
+    "tail_masks qkv positions inv_freq q_norm k_norm queries partials out",
 )
 Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratch planes grid")
 Linear = structure(
     "Linear",
     "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
-    "f norm_eps; p inputs tops",
+    "f norm_eps; p inputs tops levels steps; i exact_rows; p panel_tops deviations marks",
 )
+Embed = structure("Embed", "i rows columns bits block; p panels ids weights out; i tokens mixed")
+Rows = structure("Rows", "p rows; l stride; i streams head_dim first count; p from_")
 
 
 def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | int) -> None:
@@ -74,28 +77,20 @@ def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | 
 
 
 def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
-    """The structure; arrays as their addresses, which must outlive it."""
-    return kind(
+    """The structure; arrays as their addresses, which it keeps alive."""
+    made = kind(
         **{
             name: value.ctypes.data if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
     )
+    setattr(made, "arrays", values)  # noqa: B010
+    return made
 
 
 @pytest.fixture(scope="module")
 def library(shelf: Shelf) -> ctypes.CDLL:
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed")
-
-    def build(path: Path) -> None:
-        flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
-        command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
-        subprocess.run(command, check=True)
-
-    folder = SOURCE.parent
-    contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    return ctypes.CDLL(str(shelf.once("libkvq_cuda_emulated.so", contents, build)))
+    return ctypes.CDLL(str(emulated_library(shelf)))
 
 
 class Case(NamedTuple):
@@ -113,6 +108,8 @@ class Case(NamedTuple):
     tail: int = 21
     deltas: tuple[int, ...] = (0,)
     norms: bool = False
+    hi_view: bool = False
+    moved_rows: int = 0  # how far the first rows of the tail have moved
 
 
 class Held(NamedTuple):
@@ -164,7 +161,8 @@ def held(case: Case, rng: np.random.Generator) -> Held:
                 start = int(entry["constants"]) * constants + side * grid_bytes(dim)
                 line = np.frombuffer(grid.stored(), np.uint8)
                 pool[start : start + len(line)] = line
-                read = reference.decode(codes, grid, bits, axis) if bits else stored
+                seen_bits = min(bits, 4 if case.hi_view else 8)
+                read = reference.decode(codes, grid, seen_bits, axis) if bits else stored
                 if side == 0:
                     read = reference.hadamard(read) if case.form & ROTATED else read
                     delta = int(views["delta"][columns - 1 - column])
@@ -182,8 +180,7 @@ def held(case: Case, rng: np.random.Generator) -> Held:
     parts = {
         "pool": pool, "pool_bytes": len(pool), "constant_bytes": constants,
         "granule_bytes": granule, "entries": entries, "views": views, "view_count": columns,
-        "most_columns": columns, "turn_of_view": turn, "turns": len(case.deltas),
-        "deltas": np.array(case.deltas, np.int32),
+        "most_columns": columns, "turn_of_view": turn, "hi_view": case.hi_view,
         "forms": np.full(case.kv_heads, case.form, np.uint8), "inv_freq": inv_freq,
     }  # fmt: skip
     return Held(keys, values, positions, seen, parts)
@@ -213,10 +210,24 @@ def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
     visible = np.concatenate([np.ones((case.tokens, case.tail), bool), sees], axis=1)
     if case.window:
         visible &= tail_positions[None] > positions[:, None] - case.window
-    words = -(-rows // 64)
-    masks = np.zeros((case.tokens, words), np.uint64)
+    moved = np.zeros(rows, np.int64)
+    moved[: case.tail // 2] = case.moved_rows
+    row_deltas = [case.moved_rows] if case.moved_rows else []
+    visits = [
+        (tile, delta)
+        for tile in range(-(-rows // 64))
+        for delta in sorted(set(moved[64 * tile : 64 * tile + 64].tolist()))
+    ]
+    masks = np.zeros((case.tokens, len(visits)), np.uint64)
     for token, row in np.argwhere(visible):
-        masks[token, row // 64] |= np.uint64(1 << int(row) % 64)
+        visit = visits.index((row // 64, moved[row]))
+        masks[token, visit] |= np.uint64(1 << int(row) % 64)
+    turns = {
+        "deltas": np.array([*row_deltas, *case.deltas], np.int32),
+        "tile_rows": np.array([tile for tile, _ in visits], np.int32),
+        "tile_turns": np.array([0 if delta else -1 for _, delta in visits], np.int32),
+        "turn_of_view": pages.parts["turn_of_view"] + np.int32(len(row_deltas)),
+    }
     shape = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": dim}
     attention = filled(
         Attention, **shape, rotary_pairs=dim // 2, scale=dim**-0.5, softcap=case.softcap,
@@ -224,14 +235,15 @@ def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
     )  # fmt: skip
     out = np.zeros((case.tokens, case.heads, dim), np.float32)
     scratch = [
-        np.zeros((1 + len(case.deltas)) * case.heads * case.tokens * dim, np.float32),
+        np.zeros((1 + len(turns["deltas"])) * case.heads * case.tokens * dim, np.float32),
         np.zeros(case.heads * case.tokens * case.splits * (dim + 2), np.float32),
     ]
-    kept = {**pages.parts, "tail_keys": tail[0].copy(), "tail_values": tail[1].copy()}
+    kept = {**pages.parts, **turns, "tail_keys": tail[0].copy(), "tail_values": tail[1].copy()}
     kept |= {"tail_masks": masks, "qkv": qkv, "positions": positions, "out": out}
     kept |= dict(zip(("q_norm", "k_norm", "queries", "partials"), (*norms, *scratch), strict=True))
     sequence = filled(
-        Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, **kept
+        Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=len(visits),
+        turns=len(turns["deltas"]), row_turns=len(row_deltas), **kept,
     )  # fmt: skip
     run(library, "kvq_cuda_attend", attention, sequence)
 
@@ -241,10 +253,13 @@ def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
         q, k = (reference.normalize(x, norm, 1e-6) for x, norm in zip((q, k), norms, strict=True))
     inv_freq = kept["inv_freq"]
     q, k = (reference.rotate(x, positions, inv_freq) for x in (q, k))
+    stands = reference.rotate(
+        tail[0, :, :rows].astype(np.float32).transpose(1, 0, 2), moved, inv_freq
+    )
     want = np.zeros_like(out)
     for head in range(case.heads):
         own = head // group
-        tail_keys = np.concatenate([tail[0, own, : case.tail], k[:, own].astype(np.float16)])
+        tail_keys = np.concatenate([stands[: case.tail, own], k[:, own].astype(np.float16)])
         tail_values = np.concatenate([tail[1, own, : case.tail], v[:, own].astype(np.float16)])
         keys = np.concatenate([pages.keys[own], tail_keys]).astype(np.float64)
         values = np.concatenate([pages.values[own], tail_values]).astype(np.float64)
@@ -275,7 +290,23 @@ CASES = {
     "a softcap and norms": Case(64, [(4, 4)] * 2, softcap=20.0, norms=True),
     "no pages": Case(64, [], splits=1, tail=100),
     "more splits than work": Case(64, [(4, 4)], splits=8),
-}
+    "the hi view": Case(64, [(8, 6), (4, 2), (6, 8)], hi_view=True),
+    "moved rows": Case(64, [(4, 4)] * 2, form=ROTATED, deltas=(0, 7), tail=70, moved_rows=5),
+    "a chunk of every width": Case(
+        64, [(8, 8), (4, 2), (2, 4), (0, 0), (2, 8), (6, 6), (8, 2)], tokens=40, splits=1
+    ),
+    "a chunk, rotated keys": Case(
+        128, [(4, 2), (6, 8)], form=ROTATED | CHANNELS, tokens=11, heads=12, splits=2
+    ),
+    "a chunk, 80 channels": Case(80, [(4, 2), (2, 6), (8, 4)], form=CHANNELS, tokens=9),
+    "a chunk, 96 channels": Case(96, [(4, 2), (2, 8), (6, 4)], tokens=9, softcap=20.0, norms=True),
+    "a chunk, 256 channels": Case(256, [(4, 2), (8, 6)], form=CHANNELS, tokens=9, splits=1),
+    "a chunk in a window, moved": Case(
+        64, [(4, 4)] * 5, form=ROTATED, tokens=70, heads=2, window=100, deltas=(0, 7),
+        moved_rows=5, tail=70, splits=1,
+    ),
+    "a chunk in the hi view": Case(64, [(8, 6), (6, 8)], tokens=9, hi_view=True, splits=5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -283,6 +314,79 @@ def test_attention_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> 
     got, want, largest = attended(CASES[name], library)
     assert np.abs(got - want).max() < 2 * HALF * largest
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
+
+
+OBSERVED = {
+    "every width": Case(64, [(8, 8), (4, 2), (0, 0), (2, 6), (6, 4)], splits=3),
+    "rotated, channels, moved": Case(80, [(4, 2), (8, 6)], ROTATED | CHANNELS, deltas=(0, 9)),
+    "256 channels, softcap": Case(256, [(4, 4), (2, 8)], softcap=20.0, splits=1),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_evidence_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> None:
+    case, rows = OBSERVED[name], 7
+    rng = np.random.default_rng(rows)
+    pages, dim, heads, columns = held(case, rng), case.head_dim, 2, len(case.widths)
+    probes = (rng.standard_normal((heads, rows, dim)) / dim**0.5 * 2).astype(np.float16)
+    facts = np.zeros((heads, columns, 6), np.float32)
+    turns = {"deltas": np.array(case.deltas, np.int32), "turns": len(case.deltas)}
+    attention = filled(
+        Attention, heads=heads, kv_heads=heads, head_dim=dim, rotary_pairs=dim // 2, scale=1.0,
+        softcap=case.softcap, rope_factor=1.0, splits=case.splits,
+    )  # fmt: skip
+    # The first row stands in the first page's midst.
+    positions = np.array([40, *range(10_000, 10_006)])
+    sequence = filled(
+        Sequence, tokens=rows, **pages.parts, **turns, positions=positions,
+        queries=np.zeros((1 + len(case.deltas)) * heads * rows * dim, np.float32),
+        partials=np.zeros(heads * rows * case.splits * (dim + 2), np.float32),
+        out=np.zeros((rows, heads, dim), np.float32),
+    )  # fmt: skip
+    run(library, "kvq_cuda_evidence", attention, sequence, probes, facts)
+    q = probes.astype(np.float32)
+    params = AttentionParams(
+        layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, softcap=case.softcap, scale=1.0
+    )
+    parts = pages.parts
+    for head in range(heads):
+        seen = pages.seen & (pages.positions <= positions[:, None])
+        weights = reference.attention_weights(params, q[head] @ pages.keys[head].T, seen)
+        outputs = weights @ pages.values[head]
+        for view, (column, *_) in enumerate(parts["views"]):
+            if case.widths[column] == (0, 0):
+                assert not facts[head, view].any()
+                continue
+            own = slice(64 * column, 64 * column + 64)
+            delta = case.deltas[parts["turn_of_view"][view]]
+            back = np.full(rows, -delta)
+            met = reference.rotate(q[head][:, None], back, parts["inv_freq"])[:, 0]
+            met = reference.hadamard(met) if case.form & ROTATED else met
+            start = int(parts["entries"][head, column]["constants"]) * parts["constant_bytes"]
+            stored = parts["pool"][start : start + parts["constant_bytes"]].tobytes()
+            end, groups = grid_bytes(dim), dim if case.form & CHANNELS else 64
+            keys = reference.Grid.load(stored[:end])
+            values = reference.Grid.load(stored[end : end + grid_bytes(groups)])
+            steps = values.scale[None] if case.form & CHANNELS else values.scale[:, None]
+            errors = reference.page_errors(
+                weights[:, own], met, outputs, pages.values[head][own], keys.scale, steps
+            )
+            mass = weights[:, own].sum(axis=1)
+            looks = seen[:, own].any(axis=1)
+            summed = np.where((mass >= reference.OBSERVED_MASS)[:, None], errors, 0).sum(axis=0)
+            want = [mass.sum(), weights[:, own].max(), *summed, looks.sum()]
+            np.testing.assert_allclose(facts[head, view], want, rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
+def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: ctypes.CDLL) -> None:
+    in_order, *_ = attended(CASES[name], library)
+    try:
+        for order in (-1, 1, 2):
+            run(library, "kvq_cuda_take_turns", order)
+            np.testing.assert_array_equal(attended(CASES[name], library)[0], in_order)
+    finally:
+        run(library, "kvq_cuda_take_turns", 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
@@ -358,6 +462,148 @@ def test_products_are_those_of_the_weights(
         product = entered @ weights.T.astype(np.float64)
         scale = np.abs(entered).max(axis=1, keepdims=True) * np.abs(weights).sum(axis=1)
         assert (np.abs(out - product - bias - residual) < HALF / 8 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "bits", "view", "block"),
+    [
+        (70, 270, 4, "full", 64), (17, 35, 4, "full", 128), (17, 35, 8, "full", 32),
+        (17, 35, 8, "full", 128), (17, 35, 8, "hi", 32), (17, 35, 8, "hi", 64),
+    ],
+)  # fmt: skip
+def test_products_of_many_tokens_are_those_of_the_reference(
+    tokens: int, rows: int, bits: int, view: Any, block: int, library: ctypes.CDLL
+) -> None:
+    rng = np.random.default_rng(tokens)
+    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block)
+    codes = rng.integers(0, 1 << bits, (rows, form.blocks * block), np.uint8)
+    codes[:, form.columns :] = 1 << (bits - 1)
+    scales = rng.uniform(0.1, 4, (rows, form.blocks)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
+    plain = np.ascontiguousarray(x[:, : form.columns])
+    plain[3], plain[5, 7] = 0, np.inf
+    bias = rng.standard_normal(rows).astype(np.float32)
+    residual = rng.standard_normal((tokens, rows)).astype(np.float32)
+    norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
+    out = np.zeros((tokens, rows), np.float32)
+    call = {
+        "rows": rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
+        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
+        "levels": np.zeros((tokens, form.blocks * block), np.int8),
+        "steps": np.zeros((2, form.blocks, tokens), np.float32),
+    }  # fmt: skip
+    run(
+        library,
+        "kvq_cuda_linear_run",
+        filled(Linear, **call, x=plain, bias=bias, residual=residual),
+    )
+    want = reference_linear.linear(form, panels, plain, view) + bias + residual
+    np.testing.assert_array_equal(out, want)
+    assert np.isnan(out[5]).all()
+    assert np.isfinite(out[6]).all()
+    gate, up = np.split(x / 8, 2, axis=1)
+    x = np.concatenate([gate, up], axis=1)
+    finite = np.ascontiguousarray(gate)
+    for given, entered in (
+        ({"x": finite, "norm": norm}, reference.normalize(finite, norm, 1e-6)),
+        ({"x": x, "activation": 1}, (gate / (1 + np.exp(-gate)) * up).astype(np.float32)),
+    ):
+        run(library, "kvq_cuda_linear_run", filled(Linear, **call, **given))
+        want = reference_linear.linear(form, panels, entered, view)
+        # An input next to a half may be rounded the other way: a level or two of all of them.
+        assert (np.abs(out - want) < 2e-3 * np.abs(want).max()).all()
+        assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
+
+
+@pytest.mark.parametrize("exact_rows", [1, 40])
+def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(exact_rows)
+    form = PanelFormat(rows=3003, columns=64, bits=8, block=32)
+    # Most outputs are alike but for their lower nibbles, so that the first pass alone would err.
+    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << 4, (form.rows, 1))
+    codes |= rng.integers(0, 16, codes.shape, np.uint8)
+    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.blocks))
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((3, form.columns)).astype(np.float32)
+    marks = np.zeros((3, form.panels), np.uint8)
+    results = []
+    for view, exact in (("hi", 0), ("full", 0), ("full", exact_rows)):
+        out = np.full((3, form.rows), np.nan, np.float32)
+        call = filled(
+            Linear, rows=form.rows, columns=64, bits=8, block=32, panels=panels, x=x, out=out,
+            tokens=3, view=("full", "hi").index(view), exact_rows=exact,
+            inputs=np.zeros((3, 64), np.uint16), tops=np.zeros(3, np.float32),
+            panel_tops=np.zeros((3, form.panels), np.float32), marks=marks,
+            deviations=np.zeros(3, np.float32),
+        )  # fmt: skip
+        run(library, "kvq_cuda_linear_run", call)
+        results.append(out)
+    scores, whole, found = results
+    # As linear_in_two_passes, of these products.
+    chosen = reference_linear.best_panels(form, scores, reference_linear.FIRST_PANELS)
+    rows = np.repeat(chosen, 16, axis=1)[:, : form.rows]
+    deviation = np.where(rows, np.abs(whole - scores), 0).max(axis=1, keepdims=True)
+    least = -np.sort(-np.where(rows, whole, -np.inf), axis=1)[:, exact_rows - 1, None]
+    tops = reference_linear.panel_tops(form, scores)
+    more = ~chosen & (tops + reference_linear.MARGIN * deviation >= least)
+    np.testing.assert_array_equal(marks, more)
+    assert 0 < more.sum() < more.size / 2
+    rows = np.repeat(chosen | more, 16, axis=1)[:, : form.rows]
+    np.testing.assert_array_equal(found, np.where(rows, whole, scores))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embeddings_are_rows_of_the_matrix(bits: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(bits)
+    form = PanelFormat(rows=35, columns=200, bits=bits, block=64)
+    codes = rng.integers(0, 1 << bits, (35, 256), np.uint8)
+    scales = rng.uniform(0.1, 4, (35, 4)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    ids = np.array([[0, 34], [17, 17], [5, -1], [35, 16]])
+    weights = rng.standard_normal((4, 2)).astype(np.float32)
+    out = np.zeros((4, 200), np.float32)
+    call = filled(
+        Embed, rows=35, columns=200, bits=bits, block=64, panels=panels, ids=ids, weights=weights,
+        out=out, tokens=4, mixed=2,
+    )  # fmt: skip
+    run(library, "kvq_cuda_embed_run", call)
+    stored = np.append(reference_linear.restore(form, panels)[:35], np.zeros((1, 200)), axis=0)
+    stored = stored.astype(np.float32)[np.where((ids < 0) | (ids > 34), 35, ids)]
+    parts = weights[..., None] * stored
+    np.testing.assert_array_equal(out, parts[:, 0] + parts[:, 1])
+
+
+@pytest.mark.parametrize("count", [1, 7, 256])
+def test_the_best_of_a_row_come_in_order(count: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(count)
+    logits = rng.standard_normal((4, 3000)).astype(np.float32)
+    logits[1] = np.round(logits[1] * 4)  # many equal ones
+    logits[2, 5:] = np.nan
+    logits[3, ::7] = -np.inf
+    places, values = np.zeros((4, count), np.int32), np.zeros((4, count), np.float32)
+    run(library, "kvq_cuda_best", logits, 4, 3000, count, places, values)
+    want = np.argsort(-np.where(np.isnan(logits), -np.inf, logits), axis=1, kind="stable")[
+        :, :count
+    ]
+    if count > 5:
+        want[2, 5:] = -1
+    np.testing.assert_array_equal(places, want)
+    kept = np.where(want < 0, -np.inf, np.take_along_axis(logits, np.maximum(want, 0), axis=1))
+    np.testing.assert_array_equal(values, kept)
+
+
+def test_rows_of_a_kept_path_move_together(library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((6, 20, 80)).astype(np.float16)
+    path = np.array([0, 2, 3, 7], np.int32)
+    want = rows.copy()
+    want[:, 9:13] = rows[:, 9 + path]
+    call = filled(
+        Rows, rows=rows, stride=20 * 80, streams=6, head_dim=80, first=9, count=4, from_=path
+    )
+    run(library, "kvq_cuda_gather", call)
+    np.testing.assert_array_equal(rows, want)
 
 
 @pytest.mark.slow

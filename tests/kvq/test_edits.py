@@ -132,7 +132,7 @@ def random_edit(text: Text, rng: np.random.Generator) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("bits", "edits"), [(8, 10_000), (4, 300), (16, 500)])
 def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
-    """Where views run out a text is computed again, as a sequence does.
+    """Tokens, positions, masks. Where views run out a text is computed again, as by a sequence.
 
     The budget holds pages of which edits have left little, so that none is evicted.
     """
@@ -173,7 +173,7 @@ def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
 @pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 16)])
 @pytest.mark.parametrize("pairs", [8, 3])
 def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int) -> None:
-    """Also as policy A would: every key decoded, turned to where it stands, and read in order."""
+    """PIE-4: and as policy A would, every key decoded, turned to where it stands, and in order."""
     plan = KvPlan(k_bits=bits[0], v_bits=bits[1], sink_tokens=SINKS, tail_tokens=16)
     pair, rng = opened(plan), np.random.default_rng(3)
     text = Text(list(pair), 4, rotary_pairs=pairs)
@@ -199,6 +199,35 @@ def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int)
     ]
     assert relative_rms(out[0], plain(pair.numpy, rows, len(text.held), text.inv_freq)) < 2e-3
     pair.close()
+
+
+@pytest.mark.parametrize("piece", [90, 7])
+def test_the_end_of_a_text_stays_in_floating_point(piece: int) -> None:
+    """However much is encoded in its middle: pages take the first tokens, not the oldest rows."""
+    pair = opened(KvPlan(k_bits=4, v_bits=2, sink_tokens=SINKS, tail_tokens=16))
+    text = Text(list(pair), 4)
+    text.write(0, 300)
+    for start in (20, 150, 60):
+        text.edit(start, start + 2, 90)
+        for at in range(start, start + 90, piece):
+            count = min(piece, start + 90 - at)
+            rows = sorted([*floats(pair.native), *range(at, at + count)])
+            native_out, numpy_out = text.write(at, count)
+            assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+            assert (pair.native.places() == pair.numpy.places()).all()
+            left = floats(pair.native)
+            assert left == rows[len(rows) - len(left) :]
+        native_out, numpy_out = text.look()
+        assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+        text.edit(start, start + 60, 0)
+        for cache in pair:
+            text.check(cache)
+    pair.close()
+
+
+def floats(cache: Cache) -> list[int]:
+    """The tokens behind the sinks that are in no page, in order."""
+    return sorted(cache.places()[:, 0].tolist())[SINKS:]
 
 
 def plain(cache: Cache, rows: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:

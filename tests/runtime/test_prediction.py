@@ -71,7 +71,7 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
         ("half", "give off, auto, a share of the layers such as 50%"),
         ("prefix:layers=7", "1 to 6 of this model's layers"),
         ("50%:tail=0", "tail=1"),
-        ("50%:tails=3", "possible: share=..., layers=..., sink=..., tail=..., least=..., maps=..."),
+        ("50%:tails=3", "possible: sink=..., tail=..., least=..., share=..., layers=..., maps=..."),
     ):
         with pytest.raises(UsageError, match=told):
             prediction_named(wrong, Model())  # type: ignore[arg-type]

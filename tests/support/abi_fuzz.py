@@ -98,7 +98,11 @@ class Fuzz:
         streams = max(0, min(values[0] * values[2], 1 << 16))
         forms = np.array([self.chance.randint(0, most) for _ in range(streams)], np.uint8)
         given = native.pointer(forms) if self.chance.random() < 0.9 else None
-        if not self.call.kvq_cache_open(ctypes.byref(config), budget, given, ctypes.byref(handle)):
+        device = 1 if self.chance.random() < 0.1 else 0  # of which there are none
+        if not self.call.kvq_cache_open(
+            ctypes.byref(config), budget, given, device, ctypes.byref(handle)
+        ):
+            assert device == 0
             self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:

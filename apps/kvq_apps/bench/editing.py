@@ -20,7 +20,7 @@ from kvq.cache import Cache
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq.errors import UsageError
 from kvq_apps import output
-from kvq_apps.bench import around
+from kvq_apps.bench import around, starting
 from kvq_apps.bench.engine_kvq import fill
 from kvq_apps.bench.engine_llamacpp import same_weights
 from kvq_apps.bench.typing_sessions import LONG, SHORT, Moment, TypingSession
@@ -37,6 +37,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.session import Session
+from kvq_runtime.staleness import next_tokens
 from kvq_specdraft import writer_named
 
 LLAMA = "llama.cpp"
@@ -79,6 +80,11 @@ class Way:
     prompt: Callable[[Moment], Ids]
     changes: Changes
 
+    @property
+    def reencode_next(self) -> int | None:
+        """As `Session.edit` takes it: peers encode nothing again."""
+        return None if self.changes is hunks else 0
+
 
 def ways(tokenizer: Tokenizer) -> list[Way]:
     """All ways, each new: one of them keeps what was frozen."""
@@ -106,6 +112,11 @@ def ways(tokenizer: Tokenizer) -> list[Way]:
         Way("prefix, EFIM", typed_behind, from_the_change_on),
         Way(f"chunks >= {LEAST_REUSED}", first, chunks_kept),
     ]
+
+
+def _fixed_tokens(tokenizer: Tokenizer) -> int:
+    """Tokens that the prompts of every way begin with, in whichever order."""
+    return len(tokenizer.control.start) + 1
 
 
 def from_the_change_on(before: Ids, after: Ids) -> list[Hunk]:
@@ -150,6 +161,7 @@ def measure(
         data: dict[str, Any] = {
             "model": engine.model.name,
             "around": around.measure(tokenizer),
+            "start": starting.measure(),
             "counts": [row for name in (*SHORT, LONG) for row in counts(name, tokenizer)],
         }
         if shape:
@@ -184,18 +196,23 @@ def counts(name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         encoded: dict[bool, list[int]] = {True: [], False: []}
         for now in session.moments():
             after = way.prompt(now)
-            new = _encoded(before, after, way.changes)
+            new = _encoded(before, after, way)
             if now.kind != "open":
                 encoded[now.kind == "key"].append(new)
             before = after
         yield {"session": name, "way": way.name, **_of_keys(encoded[True], encoded[False])}
 
 
-def _encoded(before: Ids, after: Ids, changes: Changes) -> int:
-    """Tokens of a pass: new ones, and the last one again where it is kept, for its logits."""
-    found = changes(before, after)
+def _encoded(before: Ids, after: Ids, way: Way) -> int:
+    """Tokens of a pass: new ones, those next to them, and the last one again for its logits."""
+    found = way.changes(before, after)
     ends_new = bool(found) and found[-1].stop == len(before) and bool(found[-1].new_ids)
-    return sum(len(hunk.new_ids) for hunk in found) + (not ends_new)
+    count = sum(len(hunk.new_ids) for hunk in found) + (not ends_new)
+    if way.reencode_next is None:
+        ends = [*(hunk.start for hunk in found[1:]), len(before) - 1]
+        for (start, stop, new), end in zip(found, ends, strict=False):
+            count += max(0, min(next_tokens(stop - start, len(new)), end - stop))
+    return count
 
 
 def _of_keys(keys: Sequence[int], others: Sequence[int]) -> dict[str, Any]:
@@ -238,7 +255,10 @@ def _passes(
             # The first event is a jump to where typing begins; a prompt is made at every one.
             moments = list(islice(TypingSession.read(name).moments(), 1, job.events + 2))
             prompts = [way.prompt(now) for now in moments]
-            room: dict[str, Any] = {"context_tokens": max(map(len, prompts)) + 512}
+            room: dict[str, Any] = {
+                "context_tokens": max(map(len, prompts)) + 512,
+                "sink_tokens": _fixed_tokens(engine.tokenizer),
+            }
             wanted = _wanted(engine, prompts, job.every, {"kv": EXACT, **room})
             for kv in job.kv:
                 with engine.session(kv=kv, **room) as session:
@@ -271,7 +291,7 @@ def _replayed(
     for number, now in enumerate(moments[1:], 1):
         since = perf_counter()
         for hunk in one_by_one(way.changes(prompts[number - 1], prompts[number])):
-            session.edit(*hunk)
+            session.edit(*hunk, reencode_next=way.reencode_next)
         new = len(session.sequence.due())
         session.prefill()
         if now.kind == "key":
@@ -316,8 +336,10 @@ def _keys(engine: Engine, bundle: Bundle, tokenizer: Tokenizer, job: EditJob) ->
     moments = islice(TypingSession.read(LONG).moments(), job.events + _WARM_KEYS + 1)
     first = way.prompt(next(moments))
     room: dict[str, Any] = {
-        "context_tokens": len(first) + 1024, "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS)
-    }  # fmt: skip
+        "context_tokens": len(first) + 1024,
+        "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS),
+        "sink_tokens": _fixed_tokens(tokenizer),
+    }
     with engine.session(kv=job.kv[-1], **room) as session:
         fill(cast(Cache, session.sequence.cache), bundle.config, len(first))
         session.sequence.adopt(first, None, np.zeros(0, np.int32))
@@ -344,7 +366,7 @@ def _key(session: Session[Any], way: Way, now: Moment, tokens: int) -> tuple[flo
     session.align(way.prompt(now), edits=True)
     around = perf_counter() - since
     session.prefill()
-    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=())
+    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=(), exact=False)
     own = perf_counter() - since
     since = perf_counter()
     written = list(session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
@@ -380,6 +402,16 @@ def print_report(data: dict[str, Any]) -> None:
             f"ms (p95 {row['change_p95_ms']:.2f}), then the answer {row['answer_ms']:.2f} ms "
             f"(p95 {row['answer_p95_ms']:.2f})"
         )
+    _print_start(data["start"])
+
+
+def _print_start(start: dict[str, float | None]) -> None:
+    extension = start["extension_ms"]
+    built = "it is not built" if extension is None else f"active after {extension:.0f} ms"
+    output.print_data(
+        f"kvq lsp: its first answer {start['server_ms']:.0f} ms after it was started; the VS Code "
+        f"extension: {built}"
+    )
 
 
 def _pass_cells(row: dict[str, Any]) -> tuple[str, ...]:

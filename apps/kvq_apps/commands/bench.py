@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
-        cache, "kv-read", "kv-policy", "kv-budget", "kv-predict",
+        cache, "kv-read", "kv-policy", "kv-budget", *flags.PREDICT_FLAGS,
         kv_predict="suite ttft: what of prompts is predicted (default: "
         "{kvq_apps.bench.ttft:TtftJob.predict})",
         kv_read="also time steps that read less, each of several: 25%%,exact",
@@ -224,7 +224,8 @@ def _run_ttft(arguments: Namespace) -> int:
     _refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
     from kvq_apps.bench import ttft
 
-    given = options.given(arguments, repeat="repeat", contexts="context", predict="kv-predict")
+    given = options.given(arguments, repeat="repeat", contexts="context")
+    given |= options.predictor(arguments)
     return _run_sessions(arguments, ttft, ttft.TtftJob(**given))
 
 

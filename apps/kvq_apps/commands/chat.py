@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)

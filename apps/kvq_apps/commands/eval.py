@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvq_apps.evaluation.cache_setting import CacheSetting
     from kvq_apps.evaluation.sweep import Sweep, SweepFile
     from kvq_apps.evaluation.tasks import Material
+    from kvq_export.continuations import Passage
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
 
@@ -74,8 +75,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         plot="draw quality over bytes; task predict: over the time saved",
     )  # fmt: skip
     flags.add_flags(
-        parser.add_argument_group("cache"), *flags.KV_FLAGS,
+        parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS,
         kv="both at once, such as 4:2; fp: an unquantised cache; --table takes several",
+        kv_predict="task predict: how many tokens are computed, as prefix:sink=4,tail=32; others: "
+        "what of a prompt is predicted (default: off)",
     )  # fmt: skip
 
 
@@ -242,10 +245,23 @@ def _predict(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> in
     own = options.session_options(arguments)
     with output.Progress() as progress:
         found = predicting.predicting(engine, asked, progress, **own)
+    if arguments.kv_predict_with is not None:
+        found["auxiliary_nll"] = _alone(arguments, asked)
     report = {"task": "predict"} | _head(engine, context) | found
     if arguments.plot is not None:
         predicting.draw(arguments.plot, report)
     return _show(arguments, report, _print)
+
+
+def _alone(arguments: Namespace, asked: "list[Passage]") -> float:
+    """What the auxiliary model itself makes of what follows."""
+    from kvq_apps.model_path import resolve_model
+    from kvq_export.continuations import measure
+    from kvq_runtime.engine import Engine
+
+    path = resolve_model(arguments.kv_predict_with)
+    with Engine.open(path, **options.engine_options(arguments)) as engine:
+        return measure(engine, asked, {}).exact_nll
 
 
 def _print(report: dict[str, Any]) -> None:

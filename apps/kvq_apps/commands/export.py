@@ -27,13 +27,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", "kv-predict", "no-quality", "no-calibrate", "force", "threads", "offline",
+        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "no-calibrate", "force", "threads",
+        "offline",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
         kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
         "auto: the fewest that lose little, by measurement",
+        kv_predict_with="fit what makes keys and values of prompts from those of this smaller "
+        "model",
     )  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def run(arguments: Namespace) -> int:
 
     from kvq.config import KvPlan
     from kvq_apps import known_models
-    from kvq_apps.model_path import resolve_checkpoint
+    from kvq_apps.model_path import resolve_checkpoint, resolve_model
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.export import export_model
     from kvq_runtime.device import default_threads
@@ -63,6 +66,7 @@ def run(arguments: Namespace) -> int:
             linear="linear",
         )
     )
+    reader = arguments.kv_predict_with
     export_options = ExportOptions(
         **options.given(
             arguments,
@@ -71,6 +75,7 @@ def run(arguments: Namespace) -> int:
             policy="kv-policy",
             predict="kv-predict",
         ),
+        predict_with=None if reader is None else resolve_model(reader),
         weights=weights,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
@@ -154,6 +159,7 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
                 "kv",
                 "quality",
                 "prediction",
+                "auxiliary",
                 "files",
             )
         },
@@ -164,7 +170,7 @@ def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """What predicting after so many layers costs, of all that were tried."""
     found = report["prediction"] or (report["quality"] or {}).pop("prediction", None)
     if found is None:
-        return []
+        return _auxiliary_rows(report["auxiliary"])
     rows = [
         (
             f"predicted after layer {row['layers']}",
@@ -176,7 +182,24 @@ def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     chosen = found.get("layers")
     kept = f"after layer {chosen}" if chosen else f"none: all lose over {found['limit_nats']} nats"
-    return [*rows, ("maps kept", kept)]
+    fitted = f"{found['fit_tokens']} tokens, {format_bytes(found['fit_peak_bytes'])} at most"
+    rows += [("maps kept", kept), ("maps fitted to", fitted)]
+    return rows + _auxiliary_rows(report["auxiliary"])
+
+
+def _auxiliary_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What it costs where a smaller model reads prompts."""
+    if found is None:
+        return []
+    return [
+        (
+            f"prompts read by {found['name']}, rule {rule}",
+            f"{row['nll']:.3f} nats a token, computed {row['exact_nll']:.3f}, no prompt "
+            f"{row['no_prompt_nll']:.3f}, {found['name']} alone {found['alone_nll']:.3f}; KLD "
+            f"{row['kld']:.3f}",
+        )
+        for rule, row in found["rules"].items()
+    ]
 
 
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:

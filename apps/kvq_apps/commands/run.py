@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
     flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict")
+    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
 
 

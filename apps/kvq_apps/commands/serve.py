@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(
         cache,
         *flags.KV_FLAGS,
-        "kv-predict",
+        *flags.PREDICT_FLAGS,
         kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of its fp16 size "
         "(default: what {kvq.sizing:DEFAULT_TOKENS} tokens need)",
     )

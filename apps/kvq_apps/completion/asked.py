@@ -1,7 +1,7 @@
 """What `kvq complete` and `kvq lsp` ask alike: their flags, and the completion engine they mean."""
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq.errors import UsageError
 from kvq_apps import flags, options
@@ -16,11 +16,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
         parser, "drafts", "drafts-method", "predict",
-        drafts="drafts to show (default: {kvq_apps.completion.engine:DEFAULT_DRAFTS})",
+        drafts="drafts to show (default: {kvq_apps.completion.drafts:DEFAULT_DRAFTS})",
         drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
-        predict="tokens of a draft at most (default: {kvq_apps.completion.engine:DEFAULT_TOKENS})",
+        predict="tokens of a draft at most (default: {kvq_apps.completion.drafts:DEFAULT_TOKENS})",
     )  # fmt: skip
-    flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, "kv-predict", "ctx-size")
+    flags.add_flags(
+        parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS, "ctx-size"
+    )
 
 
 def check(arguments: Namespace) -> None:
@@ -28,6 +30,14 @@ def check(arguments: Namespace) -> None:
     asked = options.given(arguments, drafts="drafts", method="drafts-method")
     if any(len(values) > 1 for values in asked.values()):
         raise UsageError("completion takes one number of --drafts and one --drafts-method")
+
+
+def drafts_and_tokens(arguments: Namespace) -> dict[str, int]:
+    """`drafts` and `tokens` as far as flags ask for them."""
+    asked = options.given(arguments, drafts="drafts", tokens="predict")
+    if "drafts" in asked:
+        (asked["drafts"],) = asked["drafts"]
+    return asked
 
 
 def completion_engine(
@@ -39,16 +49,12 @@ def completion_engine(
     """
     from kvq_apps.completion.engine import CompletionEngine
 
-    asked = options.given(arguments, drafts="drafts", tokens="predict", method="drafts-method")
-    settings: dict[str, Any] = {key: asked[key] for key in ("tokens",) if key in asked}
-    if "drafts" in asked:
-        (settings["drafts"],) = asked["drafts"]
-    (method,) = asked.get("method", ("auto",))
+    (method,) = options.given(arguments, method="drafts-method").get("method", ("auto",))
     session = {"context_tokens": min(context_tokens, engine.model.context_length)}
     return CompletionEngine(
         engine,
         engine.writer(method),
         session_options=session | options.session_options(arguments),
         exact=exact,
-        **settings,
+        **drafts_and_tokens(arguments),
     )

@@ -1,12 +1,12 @@
 """Edits of programs: what a cache that moves what follows loses against computing it all again.
 
 The text after the edit is always one that somebody wrote; what stood there before is made of it.
-The distributions over the tokens that follow are compared with those of an unquantised cache that
-computed the edited text from its beginning.
+The distributions over the tokens that follow, and the first line written greedily, are compared
+with those of an unquantised cache that computed the edited text from its beginning.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,11 @@ from kvq_apps.evaluation.measurement import (
 )
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import Sampling
 from kvq_runtime.session import Session
 
 KINDS = ("insert", "delete", "replace")
+ROW = "row"
 LINES = (1, 5, 12)
 WINDOW_LINES = 90
 FOLLOWING_TOKENS = 48
@@ -32,6 +34,10 @@ FOLLOWING_TOKENS = 48
 FIRST_EDITED_TOKEN = 8
 # Of every so many cases one has this many edits in a row, and no refresh between them.
 ROW_EVERY, EDITS_IN_A_ROW = 10, 10
+# Of a line that is written greedily.
+LINE_TOKENS = 24
+# What is encoded again at places drawn by chance, in runs of so many tokens.
+AGAIN_TOKENS, RUN_TOKENS = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +78,10 @@ def edit_cases(
         number = len(cases)
         in_a_row = number >= limit
         lines, other = chance.choice(long), chance.choice(long)
-        sizes = [LINES[number // 3 % 3]] if not in_a_row else chance.choices((1, 2), k=10)
-        kinds = [KINDS[number % 3]] if not in_a_row else chance.choices(KINDS, k=10)
+        sizes, kinds = [LINES[number // 3 % 3]], [KINDS[number % 3]]
+        if in_a_row:
+            sizes = chance.choices((1, 2), k=EDITS_IN_A_ROW)
+            kinds = chance.choices(KINDS, k=EDITS_IN_A_ROW)
         case = _case(tokenizer, chance, lines, other, window, kinds, sizes)
         longest = max(len(case.before), len(case.after)) + sum(
             len(change.new_ids) for change in case.changes
@@ -129,7 +137,7 @@ def _case(
         changes.append(Change(start=at, stop=at + len(text[place]), new_ids=new))
         text[place] = new
     return EditCase(
-        kind=kinds[0] if len(kinds) == 1 else "row",
+        kind=kinds[0] if len(kinds) == 1 else ROW,
         lines=sizes[0] if len(sizes) == 1 else 0,
         before=[*start_ids, *(token for part in parts for token in part[0])],
         changes=tuple(changes),
@@ -138,14 +146,105 @@ def _case(
     )
 
 
+# How a session that holds the text before comes to hold what follows the changes; what it encoded.
+Way = Callable[[Session, EditCase], int]
+
+
+def changing(*, reencode_next: int | None = 0, reencode_tail: int = 1) -> Way:
+    """One edit after the other, each encoded before the next."""
+
+    def change(session: Session, case: EditCase) -> int:
+        encoded = 0
+        for one in case.changes:
+            session.edit(
+                one.start,
+                one.stop,
+                one.new_ids,
+                reencode_next=reencode_next,
+                reencode_tail=reencode_tail,
+            )
+            encoded += _prefilled(session)
+        return encoded
+
+    return change
+
+
+def refreshing(max_tokens: int | None) -> Way:
+    """The edits alone, and then so much idle time."""
+
+    def change(session: Session, case: EditCase) -> int:
+        encoded, stale = changing()(session, case), session.sequence.staleness.stale
+        session.refresh(max_tokens)
+        return encoded + min(stale, max_tokens or stale)
+
+    return change
+
+
+def again(choose: Callable[[Sequence[int]], Sequence[int]]) -> Way:
+    """The edits alone, and then `AGAIN_TOKENS` stale tokens once more, at places it chooses."""
+
+    def change(session: Session, case: EditCase) -> int:
+        encoded = changing()(session, case)
+        stale = np.flatnonzero(session.sequence.staleness.ages > 0).tolist()
+        for start in choose(stale[::RUN_TOKENS])[: AGAIN_TOKENS // RUN_TOKENS]:
+            ids = session.tokens[start : start + RUN_TOKENS]
+            session.edit(start, start + len(ids), ids, reencode_next=0)
+        return encoded + _prefilled(session)
+
+    return change
+
+
+def ignoring(session: Session, case: EditCase) -> int:
+    """The text stays as it was."""
+    return 0
+
+
+def _prefilled(session: Session) -> int:
+    count = len(session.sequence.due())
+    if count:
+        session.prefill()
+    return count
+
+
+def _by_chance(places: Sequence[int]) -> Sequence[int]:
+    return random.Random(len(places)).sample(places, len(places))  # noqa: S311  as above
+
+
+EDIT, FULL, TO_FULL = "edit", "full", "edit, to full"
+WAYS: dict[str, Way] = {
+    EDIT: changing(reencode_next=None),
+    "moved": changing(),
+    "moved, next 16": changing(reencode_next=16),
+    "moved, next 64": changing(reencode_next=64),
+    "moved, tail 16": changing(reencode_tail=16),
+    "moved, tail 64": changing(reencode_tail=64),
+    "moved, 64 refreshed": refreshing(AGAIN_TOKENS),
+    "moved, 64 leftmost": again(list),
+    "moved, 64 by chance": again(_by_chance),
+    "refreshed": refreshing(None),
+    "ignored": ignoring,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a session says next: log-probabilities [n, V] after each token, its own first line."""
+
+    rows: Floats
+    line: str
+    encoded_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One case and one way to go on: KL divergences [n], and where the best token is the same."""
+    """One case and one way, against another answer: nats [n], and where the best token agrees."""
 
     case: EditCase
-    method: str
+    way: str
+    encoded_tokens: int
     nats: Floats
     same: Floats
+    same_line: bool
 
 
 def editing(
@@ -154,39 +253,42 @@ def editing(
     cases: Sequence[EditCase],
     progress: Progress,
 ) -> Measurement:
-    """Mean KL divergence after one edit, and beside it what else could have been done.
+    """Mean KL divergence after one edit; of every way a row, and one after ten edits.
 
-    `kld_full` computes the edited text again at the same width, so that it is what quantising
-    alone costs; `kld_ignored` leaves the text as it was; `kld_row` is after ten edits in a row.
+    Compared with an unquantised cache that computed the edited text. `full` is the same at this
+    width: what quantising alone costs; `refreshed` too, on the pages that the edit left. `moved`
+    encodes what is new alone, `ignored` leaves the text as it was. `edit, to full` compares the
+    edit with `full` instead: what it costs at this width.
     """
-    held, outcomes = HeldBytes(), list[_Outcome]()
+    held, found = HeldBytes(), list[_Outcome]()
     for number, case in enumerate(cases):
-        wanted = _predicted(open_exact, case.after, (), case.following, None)
-        for method, text, changes in (
-            ("edit", case.before, case.changes),
-            ("full", case.after, ()),
-            ("ignored", case.before, ()),
-        ):
-            if case.kind == "row" and method != "edit":
-                continue
-            found = _predicted(open_session, text, changes, case.following, held)
-            same = found.argmax(1) == wanted.argmax(1)
-            outcomes.append(_Outcome(case, method, kl_divergence(wanted, found), same))
+        wanted, full = (_full(opened, case) for opened in (open_exact, open_session))
+        answers = {FULL: full, **_answers(open_session, case, held)}
+        found += [_outcome(case, way, wanted, answer) for way, answer in answers.items()]
+        found.append(_outcome(case, TO_FULL, full, answers[EDIT]))
         progress(number + 1, len(cases))
-    single = [one for one in outcomes if one.case.kind != "row"]
-    edited = [one for one in single if one.method == "edit"]
-    details: dict[str, object] = {"same_top_1": _mean([one.same for one in edited])}
-    for method in ("full", "ignored"):
-        rows = [one for one in single if one.method == method]
-        details[f"kld_{method}"] = _mean([one.nats for one in rows])
-        details[f"same_top_1_{method}"] = _mean([one.same for one in rows])
-    for name, rows in _groups(edited):
-        details[f"kld_{name}"] = _mean([one.nats for one in rows])
-    if in_a_row := [one for one in outcomes if one.case.kind == "row"]:
-        details["kld_row"] = _mean([one.nats for one in in_a_row])
-        details["same_top_1_row"] = _mean([one.same for one in in_a_row])
-        details["rows"] = len(in_a_row)
+    edited = [one for one in found if one.way == EDIT and one.case.kind != ROW]
+    details: dict[str, object] = {
+        f"kld_{name}": _mean([one.nats for one in rows]) for name, rows in _groups(edited)
+    }
+    details["rows"] = [row for edits in (1, EDITS_IN_A_ROW) for row in _table(edits, found)]
     return held.measurement(_mean([one.nats for one in edited]), "nats", len(edited), **details)
+
+
+def _table(edits: int, found: Sequence[_Outcome]) -> Iterator[dict[str, object]]:
+    """A row for each way, over the cases of so many edits."""
+    asked = [one for one in found if (one.case.kind == ROW) == (edits > 1)]
+    for way in dict.fromkeys(one.way for one in asked):
+        rows = [one for one in asked if one.way == way]
+        yield {
+            "way": way,
+            "edits": edits,
+            "n": len(rows),
+            "encoded": sum(one.encoded_tokens for one in rows) / len(rows),
+            "kld": _mean([one.nats for one in rows]),
+            "same_top_1": _mean([one.same for one in rows]),
+            "same_line": sum(one.same_line for one in rows) / len(rows),
+        }
 
 
 def _groups(edited: Sequence[_Outcome]) -> Iterator[tuple[str, list[_Outcome]]]:
@@ -200,25 +302,45 @@ def _mean(parts: Sequence[Floats]) -> float:
     return float(np.concatenate(parts).mean()) if parts else float("nan")
 
 
-def _predicted(
-    open_session: OpenSession,
-    text: Sequence[int],
-    changes: Sequence[Change],
-    following: Sequence[int],
-    held: HeldBytes | None,
-) -> Floats:
-    """Log-probabilities float32 [n, V] after each of `following`, the text changed one by one."""
+def _outcome(case: EditCase, way: str, wanted: _Answer, found: _Answer) -> _Outcome:
+    nats = kl_divergence(wanted.rows, found.rows)
+    same = found.rows.argmax(1) == wanted.rows.argmax(1)
+    return _Outcome(case, way, found.encoded_tokens, nats, same, found.line == wanted.line)
+
+
+def _full(open_session: OpenSession, case: EditCase) -> _Answer:
+    """What is said after the edited text, computed from its beginning."""
     with open_session() as session:
-        session.prefill(text)
-        for change in changes:
-            session.edit(change.start, change.stop, change.new_ids)
-            session.prefill()
-        rows = log_softmax(np.concatenate(list(session.logits(following))))
-        if held is not None:
+        session.prefill(case.after)
+        return _answer(session, case, len(case.after))
+
+
+def _answers(open_session: OpenSession, case: EditCase, held: HeldBytes) -> dict[str, _Answer]:
+    """What is said after each of `WAYS`."""
+    answers: dict[str, _Answer] = {}
+    with open_session() as session:
+        session.prefill(case.before)
+        before = session.sequence.state()
+        for name, way in WAYS.items():
+            session.sequence.restore(before)
+            answers[name] = _answer(session, case, way(session, case))
             held.see(session)
-            _check_not_computed_again(session)
-    return rows
+        assert session.stats().recomputed_edits == 0
+    return answers
 
 
-def _check_not_computed_again(session: Session) -> None:
-    assert session.stats().recomputed_edits == 0
+def _answer(session: Session, case: EditCase, encoded_tokens: int) -> _Answer:
+    state = session.sequence.state()
+    rows = log_softmax(np.concatenate(list(session.logits(case.following))))
+    session.sequence.restore(state)
+    return _Answer(rows, _first_line(session), encoded_tokens)
+
+
+def _first_line(session: Session) -> str:
+    """The first line that is not blank, written greedily."""
+    text = ""
+    for step in session.generate(LINE_TOKENS, sampling=Sampling(temperature=0)):
+        text = (text + step.text).lstrip("\n")
+        if "\n" in text:
+            break
+    return text.partition("\n")[0].rstrip()

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import DataError
+from kvq.errors import DataError, UsageError
 from kvq_apps.evaluation.measurement import Progress
 from kvq_export.continuations import Passage, measure
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.engine import Engine
+from kvq_runtime.prediction import WithAuxiliary, predictor_named
 
 FOLLOWING_TOKENS = 64
 
@@ -42,23 +43,30 @@ def predicting(
 ) -> dict[str, Any]:
     """A row for each number of computed layers, by the layers' own matrices or the bundle's maps.
 
+    `predict` of the `options` says how many tokens are computed, and which auxiliary model is
+    another row, with none of the layers computed.
     `share` is how far the nats of what follows are on the way from the computed prompt to none,
     `time_saved` the part of the prefill's time that is not needed.
     """
     layers = engine.model.num_layers
-    kept = {name: value for name, value in options.items() if name != "predict"}
+    asked_of = predictor_named(options.pop("predict", "prefix"))
+    if asked_of is None:
+        raise UsageError("--kv-predict off predicts nothing; leave it out, or say prefix:tail=32")
+    tokens = f"sink={asked_of.sink},tail={asked_of.tail},least={asked_of.least}"
     ways = {
-        (computed, maps): f"prefix:layers={computed},maps={maps}"
+        (computed, maps): f"prefix:layers={computed},maps={maps},{tokens}"
         for computed in range(1, layers)
         for maps in ("own", "auto")
         if maps == "own" or computed == engine.model.fitted_layers
     }
+    if isinstance(asked_of, WithAuxiliary):
+        ways[0, "auxiliary"] = f"auxiliary:path={asked_of.path},{tokens}"
     names = {f"{computed} {maps}": way for (computed, maps), way in ways.items()}
-    found = measure(engine, asked, names, progress=progress, **kept)
+    found = measure(engine, asked, names, progress=progress, **options)
     rows = [
         {
             "layers": computed,
-            "maps": "fitted" if maps == "auto" else "own",
+            "maps": "fitted" if maps == "auto" else maps,
             "nll": cost.nll,
             "kld": cost.kld,
             "share": cost.share,
@@ -83,8 +91,10 @@ def draw(path: Path, report: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(6.0, 4.2), layout="constrained")
     panel = figure.subplots()
-    for kind, marker in (("own", "o"), ("fitted", "D")):
+    for kind, marker in (("own", "o"), ("fitted", "D"), ("auxiliary", "s")):
         rows = [row for row in report["rows"] if row["maps"] == kind]
+        if not rows:
+            continue
         saved = [100 * row["time_saved"] for row in rows]
         lost = [100 * row["share"] for row in rows]
         panel.plot(saved, lost, marker=marker, label=f"{kind} matrices")

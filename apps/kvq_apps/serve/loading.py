@@ -9,6 +9,7 @@ from kvq.settings import cache_folder
 from kvq_apps.engine import Engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
+from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.serving.pool import Served
@@ -53,6 +54,8 @@ def serve_engine(
 ) -> ServedModel:
     """What is served of an opened engine."""
     session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
+    if engine.tokenizer.fim is not None:
+        session_options["sink_tokens"] = fixed_tokens(engine.tokenizer)
     first = engine.session(**session_options)
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()

@@ -22,7 +22,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.healing import heal
-from kvq_runtime.prediction import predictor_named
+from kvq_runtime.prediction import WithAuxiliary, predictor_named
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
@@ -247,6 +247,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         seed=seed % (1 << 64),
         rank=_rank(fields, priority),
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
+        distinct=fields.object("x_kvq").flag("distinct", False),
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
         draft=_draft(fields.object("x_kvq")),
@@ -265,6 +266,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
         seed=randbits(62) if seed < 0 else seed,
         rank=_rank(fields, "completion"),
         choices=fields.whole("n_cmpl", 1, MOST_CHOICES, 1),
+        distinct=fields.object("x_kvq").flag("distinct", False),
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
         reuse=fields.flag("cache_prompt", True),
@@ -327,7 +329,8 @@ def _predict(extension: Fields) -> str | None:
         return None
     text = extension.text("predict")
     try:
-        predictor_named(text)
+        if isinstance(predictor_named(text), WithAuxiliary):
+            extension.refuse_with("predict", "x_kvq.predict names no model; the server does")
     except UsageError as error:
         extension.refuse_with("predict", str(error).replace("predict ", "x_kvq.predict ", 1))
     return text

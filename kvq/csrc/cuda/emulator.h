@@ -1,11 +1,14 @@
 // A grid of blocks of threads on one processor, for proofs: every kernel of this folder compiles
 // against this instead of CUDA and must give what the numpy reference gives.
 //
-// A thread is a fiber. It runs until it must wait for others: its block (sync_block) or its warp
-// (shuffles, mma). Blocks run one after the other, so what they share is a static array, full of
-// what the block before left. Threads that wait for each other at different places end the process.
+// A thread is a fiber. In whatever order the test asked for, it runs until it must wait for others:
+// its block (sync_block) or its warp (shuffles, mma). Blocks run one after the other, so what they
+// share is a static array, full of what the block before left. Threads that wait for each other at
+// different places end the process.
 #pragma once
 #include <ucontext.h>
+#include <csetjmp>
+#include <memory>
 
 #include <algorithm>
 #include <cmath>
@@ -14,22 +17,31 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <numeric>
+#include <random>
+#include <utility>
 #include <vector>
 
 #define KVQ_KERNEL static void
 #define KVQ_DEVICE static inline
 #define KVQ_DEVICE_MEMBER inline
 #define KVQ_SHARED static
+#define KVQ_DYNAMIC_SHARED(name) uint8_t* const name = ::kvq::cuda::Emulator::now().shared()
+#define KVQ_UNROLL
 
 namespace kvq::cuda {
 
-using std::ceil, std::min, std::rint, std::tanh;
+using std::ceil, std::max, std::min, std::rint, std::tanh;
 
 struct Dim3 {
     int x = 1, y = 1, z = 1;
 };
 
 constexpr int kWarp = 32;
+
+struct alignas(16) Quad {
+    uint32_t words[4];
+};
 
 class Emulator {
 public:
@@ -38,62 +50,118 @@ public:
         return emulator;
     }
 
-    void launch(Dim3 grid, int threads, const std::function<void()>& kernel) {
+    void launch(Dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
         grid_size = grid;
-        fibers_.resize(static_cast<size_t>(threads));
+        count_ = static_cast<size_t>(threads);
+        while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
+        Line unwritten;
+        std::memset(&unwritten, 0xff, sizeof unwritten);
+        shared_.assign((shared_bytes + sizeof unwritten - 1) / sizeof unwritten, unwritten);
         for (block.z = 0; block.z < grid.z; block.z++)
             for (block.y = 0; block.y < grid.y; block.y++)
                 for (block.x = 0; block.x < grid.x; block.x++) run_block();
     }
 
-    void wait(bool whole_block) {
-        fibers_[current_].waits = whole_block ? Waits::kBlock : Waits::kWarp;
-        swapcontext(&fibers_[current_].context, &scheduler_);
-    }
+    void wait(bool whole_block) { pause(whole_block ? Waits::kBlock : Waits::kWarp); }
 
     // A word every lane of the warp can read after both have called wait(false). Two sets of
     // words: a lane may be one exchange ahead of its neighbours, never two.
     uint32_t exchange(const uint32_t* words, int count, uint32_t (*out)[8]) {
-        Fiber& own = fibers_[current_];
+        Fiber& own = *fibers_[current_];
         const size_t set = own.exchanges++ % 2;
         std::memcpy(own.words[set], words, sizeof(uint32_t) * static_cast<size_t>(count));
         wait(false);
         const size_t first = current_ / kWarp * kWarp;
         for (size_t lane = 0; lane < kWarp; lane++)
-            std::memcpy(out[lane], fibers_[first + lane].words[set], sizeof out[lane]);
+            std::memcpy(out[lane], fibers_[first + lane]->words[set], sizeof out[lane]);
         return static_cast<uint32_t>(current_ - first);
     }
 
+    // A copy is made when it is waited for, not before.
+    void copy(void* to, const void* from, size_t bytes) {
+        if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
+            fail("a copy to shared memory is not aligned");
+        fibers_[current_]->copies.push_back({to, from, bytes});
+    }
+    void commit() { fibers_[current_]->groups.push_back(fibers_[current_]->copies.size()); }
+    void wait_copies(size_t awaited) {
+        Fiber& own = *fibers_[current_];
+        if (own.groups.size() <= awaited) return;
+        const size_t last = own.groups.size() - awaited - 1, done = own.groups[last];
+        for (size_t i = 0; i < done; i++)
+            std::memcpy(own.copies[i].to, own.copies[i].from, own.copies[i].bytes);
+        own.copies.erase(own.copies.begin(), own.copies.begin() + static_cast<int64_t>(done));
+        own.groups.erase(own.groups.begin(), own.groups.begin() + static_cast<int64_t>(last) + 1);
+        for (size_t& group : own.groups) group -= done;
+    }
+
+    uint8_t* shared() { return reinterpret_cast<uint8_t*>(shared_.data()); }
+    // How threads that can go on take turns: 0 in order, -1 in reverse, else shuffled by this seed.
+    void take_turns(int order) { order_ = order, random_.seed(static_cast<unsigned>(order)); }
+
     int thread() const { return static_cast<int>(current_); }
-    int threads() const { return static_cast<int>(fibers_.size()); }
+    int threads() const { return static_cast<int>(count_); }
     Dim3 block, grid_size;
 
 private:
     enum class Waits { kNothing, kWarp, kBlock, kEnded };
+    // Lives on after its thread has ended, and is the next block's.
     struct Fiber {
-        ucontext_t context;
         Waits waits;
+        bool begun = false;
         size_t exchanges;
         uint32_t words[2][8];
+        std::jmp_buf at;
+        struct Copy {
+            void* to;
+            const void* from;
+            size_t bytes;
+        };
+        std::vector<Copy> copies;
+        std::vector<size_t> groups;  // where each group of copies ends
         std::vector<char> stack = std::vector<char>(128 << 10);
     };
 
+    [[noreturn]] static void fail(const char* reason) {
+        std::fprintf(stderr, "%s\n", reason);
+        std::abort();
+    }
+
     static void enter() {
-        Emulator& e = now();
-        (*e.kernel_)();
-        e.fibers_[e.current_].waits = Waits::kEnded;
+        for (Emulator& e = now();;) {
+            (*e.kernel_)();
+            e.pause(Waits::kEnded);
+        }
+    }
+
+    // A jump costs no call of the system, as a change of contexts does: they only begin a fiber.
+    void pause(Waits what) {
+        Fiber& own = *fibers_[current_];
+        own.waits = what;
+        if (!_setjmp(own.at)) _longjmp(scheduler_, 1);
+    }
+
+    void resume(Fiber& fiber) {
+        if (_setjmp(scheduler_)) return;
+        if (fiber.begun) _longjmp(fiber.at, 1);
+        fiber.begun = true;
+        ucontext_t context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = fiber.stack.data();
+        context.uc_stack.ss_size = fiber.stack.size();
+        context.uc_link = nullptr;
+        makecontext(&context, enter, 0);
+        setcontext(&context);
     }
 
     void run_block() {
-        for (Fiber& fiber : fibers_) {
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler_;
-            makecontext(&fiber.context, enter, 0);
+        for (size_t i = 0; i < count_; i++) {
+            Fiber& fiber = *fibers_[i];
             fiber.waits = Waits::kNothing;
             fiber.exchanges = 0;
+            fiber.copies.clear();
+            fiber.groups.clear();
         }
         while (step()) {}
     }
@@ -101,35 +169,44 @@ private:
     // Runs whoever can go on; false once all have ended.
     bool step() {
         bool moved = false;
-        for (current_ = 0; current_ < fibers_.size(); current_++)
-            if (fibers_[current_].waits == Waits::kNothing) {
-                swapcontext(&scheduler_, &fibers_[current_].context);
+        turns_.resize(count_);
+        std::iota(turns_.begin(), turns_.end(), size_t{0});
+        if (order_ < 0) std::reverse(turns_.begin(), turns_.end());
+        if (order_ > 0) std::shuffle(turns_.begin(), turns_.end(), random_);
+        for (const size_t thread : turns_)
+            if (fibers_[thread]->waits == Waits::kNothing) {
+                current_ = thread;
+                resume(*fibers_[thread]);
                 moved = true;
             }
         bool ended = true;
-        for (const Fiber& fiber : fibers_) ended &= fiber.waits == Waits::kEnded;
-        for (size_t warp = 0; warp < fibers_.size(); warp += kWarp)
+        for (size_t i = 0; i < count_; i++) ended &= fibers_[i]->waits == Waits::kEnded;
+        for (size_t warp = 0; warp < count_; warp += kWarp)
             moved |= release(warp, warp + kWarp, Waits::kWarp);
-        moved |= release(0, fibers_.size(), Waits::kBlock);
-        if (!moved && !ended) {
-            std::fputs("threads wait for each other at different places\n", stderr);
-            std::abort();
-        }
+        moved |= release(0, count_, Waits::kBlock);
+        if (!moved && !ended) fail("threads wait for each other at different places");
         return !ended;
     }
 
     // All of these wait for the same: they go on.
     bool release(size_t first, size_t last, Waits what) {
         for (size_t i = first; i < last; i++)
-            if (fibers_[i].waits != what) return false;
-        for (size_t i = first; i < last; i++) fibers_[i].waits = Waits::kNothing;
+            if (fibers_[i]->waits != what) return false;
+        for (size_t i = first; i < last; i++) fibers_[i]->waits = Waits::kNothing;
         return true;
     }
 
+    int order_ = 0;
+    std::minstd_rand random_;
+    std::vector<size_t> turns_;
+    struct alignas(16) Line {
+        uint8_t bytes[16];
+    };
+    std::vector<Line> shared_;
     const std::function<void()>* kernel_ = nullptr;
-    std::vector<Fiber> fibers_;
-    size_t current_ = 0;
-    ucontext_t scheduler_;
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    size_t current_ = 0, count_ = 0;
+    std::jmp_buf scheduler_;
 };
 
 inline int thread_index() {
@@ -163,10 +240,46 @@ inline float shuffle_xor(float x, int mask) {
     return shuffle_from(x, thread_index() % kWarp ^ mask);
 }
 
+inline bool any_lane(bool x) {
+    uint32_t word = x, words[kWarp][8];
+    Emulator::now().exchange(&word, 1, words);
+    for (const auto& lane : words)
+        if (lane[0]) return true;
+    return false;
+}
+
+inline int atomic_add(int* at, int x) {
+    return std::exchange(*at, *at + x);
+}
+inline void atomic_max(float* at, float x) {
+    *at = std::max(*at, x);
+}
+
+template <int Bytes>
+inline void copy_ahead(void* shared, const void* global) {
+    Emulator::now().copy(shared, global, Bytes);
+}
+inline void commit_copies() {
+    Emulator::now().commit();
+}
+template <int Awaited>
+inline void wait_copies() {
+    Emulator::now().wait_copies(Awaited);
+}
+
+// By a table: the products of one small test ask for a hundred million of them.
 inline float half_value(uint16_t h) {
-    _Float16 value;
-    std::memcpy(&value, &h, 2);
-    return static_cast<float>(value);
+    static const std::vector<float> values = [] {
+        std::vector<float> all(1 << 16);
+        for (uint32_t i = 0; i < all.size(); i++) {
+            const auto bits = static_cast<uint16_t>(i);
+            _Float16 value;
+            std::memcpy(&value, &bits, 2);
+            all[i] = static_cast<float>(value);
+        }
+        return all;
+    }();
+    return values[h];
 }
 inline uint16_t half_bits(float x) {
     const _Float16 value = static_cast<_Float16>(x);
@@ -200,6 +313,19 @@ inline float mul(float a, float b) {
 inline float divide(float a, float b) {
     return a / b;
 }
+inline float fma_once(float a, float b, float c) {
+    return std::fma(a, b, c);
+}
+inline int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(int32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 inline float root(float x) {
     return std::sqrt(x);
 }
@@ -226,8 +352,26 @@ inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
     }
 }
 
-}  // namespace kvq::cuda
+// That of mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: lane 4g + t holds of A rows g and g + 8
+// at columns 4t to 4t + 3 and sixteen further, of B those rows of column g, of C as above.
+inline void mma(int32_t* c, const uint32_t* a, const uint32_t* b) {
+    uint32_t mine[6], all[kWarp][8];
+    std::memcpy(mine, a, 16);
+    std::memcpy(mine + 4, b, 8);
+    const int lane = static_cast<int>(Emulator::now().exchange(mine, 6, all));
+    const auto byte_of = [](uint32_t word, int i) { return int8_t(word >> 8 * i); };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; k++)
+            c[i] += byte_of(all[row % 8 * 4 + k % 16 / 4][(row >= 8) + k / 16 * 2], k % 4) *
+                    byte_of(all[column * 4 + k % 16 / 4][4 + k / 16], k % 4);
+    }
+}
 
-#define KVQ_LAUNCH(kernel, grid, threads, stream, ...) \
-    (static_cast<void>(stream),                        \
-     ::kvq::cuda::Emulator::now().launch(grid, threads, [&] { kernel(__VA_ARGS__); }))
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared_bytes, void*,
+            const Arguments&... arguments) {
+    Emulator::now().launch(grid, threads, shared_bytes, [&] { kernel(arguments...); });
+}
+
+}  // namespace kvq::cuda

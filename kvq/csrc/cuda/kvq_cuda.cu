@@ -3,37 +3,96 @@
 
 #include "../kvq.h"
 #include "attend.h"
-#include "linear.h"
+#include "best.h"
+#include "evidence.h"
+#include "linear_tiles.h"
+#include "memory.h"
 #include "pack.h"
+#include "tiles.h"
 
 namespace kvq::cuda {
 namespace {
 
-#ifdef __CUDACC__
-int outcome() {
-    return static_cast<int>(cudaGetLastError());
-}
-#else
-int outcome() {
-    return KVQ_OK;
-}
-#endif
+constexpr int kFewRows = 16;  // of a KV head, for which no block of 64 rows is worth its while
 
 template <int Dim>
-void attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
+int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
     const int rows = s.tokens * (a.heads / a.kv_heads);
-    const Dim3 grid{a.splits, (rows + kRows - 1) / kRows, a.kv_heads};
-    KVQ_LAUNCH(attend<Dim>, grid, kThreads, stream, a, s);
+    const bool tiled = rows > kFewRows;
+    const int step = tiled ? kTileRows : kRows;
+    const Dim3 grid{a.splits, (rows + step - 1) / step, a.kv_heads};
+    if (tiled) launch(attend_tiles<Dim>, grid, kTileThreads, sizeof(TileRoom<Dim>), stream, a, s);
+    else launch(attend<Dim>, grid, kThreads, sizeof(AttendRoom<Dim>), stream, a, s);
+    if (!tiled || a.splits > 1)
+        launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
+    return outcome();
+}
+
+template <int Dim>
+int observe_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, float* facts,
+                void* stream) {
+    if (const int status = attend_all<Dim>(a, s, stream)) return status;
+    launch(observe<Dim>, Dim3{s.view_count, a.kv_heads}, kEvidenceThreads,
+           sizeof(EvidenceRoom<Dim>), stream, a, s, facts);
+    return outcome();
+}
+
+// Calls with the channels of a head as a type.
+template <int Dim>
+struct Channels {
+    static constexpr int kDim = Dim;
+};
+template <class Call>
+int with_channels(int head_dim, const Call& call) {
+    if (head_dim == 64) return call(Channels<64>{});
+    if (head_dim == 80) return call(Channels<80>{});
+    if (head_dim == 96) return call(Channels<96>{});
+    if (head_dim == 128) return call(Channels<128>{});
+    if (head_dim == 256) return call(Channels<256>{});
+    return KVQ_BAD_ARGUMENT;
+}
+
+constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
+
+int panels_of(const kvq_cuda_linear& c) {
+    return (c.rows + kPanelRows - 1) / kPanelRows;
+}
+
+template <int Bits, bool Hi, bool Marked>
+void multiply_few(const kvq_cuda_linear& c, void* stream) {
+    const auto kernel = c.tokens <= 8 ? product<Bits, Hi, 1, Marked> : product<Bits, Hi, 2, Marked>;
+    launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
 }
 
 template <int Bits, bool Hi>
 void multiply(const kvq_cuda_linear& c, void* stream) {
-    const Dim3 grid{(c.rows + kPanelRows - 1) / kPanelRows};
-    if (c.tokens <= 8) {
-        KVQ_LAUNCH((product<Bits, Hi, 1>), grid, kLinearWarps * kWarp, stream, c);
-    } else {
-        KVQ_LAUNCH((product<Bits, Hi, 2>), grid, kLinearWarps * kWarp, stream, c);
+    if (c.tokens <= kFewTokens) {
+        launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
+        return multiply_few<Bits, Hi, false>(c, stream);
     }
+    launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
+    const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
+                     (c.rows + kTileOutputs - 1) / kTileOutputs};
+    const size_t room = linear_room_bytes(c.block, Bits == 8 && !Hi ? 2 : 1);
+    launch(product_tiles<Bits, Hi>, tiles, kLinearThreads, room, stream, c);
+}
+
+bool in_two_passes(const kvq_cuda_linear& c) {
+    return c.exact_rows && c.bits == 8 && c.view == KVQ_FULL && c.tokens <= kFewTokens &&
+           panels_of(c) > (c.exact_rows > kFirstPanels ? c.exact_rows : kFirstPanels);
+}
+
+// Upper nibbles first, then whole what may be among the best.
+void multiply_head(const kvq_cuda_linear& c, void* stream) {
+    multiply<8, true>(c, stream);
+    launch(mark_best, Dim3{c.tokens}, kBestThreads, 0, stream, c);
+    multiply_few<8, false, true>(c, stream);
+    launch(mark_more, Dim3{c.tokens}, kBestThreads, 0, stream, c);
+    multiply_few<8, false, true>(c, stream);
+}
+
+bool is_block(int columns) {
+    return columns == 32 || columns == 64 || columns == 128;
 }
 
 }  // namespace
@@ -43,55 +102,87 @@ using namespace kvq::cuda;
 
 extern "C" {
 
+#ifndef __CUDACC__
+// For proofs that no result depends on the order in which threads run: Emulator::take_turns.
+KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
+    Emulator::now().take_turns(order);
+    return KVQ_OK;
+}
+#endif
+
+KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
+                              const kvq_cuda_sequence* sequence, void* stream) {
+    const kvq_cuda_attention& a = *attention;
+    const kvq_cuda_sequence& s = *sequence;
+    launch(prepare, Dim3{s.tokens, a.heads + 2 * a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
+    return outcome();
+}
+
 KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
                                const kvq_cuda_sequence* sequence, void* stream) {
     const kvq_cuda_attention& a = *attention;
     const kvq_cuda_sequence& s = *sequence;
-    KVQ_LAUNCH(prepare, (Dim3{s.tokens, a.heads + 2 * a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
-    switch (a.head_dim) {
-        case 64:
-            attend_all<64>(a, s, stream);
-            break;
-        case 80:
-            attend_all<80>(a, s, stream);
-            break;
-        case 96:
-            attend_all<96>(a, s, stream);
-            break;
-        case 128:
-            attend_all<128>(a, s, stream);
-            break;
-        case 256:
-            attend_all<256>(a, s, stream);
-            break;
-        default:
-            return KVQ_BAD_ARGUMENT;
-    }
-    const int rows = s.tokens * (a.heads / a.kv_heads);
-    KVQ_LAUNCH(merge, (Dim3{rows, a.kv_heads}), kvq::kMaxHeadDim, stream, a, s);
-    return outcome();
+    if (const int status = kvq_cuda_store(attention, sequence, stream)) return status;
+    return with_channels(a.head_dim, [&](auto channels) {
+        return attend_all<decltype(channels)::kDim>(a, s, stream);
+    });
+}
+
+KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
+                                 const kvq_cuda_sequence* sequence, const uint16_t* probes,
+                                 float* facts, void* stream) {
+    const kvq_cuda_attention& a = *attention;
+    const kvq_cuda_sequence& s = *sequence;
+    if (s.tokens < 1 || s.tokens > kProbeRows || a.heads != a.kv_heads || s.view_count < 1)
+        return KVQ_BAD_ARGUMENT;
+    launch(turn_probes, Dim3{s.tokens, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s, probes);
+    return with_channels(a.head_dim, [&](auto channels) {
+        return observe_all<decltype(channels)::kDim>(a, s, facts, stream);
+    });
 }
 
 KVQ_EXPORT int kvq_cuda_pack(const kvq_cuda_page* page, void* stream) {
     if (page->head_dim % 16 || page->head_dim > kvq::kMaxHeadDim) return KVQ_BAD_ARGUMENT;
-    KVQ_LAUNCH(pack, Dim3{}, kvq::kMaxHeadDim, stream, *page);
+    launch(pack, Dim3{}, kvq::kMaxHeadDim, 0, stream, *page);
     return outcome();
 }
 
 KVQ_EXPORT int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream) {
     if (head_dim % 16 || head_dim > kvq::kMaxHeadDim) return KVQ_BAD_ARGUMENT;
-    KVQ_LAUNCH(narrow, Dim3{}, kvq::kMaxHeadDim, stream, plane, head_dim);
+    launch(narrow, Dim3{}, kvq::kMaxHeadDim, 0, stream, plane, head_dim);
     return outcome();
 }
 
 KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     const kvq_cuda_linear& c = *call;
-    if (c.tokens < 1 || c.tokens > 16 || c.block % 32 || (c.bits != 4 && c.bits != 8))
+    if (c.tokens < 1 || !is_block(c.block) || (c.bits != 4 && c.bits != 8) || c.exact_rows < 0 ||
+        (c.exact_rows && (c.bias || c.residual)) ||
+        (c.tokens > kFewTokens && (!c.levels || !c.steps)))
         return KVQ_BAD_ARGUMENT;
-    KVQ_LAUNCH(inputs, Dim3{c.tokens}, 256, stream, c);
-    if (c.bits == 4) multiply<4, false>(c, stream);
+    if (in_two_passes(c)) multiply_head(c, stream);
+    else if (c.bits == 4) multiply<4, false>(c, stream);
     else if (c.view == KVQ_HI) multiply<8, true>(c, stream);
     else multiply<8, false>(c, stream);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream) {
+    if (call->tokens < 1 || !is_block(call->block) || (call->bits != 4 && call->bits != 8))
+        return KVQ_BAD_ARGUMENT;
+    launch(embed, Dim3{call->tokens}, 256, 0, stream, *call);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
+                             int32_t* places, float* values, void* stream) {
+    if (rows < 1 || count < 1 || count > kMostBest || count > columns) return KVQ_BAD_ARGUMENT;
+    launch(best, Dim3{rows}, kBestThreads, 0, stream, logits, columns, count, places, values);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream) {
+    if (rows->streams < 1 || rows->count < 1 || rows->head_dim % 8) return KVQ_BAD_ARGUMENT;
+    launch(gather_rows, Dim3{rows->streams}, kWarp, 0, stream, *rows);
     return outcome();
 }
 

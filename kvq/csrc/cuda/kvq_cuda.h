@@ -10,6 +10,37 @@
 extern "C" {
 #endif
 
+/* Every call returns a kvq_status of kvq.h; of KVQ_DEVICE_FAILED this is the reason, until the
+   thread's next call that fails. */
+const char* kvq_cuda_error(void);
+int kvq_cuda_abi(void); /* KVQ_ABI of kvq.h as this library was compiled */
+
+typedef struct {
+    char name[128];
+    int64_t memory_bytes, free_bytes;
+    int32_t capability; /* 90: sm_90 */
+    int32_t units;      /* multiprocessors */
+    int32_t on_host;    /* 1: the emulator, whose memory is the host's */
+    void* stream;       /* made by kvq_cuda_open, for everything, in order */
+} kvq_cuda_device;
+/* The first device. */
+int kvq_cuda_open(kvq_cuda_device* device);
+
+/* Memory is not cleared. KVQ_NO_MEMORY: there is not so much. */
+int kvq_cuda_allocate(int64_t bytes, void** memory);
+void kvq_cuda_free(void* memory);
+/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and
+   device. The host's memory may be used again on return. */
+int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
+                  int64_t rows, void* stream);
+int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
+/* Until what was queued is done. */
+int kvq_cuda_wait(void* stream);
+
+/* ONNX Runtime asks the library for RegisterCustomOps; `add(options, base, user)` answers. */
+typedef void* (*kvq_cuda_add_ops)(void* options, const void* base, void* user);
+void kvq_cuda_set_ops(kvq_cuda_add_ops add, void* user);
+
 typedef struct {
     int32_t heads, kv_heads, head_dim, rotary_pairs;
     float scale, softcap, rope_factor, norm_eps;
@@ -23,17 +54,22 @@ typedef struct {
     int32_t tokens;
     int32_t view_count, most_columns;
     int32_t tail_rows,
-        tail_stride; /* float16 rows to attend to, the pass's own last; rows there is room for */
-    int32_t turns;   /* distinct shifts of pages */
+        tail_stride;   /* float16 rows to attend to, the pass's own last; rows there is room for */
+    int32_t turns;     /* sets of queries beside those as they are: of distinct shifts */
+    int32_t row_turns; /* the first of them, for rows of the tail that have moved */
+    int32_t tiles;     /* visits to up to 64 of the tail's rows */
+    int32_t hi_view;   /* 1: wider sides than 4 bits are read by their hi plane */
     int64_t pool_bytes, constant_bytes, granule_bytes;
     const uint8_t* pool;
-    const void* entries;               /* Entry [kv_heads, most_columns] of format.h */
-    const void* views;                 /* View [view_count] */
-    const int32_t* turn_of_view;       /* [view_count] */
-    const int32_t* deltas;             /* [turns]: how far the pages of a turn have moved */
-    const uint8_t* forms;              /* [kv_heads] */
+    const void* entries;         /* Entry [kv_heads, most_columns] of format.h */
+    const void* views;           /* View [view_count] */
+    const int32_t* turn_of_view; /* [view_count] */
+    const int32_t* deltas;       /* [turns]: how far what meets a turn has moved */
+    const int32_t* tile_rows;    /* [tiles]: the tile of 64 rows a visit reads */
+    const int32_t* tile_turns;   /* [tiles]: the turn its rows meet, -1: queries as they are */
+    const uint8_t* forms;        /* [kv_heads] */
     uint16_t *tail_keys, *tail_values; /* float16 [kv_heads, tail_stride, head_dim] */
-    const uint64_t* tail_masks;        /* [tokens, ceil(tail_rows / 64)]: rows that a token sees */
+    const uint64_t* tail_masks;        /* [tokens, tiles]: rows that a token sees */
     const float* qkv;                  /* [tokens, (heads + 2 kv_heads) * head_dim] */
     const int64_t* positions;          /* [tokens] */
     const float* inv_freq;             /* [rotary_pairs] */
@@ -44,11 +80,24 @@ typedef struct {
     float* out;      /* [tokens, heads * head_dim] */
 } kvq_cuda_sequence;
 
-/* Turns queries and keys, writes keys and values to the last `tokens` of the tail's rows, attends,
-   joins the splits. `sequence` is the host's. 0, or an error of CUDA's; KVQ_BAD_ARGUMENT for a
-   head_dim without a kernel. */
+/* Writes keys, turned, and values to the last `tokens` of the tail's rows. `sequence` is the
+   host's, here and below. */
+int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                   void* stream);
+/* Likewise, and turns queries, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
+   kernel: 64, 80, 96, 128 and 256 have one. */
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
+
+/* What up to 16 probe rows see of every view: float32 facts [kv_heads, view_count, 6]. Of the rows
+   that see any of it: the sum of their attention weights, the largest weight, sums of the squared
+   changes of their output were the page's keys rounded to 8 bits, were its values, and were it
+   gone; last, how many rows they are. A row that gives a page less than 1/4096 counts in mass and
+   rows only. `probes`: float16 [kv_heads, tokens, head_dim], turned to their positions, whose
+   products with keys are natural logits. Every row is a token: heads = kv_heads. qkv, norms and
+   tail_stride's free rows are not read. */
+int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                      const uint16_t* probes, float* facts, void* stream);
 
 /* 64 float16 rows of keys or values, rows[i] of [stride, head_dim], as the 8-bit planes (hi4, then
    lo4: 64 * head_dim bytes) and the grid of a page. `scratch`: float32 [64 * head_dim]. `rotated`:
@@ -65,9 +114,12 @@ int kvq_cuda_pack(const kvq_cuda_page* page, void* stream);
  */
 int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
 
-/* out = residual + bias + weights . input for up to 16 tokens, as kvq_linear in kvq.h; but the
-   input is rounded to float16 against its largest number instead of to int8. `scratch`: uint16
-   [tokens, columns] and float [tokens]. */
+/* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
+   arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
+   float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
+   Scratch, for up to 16 tokens: `inputs` [tokens, columns] and `tops` [tokens]; for more: `levels`
+   [tokens, blocks * block] and `steps` [2, blocks, tokens]; with `exact_rows`, of up to 16 tokens
+   without bias and residual: `panel_tops` and `marks` [tokens, panels], `deviations` [tokens]. */
 typedef struct {
     int32_t rows, columns, bits, block;
     const uint8_t* panels;
@@ -77,8 +129,40 @@ typedef struct {
     float norm_eps;
     uint16_t* inputs;
     float* tops;
+    int8_t* levels;
+    float* steps;
+    int32_t exact_rows; /* 0: all; else the view KVQ_HI of 8 bits, exact in what may be the best */
+    float *panel_tops, *deviations;
+    uint8_t* marks;
 } kvq_cuda_linear;
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
+
+/* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix, as kvq_embed
+   in kvq.h; an id that is no row adds nothing. */
+typedef struct {
+    int32_t rows, columns, bits, block;
+    const uint8_t* panels;
+    const int64_t* ids;   /* [tokens, mixed] */
+    const float* weights; /* [tokens, mixed] */
+    float* out;
+    int32_t tokens, mixed;
+} kvq_cuda_embed;
+int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
+
+/* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
+   the first: places and values [rows, count]; -1 where a row has fewer numbers. */
+int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
+                  int32_t* places, float* values, void* stream);
+
+/* A path through a branch is kept: of every stream and side, `stride` apart, float16 row first + i
+   becomes row first + from[i]; from rises, and from[i] >= i. */
+typedef struct {
+    uint16_t* rows;
+    int64_t stride; /* of float16 numbers */
+    int32_t streams, head_dim, first, count;
+    const int32_t* from; /* [count] */
+} kvq_cuda_rows;
+int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream);
 
 #ifdef __cplusplus
 }

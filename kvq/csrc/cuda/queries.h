@@ -89,7 +89,7 @@ KVQ_KERNEL prepare(kvq_cuda_attention a, kvq_cuda_sequence s) {
         sync_block();
         if (s.deltas[turn])
             rotate(turned, s.inv_freq, a.rotary_pairs, -static_cast<float>(s.deltas[turn]), 1.0f);
-        if (s.forms[kv_head] & kRotatedKeys) hadamard(turned, dim);
+        if (turn >= s.row_turns && (s.forms[kv_head] & kRotatedKeys)) hadamard(turned, dim);
         if (i < dim) s.queries[((1 + turn) * rows + row) * dim + i] = turned[i];
         sync_block();
     }

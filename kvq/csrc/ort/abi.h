@@ -57,6 +57,7 @@ constexpr uint32_t kApiVersion = 18;
 enum ElementType { kFloat = 1, kUint8 = 2, kInt64 = 7 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
 constexpr int kFail = 1;
+constexpr int kHostMemory = -2;  // of an input, whatever its provider's device
 
 // One row per function used: its place in the API and its type.
 #define KVQ_ORT_API(X)                                                                          \

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "../device_library.h"
 #include "abi.h"
 
 namespace kvq::ort {
@@ -82,16 +83,33 @@ inline void run_parallel(void* context, void (*work)(void*, size_t), size_t unit
     for (size_t i = 0; i < units; i++) work(user, i);
 }
 
+// An op and where its kernels compute.
+struct Op : OrtCustomOp {
+    Device* device;  // null: on the processor
+};
+inline Device* device_of(const OrtCustomOp* op) {
+    return static_cast<const Op*>(op)->device;
+}
+// The kernels of an emulated device are ONNX Runtime's of the processor.
+inline const char* provider_of(const OrtCustomOp* op) {
+    const Device* device = device_of(op);
+    return device && !device->on_host() ? "CUDAExecutionProvider" : nullptr;
+}
+
 // An op of one float output whose kernels are `Kernel`s; name, inputs and functions are the op's.
+// What it reads of a pass to decide by, integers all, stays on the host.
 template <class Kernel>
-OrtCustomOp op_of() {
-    OrtCustomOp o{};
+Op op_of(Device* device) {
+    Op o{};
+    o.device = device;
     o.version = kApiVersion;
-    o.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    o.GetExecutionProviderType = provider_of;
     o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{1}; };
     o.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return kFloat; };
     o.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-    o.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+    o.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) -> int {
+        return provider_of(op) && op->GetInputType(op, i) == kInt64 ? kHostMemory : 0;
+    };
     o.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
     o.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
     o.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };

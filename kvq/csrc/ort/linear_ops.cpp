@@ -27,15 +27,19 @@ namespace {
 
 enum LayerMode { kFullLayer, kSkip, kKeysAndValues };
 
+constexpr int kDeviceTokens = 16;  // of one product of a device
+
 struct Kernel {
     kvq_matrix matrix{};
     int32_t activation = 0, layer = 0, first_kept = 0;
     float norm_eps = 0;
+    Device* device = nullptr;
 };
 
 template <bool Linear>
-OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
+OrtStatus* create(const OrtCustomOp* o, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<Kernel>();
+    made->device = device_of(o);
     kvq_matrix& m = made->matrix;
     const char* op = Linear ? "Linear" : "Embed";
     if (OrtStatus* status = integers(
@@ -61,6 +65,54 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
 
 bool holds(const Input& panels, const PanelLayout& layout) {
     return panels.count == int64_t(layout.panels) * int64_t(layout.panel_bytes);
+}
+
+// As run_linear, of numbers on the device. `exact_rows` asks for less than all being exact, which
+// they are.
+int run_linear_on(Device& device, const kvq_linear& call) {
+    std::lock_guard<std::mutex> turn(device.turn);
+    const PanelLayout layout(call.matrix);
+    const int rows = call.matrix.rows, columns = call.matrix.columns, kept = rows - call.first_row;
+    const int64_t width = int64_t{columns} * (call.activation ? 2 : 1), skipped = 4 * call.first_row;
+    const int64_t inputs = int64_t{2} * kDeviceTokens * columns, tops = 4 * kDeviceTokens;
+    // Products of a part of the rows come to lie apart from the others.
+    const int64_t apart = call.first_row ? int64_t{4} * kDeviceTokens * kept : 0;
+    uint8_t* scratch = device.scratch.at_least(inputs + tops + 2 * apart);
+    if (!scratch) return KVQ_NO_MEMORY;
+    auto* products = reinterpret_cast<float*>(scratch + inputs + tops);
+    auto* residuals = products + apart / 4;
+    void* stream = device.facts().stream;
+    const int64_t step = int64_t{4} * rows;
+    int status = KVQ_OK;
+    if (call.first_row && call.residual)
+        status = device.copy(call.out, call.residual, step * call.tokens);
+    else if (call.first_row) status = device.calls().clear(call.out, step * call.tokens, stream);
+    for (int first = 0; !status && kept > 0 && first < call.tokens; first += kDeviceTokens) {
+        const int tokens = std::min(kDeviceTokens, call.tokens - first);
+        float* out = call.out + int64_t{first} * rows;
+        const float* residual = call.residual ? call.residual + int64_t{first} * rows : nullptr;
+        kvq_cuda_linear part{};
+        part.rows = kept, part.columns = columns;
+        part.bits = call.matrix.bits, part.block = call.matrix.block;
+        part.panels = call.panels + call.first_row / kPanelRows * int64_t(layout.panel_bytes);
+        part.x = call.x + first * width, part.norm = call.norm, part.norm_eps = call.norm_eps;
+        part.bias = call.bias ? call.bias + call.first_row : nullptr;
+        part.out = apart ? products : out;
+        part.residual = apart && residual ? residuals : residual;
+        part.tokens = tokens, part.activation = call.activation;
+        part.view = call.exact_rows ? int{KVQ_FULL} : call.view;
+        part.inputs = reinterpret_cast<uint16_t*>(scratch);
+        part.tops = reinterpret_cast<float*>(scratch + inputs);
+        const int64_t row = int64_t{4} * kept;
+        if (apart && residual)
+            status = device.calls().copy(residuals, row, residual + call.first_row, step, row,
+                                         tokens, stream);
+        if (!status) status = device.calls().linear(&part, stream);
+        if (!status && apart)
+            status = device.calls().copy(reinterpret_cast<uint8_t*>(out) + skipped, step, products,
+                                         row, row, tokens, stream);
+    }
+    return status;
 }
 
 OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
@@ -116,7 +168,8 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     // What gate_up gives is read by down alone, which the same mode leaves out: megabytes of zeros
     // that nobody reads.
     if (mode != kFullLayer && call.norm && kernel.first_kept == m.rows) return nullptr;
-    const int status = run_linear(call, {run_parallel, context});
+    const int status = kernel.device ? run_linear_on(*kernel.device, call)
+                                     : run_linear(call, {run_parallel, context});
     return status ? failed("Linear", "the product was refused") : nullptr;
 }
 
@@ -137,46 +190,39 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
     return run_embed(call) ? failed("Embed", "an id is no row of the matrix") : nullptr;
 }
 
-const OrtCustomOp* linear_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<Kernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-            return i >= 2 ? kOptional : kRequired;
-        };
-        o.CreateKernelV2 = create<true>;
-        o.KernelComputeV2 = compute_linear;
-        return o;
-    }();
-    return &op;
+Op linear_op(Device* device) {
+    Op o = op_of<Kernel>(device);
+    o.GetName = [](const OrtCustomOp*) { return "Linear"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= 2 ? kOptional : kRequired;
+    };
+    o.CreateKernelV2 = create<true>;
+    o.KernelComputeV2 = compute_linear;
+    return o;
 }
 
-const OrtCustomOp* embed_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<Kernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Embed"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-        o.CreateKernelV2 = create<false>;
-        o.KernelComputeV2 = compute_embed;
-        return o;
-    }();
-    return &op;
+// On the processor wherever the model runs: it reads a few rows of its largest matrix.
+Op embed_op() {
+    Op o = op_of<Kernel>(nullptr);
+    o.GetName = [](const OrtCustomOp*) { return "Embed"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+    o.CreateKernelV2 = create<false>;
+    o.KernelComputeV2 = compute_embed;
+    return o;
 }
 
 }  // namespace
 
-OrtStatus* add_linear_ops(OrtCustomOpDomain* domain) {
-    for (const OrtCustomOp* op : {linear_op(), embed_op()})
-        if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, op)) return status;
-    return nullptr;
+std::vector<Op> linear_ops(Device* device) {
+    return {linear_op(device), embed_op()};
 }
 
 }  // namespace kvq::ort

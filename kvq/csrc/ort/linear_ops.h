@@ -1,9 +1,11 @@
 // The ops over stored weights: kvq::Linear and kvq::Embed.
 #pragma once
-#include "abi.h"
+#include <vector>
+
+#include "kernel.h"
 
 namespace kvq::ort {
 
-OrtStatus* add_linear_ops(OrtCustomOpDomain* domain);
+std::vector<Op> linear_ops(Device* device);
 
 }  // namespace kvq::ort

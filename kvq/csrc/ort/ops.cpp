@@ -13,6 +13,7 @@
 #include "../cache.h"
 #include "kernel.h"
 #include "linear_ops.h"
+#include "register.h"
 
 namespace kvq::ort {
 namespace {
@@ -25,10 +26,12 @@ OrtStatus* failed(const std::string& reason) {
 
 struct AttentionKernel {
     kvq_attention attributes{};
+    Device* device;
 };
 
-OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
+OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<AttentionKernel>();
+    made->device = device_of(op);
     kvq_attention& a = made->attributes;
     if (OrtStatus* status = integers("Attention", info,
                                      {{"layer", &a.layer},
@@ -120,42 +123,56 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     if (OrtStatus* status = held.hold(given[kCache].as<int64_t>(), inputs.size())) return status;
     std::vector<Cache*> caches;
     for (const auto& cache : held.caches) caches.push_back(cache.get());
+    for (const Cache* cache : caches)
+        if (cache->device() != static_cast<AttentionKernel*>(kernel)->device)
+            return failed("a cache lies on another device than the model");
     const int status =
         attend_together(a, caches.data(), inputs.data(), inputs.size(), {run_units, context});
     return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
-const OrtCustomOp* attention_op() {
-    static const OrtCustomOp op = [] {
-        OrtCustomOp o = op_of<AttentionKernel>();
-        o.GetName = [](const OrtCustomOp*) { return "Attention"; };
-        o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
-        o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-            return i >= kPositions && i <= kSequenceRows ? kInt64 : kFloat;
-        };
-        o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-            return i >= kQNorm ? kOptional : kRequired;
-        };
-        o.CreateKernelV2 = create;
-        o.KernelComputeV2 = compute;
-        return o;
-    }();
-    return &op;
+Op attention_op(Device* device) {
+    Op o = op_of<AttentionKernel>(device);
+    o.GetName = [](const OrtCustomOp*) { return "Attention"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= kPositions && i <= kSequenceRows ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= kQNorm ? kOptional : kRequired;
+    };
+    o.CreateKernelV2 = create;
+    o.KernelComputeV2 = compute;
+    return o;
+}
+
+// The domain of a device, made once: it lives as long as the process, like the library.
+OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
+    struct Domain {
+        std::vector<Op> ops;
+        OrtCustomOpDomain* domain = nullptr;
+    };
+    auto* made = new Domain{linear_ops(device)};
+    made->ops.push_back(attention_op(device));
+    if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &made->domain)) return status;
+    for (const Op& op : made->ops)
+        if (OrtStatus* status = g_api->CustomOpDomain_Add(made->domain, &op)) return status;
+    return g_api->AddCustomOpDomain(options, made->domain);
 }
 
 }  // namespace
+
+void* register_ops(void* options, const void* base, void* device) {
+    const void* table = static_cast<const OrtApiBase*>(base)->GetApi(kApiVersion);
+    if (!table) return nullptr;  // ONNX Runtime reports the op as unknown, with its own version
+    static const Api api(table);
+    g_api = &api;
+    return add_domain(static_cast<OrtSessionOptions*>(options), static_cast<Device*>(device));
+}
+
 }  // namespace kvq::ort
 
 extern "C" KVQ_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                    const OrtApiBase* base) {
-    using namespace kvq::ort;
-    const void* table = base->GetApi(kApiVersion);
-    if (!table) return nullptr;  // ONNX Runtime reports the op as unknown, with its own version
-    static const Api api(table);
-    g_api = &api;
-    OrtCustomOpDomain* domain = nullptr;  // lives as long as the process, like the library
-    if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
-    if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, attention_op())) return status;
-    if (OrtStatus* status = add_linear_ops(domain)) return status;
-    return g_api->AddCustomOpDomain(options, domain);
+    return static_cast<OrtStatus*>(kvq::ort::register_ops(options, base, nullptr));
 }

@@ -4,8 +4,12 @@ Knows no engine.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_READ
@@ -14,14 +18,15 @@ from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles
+from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
 from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 
-class PagedBackend:
+class PagedBackend(ABC):
     """A bundle's graph, whose sessions live in the paged, quantised cache."""
 
+    name: str
     cache_kind: str
     takes_trees = True
     rows_agree = False  # matrix products of a library, which rounds as it likes
@@ -30,7 +35,15 @@ class PagedBackend:
         self.model = _facts(bundle)
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self.bundle = bundle
-        self._threads = threads
+        self.threads = threads
+
+    @abstractmethod
+    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+        """See `Backend.forward`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Backend.close`."""
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
@@ -73,7 +86,7 @@ class PagedBackend:
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        return _config(self.bundle, request, self._threads)
+        return _config(self.bundle, request, self.threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""

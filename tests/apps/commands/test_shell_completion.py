@@ -108,6 +108,65 @@ def test_zsh_and_fish_read_the_script(script: Path) -> None:
     assert (finished.returncode, finished.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("script", ["fish"], indirect=True)
+def test_fish_completes(script: Path) -> None:
+    shell = shutil.which("fish") or pytest.skip("fish is not installed")
+
+    def offered(line: str) -> set[str]:
+        models = "function kvq; printf '%s\\n' default nano qwen3; end"
+        ask = f"{models}; source $argv[1]; complete -C $argv[2]"
+        finished = subprocess.run(
+            [shell, "--no-config", "-c", ask, str(script), line],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=script.parent,
+        )
+        assert finished.stderr == ""
+        return {answer.split("\t")[0] for answer in finished.stdout.splitlines()}
+
+    assert offered("kvq e") == {"export", "eval"}
+    assert offered("kvq run --kv 8:") == {f"8:{bits}" for bits in PAGE_WIDTHS}
+    assert offered("kvq run --kv-policy s") == {"snapkv", "streaming"}
+    assert offered("kvq export --format ") == {"onnx", "gguf", "both"}
+    assert offered("kvq run -m q") == {"qwen3"}
+
+
+@pytest.mark.parametrize("script", ["zsh"], indirect=True)
+def test_zsh_completes(script: Path) -> None:
+    shell = shutil.which("zsh") or pytest.skip("zsh is not installed")
+    # The shell's own terminal, for its completion works in a line editor alone; a widget prints
+    # what the line became, so that nothing has to be read from a screen.
+    start = f"""
+        zmodload zsh/zpty; zpty asked {shell} -f -i
+        zpty -w asked 'PS1=; autoload -U compinit; compinit -D -u; setopt no_list_ambiguous'
+        zpty -w asked 'kvq() {{ print -l default nano qwen3 }}; source {script}; cd {script.parent}'
+        zpty -w asked 'show() {{ zle expand-or-complete; print -r -- "<$BUFFER>"; BUFFER= }}'
+        zpty -w asked 'zle -N show; bindkey "^T" show'
+        for line in $@; do
+            zpty -w -n asked $line$'\\x14'; zpty -r asked answer "*<$line*>*"
+            print -r -- ${{${{answer##*<}}%%>*}}
+        done"""
+    lines = [
+        "kvq ex",
+        "kvq run --kv 8:2",
+        "kvq run --kv-policy sn",
+        "kvq run -m q",
+        "kvq run --predi",
+    ]
+    finished = subprocess.run(
+        [shell, "-f", "-c", start, "zsh", *lines],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert finished.stdout.splitlines() == [
+        "kvq export ", "kvq run --kv 8:2 ", "kvq run --kv-policy snapkv ", "kvq run -m qwen3 ",
+        "kvq run --predict ",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("script", ["zsh", "fish"], indirect=True)
 def test_every_flag_is_in_every_script(script: Path) -> None:
     text = script.read_text()

@@ -1,0 +1,128 @@
+"""Matrices that make a model's keys and values from those of a smaller one (2410.08391).
+
+For each layer the best affine map from the keys and values of the auxiliary layer that serves it
+to its own, before key norm and rotation: ridge regression over Gram matrices summed in float64 text
+by text, tokens weighing as much as the model looks at them. The paper trains these maps, and the
+auxiliary model with them; `models/training/predict.py` does so for this project's models.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import UsageError
+from kvq_export import continuations
+from kvq_export.continuations import Passage
+from kvq_export.prediction import (
+    Step,
+    Watched,
+    calibration_texts,
+    held_out_passages,
+    ridge,
+)
+from kvq_export.writer import write_manifest
+from kvq_models.reference import forward
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.auxiliary import RULES, Reader, open_auxiliary
+from kvq_runtime.backends.paged import PagedBackend
+from kvq_runtime.bundle import AUXILIARY_FILE, Bundle, FileInfo, Manifest, file_sha256
+from kvq_runtime.engine import Engine
+
+Floats = NDArray[np.float64]
+
+
+def fit(
+    base: Bundle,
+    auxiliary: PagedBackend,
+    texts: Iterable[Sequence[int]],
+    served_by: Sequence[int],
+) -> list[NDArray[np.float32]]:
+    """Of each layer of `base` W [n, 2 Hk D], from what `served_by` of the auxiliary's makes."""
+    config, made = base.config, list(texts)
+    kept = config.num_heads * config.head_dim
+    reader = Reader(auxiliary, max(map(len, made)))
+    gram: dict[int, Any] = dict.fromkeys(set(served_by), 0.0)
+    cross: list[Any] = [0.0] * config.num_layers
+    for ids in made:
+        reader.sequence.run(reader.reading(ids))
+        watched = Watched(kept)
+        positions, last = np.arange(len(ids)), slice(-1, None)
+        forward(config, base.read_weight, np.array(ids), positions, watched, last)
+        weights = watched.weights()[:, None]
+        read = {layer: reader.read(layer, 0).astype(np.float64) for layer in gram}
+        for layer, features in read.items():
+            gram[layer] = gram[layer] + (features * weights).T @ features
+        for layer, own in enumerate(served_by):
+            target = watched.kept[layer]
+            cross[layer] = cross[layer] + (read[own] * weights).T @ target
+    reader.sequence.close()
+    return [
+        ridge(gram[own], cross[layer], np.zeros_like(cross[layer])).astype(np.float32)
+        for layer, own in enumerate(served_by)
+    ]
+
+
+def fitting(
+    folder: Path, manifest: Manifest, path: Path, tokenizer: Tokenizer, threads: int, step: Step
+) -> Manifest:
+    """The manifest with maps from the auxiliary model at `path`, and what they cost.
+
+    Both rules of which layer serves which are tried, and the one that loses less is kept. Raises
+    `UsageError` for a model that cannot be one, `BackendError` for one of another vocabulary.
+    """
+    bundle = Bundle.open(folder, verify="size")
+    with Engine(bundle, threads=threads) as engine:
+        assert isinstance(engine.backend, PagedBackend)
+        auxiliary = open_auxiliary(str(path), engine.backend)
+    layers = bundle.config.num_layers, auxiliary.bundle.config.num_layers
+    if layers[1] > layers[0]:
+        raise UsageError(
+            f"--kv-predict-with {path} is not possible: it has {layers[1]} layers, more than the "
+            f"{layers[0]} that it is to predict"
+        )
+    texts = list(calibration_texts(tokenizer))
+    passages = held_out_passages(tokenizer, bundle.config.context_length)
+    maps: dict[str, list[NDArray[np.float32]]] = {}
+    rows: dict[str, Any] = {}
+    for name, rule in RULES.items():
+        served_by = rule(*layers)
+        step(f"fitting maps from {auxiliary.model.name} by rule {name}")
+        maps[name] = fit(bundle, auxiliary, texts, served_by)
+        told = {
+            "name": auxiliary.model.name,
+            "fingerprint": auxiliary.model.fingerprint,
+            "served_by": list(served_by),
+        }
+        files = {**manifest.files, AUXILIARY_FILE: store(folder, maps[name])}
+        write_manifest(folder, replace(manifest, files=files, auxiliary=told))
+        rows[name] = _cost(folder, passages, path, threads) | told
+    best = min(rows, key=lambda name: rows[name]["nll"])
+    files = {**manifest.files, AUXILIARY_FILE: store(folder, maps[best])}
+    with Engine(auxiliary.bundle, threads=threads) as engine:
+        alone = continuations.measure(engine, passages, {}).exact_nll
+    told = {name: rows[best][name] for name in ("name", "fingerprint", "served_by")}
+    report = {"rule": best, "rules": rows, "alone_nll": alone, "passages": len(passages)}
+    return replace(manifest, files=files, auxiliary=told | report)
+
+
+def store(folder: Path, maps: Sequence[NDArray[np.float32]]) -> FileInfo:
+    """Writes `maps` as float16 into `folder`; size and hash of the file."""
+    path = folder / AUXILIARY_FILE
+    arrays = {f"layers.{layer}.map": w.astype(np.float16) for layer, w in enumerate(maps)}
+    with path.open("wb") as stream:
+        write: Any = np.savez  # its keywords are names of arrays
+        write(stream, **arrays)
+    return FileInfo(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def _cost(folder: Path, passages: Sequence[Passage], path: Path, threads: int) -> dict[str, float]:
+    """Continuations after a prompt that the auxiliary model read, a computed one, and none."""
+    with Engine(Bundle.open(folder, verify="size"), threads=threads) as engine:
+        found = continuations.measure(engine, passages, {"read": f"auxiliary:path={path}"})
+    read = found.ways["read"]
+    ends = {"exact_nll": found.exact_nll, "no_prompt_nll": found.no_prompt_nll}
+    return ends | {"nll": read.nll, "kld": read.kld, "share": read.share}

@@ -1,0 +1,86 @@
+#include "device_library.h"
+
+#include <dlfcn.h>
+
+#include <memory>
+
+#include "ort/register.h"
+
+namespace kvq {
+namespace {
+
+struct Opened {
+    std::mutex mutex;
+    std::vector<std::pair<std::string, Device*>> devices;
+};
+
+// Never freed: a thread may still run kernels when the process ends.
+Opened& opened() {
+    static Opened* instance = new Opened;
+    return *instance;
+}
+
+}  // namespace
+
+DeviceBytes::~DeviceBytes() {
+    if (memory_) device_.calls().free(memory_);
+}
+
+uint8_t* DeviceBytes::at_least(int64_t bytes) {
+    if (bytes <= bytes_) return static_cast<uint8_t*>(memory_);
+    // What was queued may still read the old ones.
+    device_.wait();
+    if (memory_) device_.calls().free(memory_);
+    bytes_ = 0;
+    if (device_.calls().allocate(bytes, &memory_)) return nullptr;
+    bytes_ = bytes;
+    return static_cast<uint8_t*>(memory_);
+}
+
+int Device::open(const char* path, std::string& why) {
+    std::lock_guard<std::mutex> lock(opened().mutex);
+    auto& devices = opened().devices;
+    for (size_t i = 0; i < devices.size(); i++)
+        if (devices[i].first == path) return static_cast<int>(i) + 1;
+    std::unique_ptr<Device> device(new Device);
+    if (!device->load(path, why)) return 0;
+    devices.emplace_back(path, device.release());
+    return static_cast<int>(devices.size());
+}
+
+Device* Device::find(int number) {
+    std::lock_guard<std::mutex> lock(opened().mutex);
+    const auto& devices = opened().devices;
+    const bool known = number > 0 && static_cast<size_t>(number) <= devices.size();
+    return known ? devices[static_cast<size_t>(number) - 1].second : nullptr;
+}
+
+bool Device::load(const char* path, std::string& why) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) return why = dlerror(), false;
+    bool whole = true;
+    const auto find = [&](const char* name, auto& call) {
+        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(dlsym(library, name));
+        whole &= call != nullptr;
+    };
+    find("kvq_cuda_error", calls_.error), find("kvq_cuda_abi", calls_.abi);
+    find("kvq_cuda_open", calls_.open), find("kvq_cuda_allocate", calls_.allocate);
+    find("kvq_cuda_free", calls_.free), find("kvq_cuda_copy", calls_.copy);
+    find("kvq_cuda_clear", calls_.clear), find("kvq_cuda_wait", calls_.wait);
+    find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
+    find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_pack", calls_.pack);
+    find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
+    if (!whole || calls_.abi() != KVQ_ABI)
+        return why = "it belongs to another version of kvq: reinstall kvq-runtime", false;
+    if (calls_.open(&facts_)) return why = calls_.error(), false;
+    calls_.set_ops(ort::register_ops, this);
+    return true;
+}
+
+bool Device::attends(int head_dim) {
+    for (int own : {64, 80, 96, 128, 256})
+        if (own == head_dim) return true;
+    return false;
+}
+
+}  // namespace kvq

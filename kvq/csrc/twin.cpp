@@ -1,0 +1,324 @@
+#include "twin.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "visibility.h"
+
+namespace kvq {
+namespace {
+
+constexpr int kWarpPages = 4;      // pages that a block of threads reads at once
+constexpr int kBlocksPerUnit = 4;  // blocks of threads that keep a multiprocessor busy
+constexpr int64_t kRowBytes = 2;   // of one channel of a floating-point row
+
+// The number of `delta` among `deltas` from `first` on, which it joins if it is new.
+int turn_of(std::vector<int32_t>& deltas, size_t first, int32_t delta) {
+    const auto found = std::find(deltas.begin() + static_cast<int64_t>(first), deltas.end(), delta);
+    const auto turn = found - deltas.begin();
+    if (found == deltas.end()) deltas.push_back(delta);
+    return static_cast<int>(turn);
+}
+
+template <class T>
+int64_t append(std::vector<uint8_t>& bytes, const std::vector<T>& part) {
+    const size_t start = (bytes.size() + 7) / 8 * 8;
+    bytes.resize(start + part.size() * sizeof(T));
+    std::memcpy(bytes.data() + start, part.data(), part.size() * sizeof(T));
+    return static_cast<int64_t>(start);
+}
+
+// What the tokens of a pass see of the floating-point rows, as visits to tiles of 64 rows that have
+// moved alike.
+struct Visits {
+    std::vector<int32_t> tile_rows, tile_turns, deltas;
+    std::vector<uint64_t> alike;
+
+    void add(int tile, const int32_t* moved, int count) {
+        uint64_t left = count == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+        while (left) {
+            const int32_t delta = moved[__builtin_ctzll(left)];
+            uint64_t same = 0;
+            for (int t = 0; t < count; t++) same |= static_cast<uint64_t>(moved[t] == delta) << t;
+            tile_rows.push_back(tile);
+            tile_turns.push_back(delta ? turn_of(deltas, 0, delta) : -1);
+            alike.push_back(same);
+            left &= ~same;
+        }
+    }
+
+    // One mask for every token and visit.
+    std::vector<uint64_t> masks(const Tail& tail, int window, const int64_t* positions, int tokens,
+                                const std::vector<int32_t>& stands) const {
+        std::vector<uint64_t> out(static_cast<size_t>(tokens) * alike.size());
+        for (int first = 0; first < tokens; first += kBlockRows) {
+            Visibility sight(window);
+            const int rows = std::min(kBlockRows, tokens - first);
+            for (int t = first; t < first + rows; t++)
+                sight.add(positions[t], tail.first_row() + t);
+            for (size_t i = 0; i < alike.size(); i++) {
+                const int from = tile_rows[i] * kPageTokens;
+                const int count = std::min(kPageTokens, static_cast<int>(stands.size()) - from);
+                const uint64_t* seen;
+                const bool any = sight.tail(tail, from, stands.data() + from, count, seen);
+                for (int r = 0; any && r < rows; r++)
+                    out[static_cast<size_t>(first + r) * alike.size() + i] =
+                        alike[i] & (seen ? seen[r] : ~uint64_t{0});
+            }
+        }
+        return out;
+    }
+};
+
+}  // namespace
+
+Twin::Twin(Device& device, const Arena& arena, const uint8_t* host)
+    : device_(device),
+      arena_(arena),
+      host_(host),
+      tables_(device),
+      chunk_(device),
+      taken_(device),
+      told_(static_cast<size_t>(arena.config().layers)) {}
+
+std::unique_ptr<Twin> Twin::open(Device& device, const Arena& arena, const uint8_t* host,
+                                 int64_t bytes) {
+    std::unique_ptr<Twin> twin(new Twin(device, arena, host));
+    void* memory = nullptr;
+    if (device.calls().allocate(bytes, &memory)) return nullptr;
+    twin->memory_ = static_cast<uint8_t*>(memory);
+    twin->copy(twin->of(arena.forms), arena.forms, arena.streams());
+    return twin;
+}
+
+Twin::~Twin() {
+    device_.wait();
+    device_.calls().free(memory_);
+}
+
+// What overlaps goes in pieces that do not.
+void Twin::move(void* to, const void* from, int64_t bytes) {
+    auto* target = of(static_cast<const uint8_t*>(to));
+    const auto* source = of(static_cast<const uint8_t*>(from));
+    const int64_t apart = const_cast<uint8_t*>(source) - target;
+    if (apart == 0) return;
+    const int64_t piece = apart > 0 ? std::min(bytes, apart) : bytes;
+    for (int64_t done = 0; done < bytes; done += piece)
+        copy(const_cast<uint8_t*>(target) + done, source + done, std::min(piece, bytes - done));
+}
+
+void Twin::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step,
+                     int64_t row_bytes, int64_t rows) {
+    if (rows > 0)
+        note(device_.calls().copy(to, to_step, from, from_step, row_bytes, rows,
+                                  device_.facts().stream));
+}
+
+template <class Run>
+void Twin::in_use(const Pool& pool, Run&& run) const {
+    run(reinterpret_cast<uint8_t*>(arena_.tail),
+        arena_.streams() * int64_t{2} * config().tail_rows * config().head_dim * kRowBytes);
+    pool.visit_used(run);
+}
+
+void Twin::fetch(const Pool& pool) {
+    in_use(pool, [&](uint8_t* part, int64_t bytes) { copy(part, of(part), bytes); });
+    note(device_.wait());
+}
+
+void Twin::send(const Pool& pool) {
+    in_use(pool, [&](uint8_t* part, int64_t bytes) { copy(of(part), part, bytes); });
+}
+
+uint16_t* Twin::rows(const Tail& tail, int stream, int side) const {
+    if (!tail.branch().staged) return of(tail.rows(stream, side));
+    auto* room = reinterpret_cast<uint16_t*>(chunk_.data());
+    const int head = stream % config().kv_heads;
+    return room + (int64_t{head} * 2 + side) * chunk_rows() * config().head_dim;
+}
+
+// The tail's rows of a layer, where the chunk's will follow them.
+bool Twin::gather_chunk(const Tail& tail, int layer) {
+    const int64_t row = config().head_dim * kRowBytes, heads = config().kv_heads;
+    if (!chunk_.at_least(heads * 2 * chunk_rows() * row)) return false;
+    const int first = layer * config().kv_heads;
+    copy_rows(rows(tail, first, 0), chunk_rows() * row, of(tail.rows(first, 0)),
+              config().tail_rows * row, tail.used() * row, 2 * heads);
+    return true;
+}
+
+bool Twin::tell_entries(const PageTable& pages, int layer) {
+    uint64_t& told = told_[static_cast<size_t>(layer)];
+    if (told == entries_ || !pages.columns()) return true;
+    const int first = layer * config().kv_heads;
+    const int64_t step = arena_.sizes.max_columns * static_cast<int64_t>(sizeof(Entry));
+    copy_rows(of(&pages.entry(first, 0)), step, &pages.entry(first, 0), step,
+              pages.columns() * static_cast<int64_t>(sizeof(Entry)), config().kv_heads);
+    told = entries_;
+    return true;
+}
+
+bool Twin::tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
+                       const Inputs& in) {
+    const std::vector<int64_t> positions(in.positions, in.positions + in.tokens);
+    if (pass_.window == a.window_tokens && pass_.positions == positions) return true;
+    const bool staged = tail.branch().staged;
+    const int behind = staged ? in.tokens : tail.branch().rows, total = tail.used() + behind;
+    std::vector<int32_t> stands(arena_.tail_positions,
+                                arena_.tail_positions + total - (staged ? behind : 0));
+    std::vector<int32_t> moved(arena_.tail_deltas, arena_.tail_deltas + stands.size());
+    if (staged)
+        stands.insert(stands.end(), arena_.staging_positions, arena_.staging_positions + behind);
+    moved.resize(stands.size());
+    Visits visits;
+    for (int i = 0; i < total; i += kPageTokens)
+        visits.add(i / kPageTokens, moved.data() + i, std::min(kPageTokens, total - i));
+    pass_ = {a.window_tokens, positions};
+    pass_.row_turns = static_cast<int>(visits.deltas.size());
+    std::vector<int32_t> turn_of_view;
+    for (int i = 0; i < pages.views(); i++)
+        turn_of_view.push_back(
+            turn_of(visits.deltas, static_cast<size_t>(pass_.row_turns), pages.view_at(i).delta));
+    pass_.turns = static_cast<int>(visits.deltas.size());
+    pass_.tiles = static_cast<int>(visits.alike.size());
+    std::vector<uint8_t> bytes;
+    pass_.turn_of_view = append(bytes, turn_of_view);
+    pass_.deltas = append(bytes, visits.deltas);
+    pass_.tile_rows = append(bytes, visits.tile_rows);
+    pass_.tile_turns = append(bytes, visits.tile_turns);
+    pass_.masks =
+        append(bytes, visits.masks(tail, a.window_tokens, in.positions, in.tokens, stands));
+    pass_.places = append(bytes, positions);
+    uint8_t* room = tables_.at_least(static_cast<int64_t>(bytes.size()));
+    if (!room) return false;
+    pass_.at = room;
+    copy(room, bytes.data(), static_cast<int64_t>(bytes.size()));
+    copy(of(arena_.views), arena_.views, pages.views() * static_cast<int64_t>(sizeof(View)));
+    return true;
+}
+
+int Twin::splits(const kvq_attention& a, int rows, int work) const {
+    const int blocks = a.kv_heads * ((rows + 7) / 8);
+    const int wanted = kBlocksPerUnit * device_.facts().units / blocks;
+    return std::clamp(wanted, 1, std::max(1, work / kWarpPages));
+}
+
+int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& a, const Inputs& in,
+                 bool silent) {
+    std::lock_guard<std::mutex> turn(device_.turn);
+    const bool staged = tail.branch().staged;
+    if ((staged && !gather_chunk(tail, a.layer)) || !tell_tables(pages, tail, a, in) ||
+        !tell_entries(pages, a.layer))
+        return KVQ_NO_MEMORY;
+    const int stream = a.layer * a.kv_heads, rows = in.tokens * (a.heads / a.kv_heads);
+    const int split = splits(a, rows, pages.views() + pass_.tiles);
+    const int64_t queries = int64_t{1 + pass_.turns} * a.heads * in.tokens * a.head_dim;
+    const int64_t partials = int64_t{a.heads} * in.tokens * split * (a.head_dim + 2);
+    auto* scratch = reinterpret_cast<float*>(device_.scratch.at_least(4 * (queries + partials)));
+    if (!scratch) return KVQ_NO_MEMORY;
+    const kvq_cuda_attention call{a.heads,   a.kv_heads,    a.head_dim, a.rotary_pairs,  a.scale,
+                                  a.softcap, a.rope_factor, a.norm_eps, a.window_tokens, split};
+    kvq_cuda_sequence s{};
+    s.tokens = in.tokens;
+    s.view_count = pages.views(), s.most_columns = arena_.sizes.max_columns;
+    s.tail_rows = tail.used() + (staged ? in.tokens : tail.branch().rows);
+    s.tail_stride = static_cast<int32_t>(2 * (staged ? chunk_rows() : config().tail_rows));
+    s.turns = pass_.turns, s.row_turns = pass_.row_turns, s.tiles = pass_.tiles;
+    s.hi_view = tail.branch().hi_view;
+    s.pool_bytes = arena_.sizes.pool_bytes;
+    s.constant_bytes = arena_.sizes.constant_bytes, s.granule_bytes = arena_.sizes.granule_bytes;
+    s.pool = of(arena_.pool), s.forms = of(arena_.forms + stream);
+    s.entries = of(arena_.entries + int64_t{stream} * arena_.sizes.max_columns);
+    s.views = of(arena_.views);
+    const auto table = [&](auto*& member, int64_t start) {
+        member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(pass_.at + start);
+    };
+    table(s.turn_of_view, pass_.turn_of_view), table(s.deltas, pass_.deltas);
+    table(s.tile_rows, pass_.tile_rows), table(s.tile_turns, pass_.tile_turns);
+    table(s.tail_masks, pass_.masks), table(s.positions, pass_.places);
+    s.tail_keys = this->rows(tail, stream, 0), s.tail_values = this->rows(tail, stream, 1);
+    s.qkv = in.qkv, s.inv_freq = in.inv_freq, s.q_norm = in.q_norm, s.k_norm = in.k_norm;
+    s.queries = scratch, s.partials = scratch + queries, s.out = in.out;
+    const auto run = silent ? device_.calls().store : device_.calls().attend;
+    note(run(&call, &s, device_.facts().stream));
+    if (silent)
+        note(device_.calls().clear(in.out, int64_t{4} * in.tokens * a.heads * a.head_dim,
+                                   device_.facts().stream));
+    return status_;
+}
+
+int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed) {
+    std::lock_guard<std::mutex> turn(device_.turn);
+    const int dim = config().head_dim;
+    const int count = static_cast<int>(closed.rows.size()) / kPageTokens;
+    const int64_t page = int64_t{kPageTokens} * dim;
+    // The row numbers of a page, its floats and its planes.
+    uint8_t* scratch = device_.scratch.at_least(4 * kPageTokens + 5 * page);
+    if (!scratch) return KVQ_NO_MEMORY;
+    for (int head = 0; head < config().kv_heads; head++) {
+        const int stream = layer * config().kv_heads + head;
+        uint16_t* from[2] = {rows(tail, stream, 0), rows(tail, stream, 1)};
+        for (int p = 0; p < count; p++) {
+            const Entry& e = pages.enter(stream, pages.columns() + p);
+            copy(scratch, closed.rows.data() + int64_t{p} * kPageTokens, sizeof(int) * kPageTokens);
+            note(device_.calls().clear(of(const_cast<uint8_t*>(pages.constants(e))),
+                                       arena_.sizes.constant_bytes, device_.facts().stream));
+            for (int side = 0; side < 2; side++) pack(pages, stream, e, side, from[side], scratch);
+        }
+        for (int side = 0; side < 2; side++)
+            keep_rows(tail, stream, side, from[side], closed.staying);
+    }
+    return status_;
+}
+
+void Twin::keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
+                     const std::vector<int>& rows) {
+    const int64_t dim = config().head_dim;
+    uint16_t* to = tail.rows(stream, side);
+    for (size_t first = 0, end; first < rows.size(); first = end) {
+        for (end = first + 1; end < rows.size() && rows[end] == rows[end - 1] + 1;) end++;
+        const int64_t place = dim * static_cast<int64_t>(first), source = dim * rows[first];
+        const int64_t bytes = dim * kRowBytes * static_cast<int64_t>(end - first);
+        if (tail.branch().staged) copy(of(to) + place, from + source, bytes);
+        else move(to + place, to + source, bytes);
+    }
+}
+
+void Twin::pack(const PageTable& pages, int stream, const Entry& e, bool values,
+                const uint16_t* rows, uint8_t* scratch) {
+    const int dim = config().head_dim, form = pages.form(stream);
+    const PageView view = pages.view(stream, e, false);
+    const int bits = values ? view.v_bits : view.k_bits;
+    const uint8_t* const* granule = values ? view.v : view.k;
+    uint8_t* floats = scratch + 4 * kPageTokens;
+    uint8_t* planes = floats + int64_t{4} * kPageTokens * dim;
+    const int64_t bytes = arena_.sizes.granule_bytes;
+    const kvq_cuda_page call{rows,
+                             reinterpret_cast<const int32_t*>(scratch),
+                             dim,
+                             values,
+                             !values || (form & kChannelValues),
+                             !values && (form & kRotatedKeys),
+                             reinterpret_cast<float*>(floats),
+                             planes,
+                             of(const_cast<uint8_t*>(values ? view.v_grid : view.k_grid))};
+    note(device_.calls().pack(&call, device_.facts().stream));
+    if (halves_plane(bits))
+        note(device_.calls().narrow(planes + static_cast<int64_t>(halved(bits)) * bytes, dim,
+                                    device_.facts().stream));
+    for (int g = 0; g < granules(bits); g++)
+        copy(of(const_cast<uint8_t*>(granule[g])), planes + g * bytes, bytes);
+}
+
+void Twin::narrow(uint8_t* first, const uint8_t* second) {
+    std::lock_guard<std::mutex> turn(device_.turn);
+    const int64_t bytes = arena_.sizes.granule_bytes;
+    uint8_t* plane = device_.scratch.at_least(2 * bytes);
+    if (!plane) return note(KVQ_NO_MEMORY);
+    copy(plane, of(first), bytes);
+    copy(plane + bytes, of(second), bytes);
+    note(device_.calls().narrow(plane, config().head_dim, device_.facts().stream));
+    copy(of(first), plane, bytes);
+}
+
+}  // namespace kvq

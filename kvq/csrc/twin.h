@@ -1,0 +1,146 @@
+// A cache's arena once more, on a device: pages, floating-point rows and the tables that kernels
+// read lie there at the places they have in the host's. The host keeps every table and decides;
+// its own bytes of pages and rows say nothing, except after `fetch`, until the next change.
+//
+// What is asked of the device is queued, in the order of the calls. A failure is kept: `status`.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "attend.h"
+#include "device_library.h"
+#include "page_table.h"
+#include "tail.h"
+
+namespace kvq {
+
+class Twin {
+public:
+    // Null: no memory on the device.
+    static std::unique_ptr<Twin> open(Device& device, const Arena& arena, const uint8_t* host,
+                                      int64_t bytes);
+    ~Twin();
+
+    Device& device() const { return device_; }
+    int status() const { return status_; }
+
+    // Addresses are the host arena's; both stay as they are there.
+    void move(void* to, const void* from, int64_t bytes);
+    // Pages and rows that are in use come from the device, or go there with all tables.
+    void fetch(const Pool& pool);
+    void send(const Pool& pool);
+
+    // What was told of views and rows holds no more, or of entries.
+    void new_pass() { pass_ = {}; }
+    void entries_changed() { entries_++; }
+
+    // A pass of one layer; of `in` positions are on the host, all else on the device. `silent`:
+    // keys and values are stored, nothing is asked.
+    int attend(const PageTable& pages, const Tail& tail, const kvq_attention& a, const Inputs& in,
+               bool silent);
+    // Calls `run` with the queries of `rows` alone, and all else of `in` but keys and values, on
+    // the host.
+    template <class Run>
+    void bring(const kvq_attention& a, const Inputs& in, const std::vector<int>& rows, Run&& run);
+    // Calls `run`, which returns a status, with `in` of the host on the device; `out` comes back.
+    template <class Run>
+    int take(const kvq_attention& a, const Inputs& in, Run&& run);
+    // As Tail::close_layer.
+    int close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed);
+    // As PageTable::lower_side, of the two granules that become one.
+    void narrow(uint8_t* first, const uint8_t* second);
+
+private:
+    Twin(Device& device, const Arena& arena, const uint8_t* host);
+    // What all layers with one window are told of a pass.
+    struct PassTables {
+        int window = -1;
+        std::vector<int64_t> positions;
+        int tiles = 0, turns = 0, row_turns = 0;
+        const uint8_t* at = nullptr;  // on the device, one after the other:
+        int64_t turn_of_view = 0, deltas = 0, tile_rows = 0, tile_turns = 0, masks = 0, places = 0;
+    };
+
+    template <class T>
+    T* of(const T* host) const {
+        return reinterpret_cast<T*>(memory_ + (reinterpret_cast<const uint8_t*>(host) - host_));
+    }
+    const kvq_config& config() const { return arena_.config(); }
+    void note(int status) {
+        if (!status_) status_ = status;
+    }
+    void copy(void* to, const void* from, int64_t bytes) { note(device_.copy(to, from, bytes)); }
+    void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step,
+                   int64_t row_bytes, int64_t rows);
+    template <class Run>
+    void in_use(const Pool& pool, Run&& run) const;
+    // Keys (0) or values (1) of a stream's rows, where a pass or its closing reads them: the tail,
+    // or for a chunk the room where it follows the tail's rows.
+    uint16_t* rows(const Tail& tail, int stream, int side) const;
+    int64_t chunk_rows() const { return int64_t{config().tail_rows} + config().chunk_tokens; }
+    // Rows of a stream, where `rows` finds them, become the tail's first.
+    void keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
+                   const std::vector<int>& rows);
+    bool gather_chunk(const Tail& tail, int layer);
+    bool tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
+                     const Inputs& in);
+    bool tell_entries(const PageTable& pages, int layer);
+    void pack(const PageTable& pages, int stream, const Entry& e, bool values, const uint16_t* rows,
+              uint8_t* scratch);
+    int splits(const kvq_attention& a, int rows, int work) const;
+
+    Device& device_;
+    const Arena& arena_;
+    const uint8_t* host_;
+    uint8_t* memory_ = nullptr;
+    DeviceBytes tables_, chunk_, taken_;
+    PassTables pass_;
+    uint64_t entries_ = 1;
+    std::vector<uint64_t> told_;  // per layer: `entries_` as the device has them
+    int status_ = 0;
+};
+
+template <class Run>
+void Twin::bring(const kvq_attention& a, const Inputs& in, const std::vector<int>& rows,
+                 Run&& run) {
+    const int64_t width = (a.heads + 2 * a.kv_heads) * a.head_dim;
+    std::vector<float> qkv(static_cast<size_t>(in.tokens * width));
+    std::vector<float> inv_freq(static_cast<size_t>(a.rotary_pairs));
+    std::vector<float> q_norm(static_cast<size_t>(in.q_norm ? a.head_dim : 0));
+    for (int t : rows)
+        copy(qkv.data() + t * width, in.qkv + t * width, int64_t{4} * a.heads * a.head_dim);
+    copy(inv_freq.data(), in.inv_freq, int64_t{4} * a.rotary_pairs);
+    if (in.q_norm) copy(q_norm.data(), in.q_norm, int64_t{4} * a.head_dim);
+    note(device_.wait());
+    Inputs here = in;
+    here.qkv = qkv.data(), here.inv_freq = inv_freq.data();
+    here.q_norm = in.q_norm ? q_norm.data() : nullptr;
+    run(here);
+}
+
+template <class Run>
+int Twin::take(const kvq_attention& a, const Inputs& in, Run&& run) {
+    const int64_t row = int64_t{4} * a.head_dim;
+    const int64_t qkv = in.tokens * (a.heads + 2 * a.kv_heads) * row,
+                  out = in.tokens * a.heads * row;
+    uint8_t* room = taken_.at_least(qkv + out + 3 * row);
+    if (!room) return KVQ_NO_MEMORY;
+    const auto there = [&](int64_t start) { return reinterpret_cast<float*>(room + start); };
+    Inputs inputs = in;
+    const auto give = [&](const float*& part, int64_t start, int64_t bytes) {
+        if (!part || !bytes) return;
+        copy(room + start, part, bytes);
+        part = there(start);
+    };
+    give(inputs.qkv, 0, qkv);
+    give(inputs.inv_freq, qkv + out, int64_t{4} * a.rotary_pairs);
+    give(inputs.q_norm, qkv + out + row, row);
+    give(inputs.k_norm, qkv + out + 2 * row, row);
+    inputs.out = there(qkv);
+    const int status = run(inputs);
+    if (!status) copy(in.out, inputs.out, out);
+    note(device_.wait());
+    return status ? status : status_;
+}
+
+}  // namespace kvq

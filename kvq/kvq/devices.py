@@ -1,0 +1,122 @@
+"""Devices beside the processor: what is there, the library of its kernels, and why not.
+
+`kvq/csrc/device_library.h` loads the library. Knows no model and no backend.
+"""
+
+import ctypes
+from ctypes import c_char_p, c_int32
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kvq import native
+from kvq.abi import DeviceFacts
+from kvq.errors import BackendError
+from kvq.settings import environment
+
+# `emulated` is for tests: its kernels are CUDA's on a grid of threads that one processor plays, and
+# its library is the file that KVQ_EMULATED_LIBRARY names.
+LIBRARIES = {"cuda": "libkvq_cuda.so", "emulated": "libkvq_cuda_emulated.so"}
+DRIVER = "libcuda.so.1"
+# The oldest CUDA whose driver runs what nvcc of 12.0 and later makes.
+OLDEST_DRIVER = 12_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """An opened device; `number` is what the native library names it by.
+
+    `stream` is the CUDA stream that all its work is queued on, `capability` 90 for sm_90. Bytes are
+    those when it was opened.
+    """
+
+    number: int
+    library: Path
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    capability: int
+    stream: int
+
+
+@cache
+def opened(name: str) -> Device:
+    """The device called `name`, one of `LIBRARIES`, opened on first use for as long as we live.
+
+    Raises `BackendError` with the reason if it cannot be used.
+    """
+    reason = native.why_not() or (driver_missing() if name == "cuda" else "")
+    path = _library_path(name)
+    if not reason and path is None:
+        reason = (
+            f"{LIBRARIES[name]} was not built: install the CUDA toolkit or "
+            'pip install "kvq-runtime[cuda]", and reinstall kvq-runtime'
+        )
+    if reason:
+        raise _unusable(name, reason)
+    assert path is not None
+    number, facts = c_int32(), DeviceFacts()
+    arguments = str(path).encode(), ctypes.byref(number), ctypes.byref(facts)
+    if native.library().kvq_device_open(*arguments):
+        raise _unusable(name, f"{path}: {facts.reason.decode(errors='replace')}")
+    return Device(
+        number=number.value,
+        library=path,
+        name=facts.name.decode(errors="replace"),
+        memory_bytes=facts.memory_bytes,
+        free_bytes=facts.free_bytes,
+        capability=facts.capability,
+        stream=facts.stream,
+    )
+
+
+def why_not(name: str) -> str:
+    """Why the device cannot be used; empty if it can."""
+    try:
+        opened(name)
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+def driver_missing() -> str:
+    """Why CUDA's driver finds no GPU here, asked of the driver itself; empty if it does."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"no NVIDIA driver: {DRIVER} is not on this system"
+    if status := driver.cuInit(0):
+        return f"the NVIDIA driver finds no GPU: {_driver_text(driver, status)}"
+    count, version = c_int32(), c_int32()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    if version.value < OLDEST_DRIVER:
+        return (
+            f"the NVIDIA driver is too old: it runs CUDA {_shown(version.value)}, kvq needs "
+            f"{_shown(OLDEST_DRIVER)} or newer; update the driver"
+        )
+    return ""
+
+
+def _driver_text(driver: ctypes.CDLL, status: int) -> str:
+    text = c_char_p()
+    driver.cuGetErrorString(status, ctypes.byref(text))
+    return (text.value or b"").decode(errors="replace") or f"error {status}"
+
+
+def _shown(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _library_path(name: str) -> Path | None:
+    given = environment("emulated-library")
+    if name == "emulated" and given:
+        return Path(given)
+    own = native.library_path()
+    path = own.with_name(LIBRARIES[name]) if own else None
+    return path if path and path.is_file() else None
+
+
+def _unusable(name: str, reason: str) -> BackendError:
+    return BackendError(f"the device {name!r} cannot be used: {reason}")

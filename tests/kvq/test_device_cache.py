@@ -1,0 +1,185 @@
+"""A cache on a device does what the same cache on the processor does, to the byte where it stores.
+
+The device is emulated. Nothing is rotated where bytes must be equal: two cosines need not agree.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from caches import budget_for_tokens, spec
+from emulated import emulated_library
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import Budget, CacheShape, KvPlan
+from kvq.errors import BackendError, CacheError
+from pairs import UNROTATED, attention, frequencies, packed_rows, relative_rms
+from shelf import Shelf
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64)
+CONTEXT = 1200
+# By the narrower width: a device rounds what meets codes to float16, the processor to 7 or 15 bits.
+TOLERANCE = {2: 0.05, 4: 0.05, 6: 0.004, 8: 0.004, 16: 0.001}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(shelf: Shelf) -> None:
+    emulated_library(shelf)
+
+
+class Both:
+    """The processor's cache and the device's, told the same."""
+
+    def __init__(self, seed: int, widths: tuple[int, int], *, rotated: bool = False) -> None:
+        self.chance, self.rng = random.Random(seed), np.random.default_rng(seed)
+        plan = KvPlan(k_bits=widths[0], v_bits=widths[1], tail_tokens=self.chance.choice((0, 32)))
+        forms = (self.chance.randrange(4),) * 2 if widths[0] < 16 else ()
+        held = 400 if widths[0] < 16 else CONTEXT
+        needed = budget_for_tokens(SHAPE, plan, held, context_tokens=CONTEXT, policy="budget")
+        asked = spec(
+            SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget", forms=forms,
+            windows=(0, 150),
+        )  # fmt: skip
+        self.arena = asked.resolved()
+        self.inv_freq = frequencies(16) if rotated else UNROTATED
+        self.caches = [Cache(self.arena), Cache(self.arena, engine="emulated")]
+        self.layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150, softcap=30.0)]
+        self.tolerance = TOLERANCE[min(widths)]
+        self.widths = widths
+
+    def every(self, call: Callable[[Cache], object]) -> None:
+        for cache in self.caches:
+            call(cache)
+
+    def run(
+        self, count: int, view: str = "full", at: int | None = None, tree: bool = False
+    ) -> None:
+        rows, cache = packed_rows(SHAPE, self.rng, count), self.caches[0]
+        parents = [self.chance.randint(-1, i - 1) for i in range(count)] if tree else None
+        depths: list[int] = []
+        for i in range(count):
+            parent = i - 1 if parents is None else parents[i]
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        positions = (cache.tokens if at is None else at) + np.array(depths)
+        outs = []
+        for one in self.caches:
+            one.begin(count, parents, view=view, at=at)
+            given = zip(self.layers, rows, strict=True)
+            outs.append([one.attend(a, x, positions, self.inv_freq) for a, x in given])
+        tolerance = max(self.tolerance, TOLERANCE[4] if view == "hi" else 0)
+        for want, got in zip(*outs, strict=True):
+            assert relative_rms(got, want) < tolerance
+
+    def append(self, count: int | None = None) -> None:
+        count = count or self.chance.choice((1, 30, 64, 200))
+        if self.caches[0].tokens + count <= CONTEXT:
+            self.run(count)
+            self.every(lambda cache: cache.commit(count))
+
+    def draft(self) -> None:
+        count, kept = self.chance.randint(1, 8), self.chance.randint(0, 1)
+        self.run(count, self.chance.choice(("full", "hi")))
+        self.every(lambda cache: cache.rewind())
+        self.run(count, tree=True)
+        self.every(lambda cache: cache.commit(kept))
+
+    def trim(self) -> None:
+        tokens = self.chance.randint(self.caches[0].tokens * 2 // 3, self.caches[0].tokens)
+        self.every(lambda cache: cache.trim(tokens))
+
+    def edit(self) -> None:
+        tokens = self.caches[0].tokens
+        if tokens > 40:
+            start = self.chance.randint(8, tokens - 20)
+            count = 90 if start % 2 and tokens + 90 <= CONTEXT else 3
+            self.every(lambda cache: cache.edit(start, start + 7, count))
+            self.run(count, at=start)
+            self.every(lambda cache: cache.commit(count))
+
+    def demote(self) -> None:
+        _, widths = self.caches[0].columns()
+        held = np.argwhere(widths[..., 0] > 2)
+        if len(held):
+            layer, head, column = held[self.chance.randrange(len(held))]
+            k_bits, v_bits = widths[layer, head, column]
+            lower = [self.chance.choice([w for w in (2, 4, 6, 8) if w <= bits])
+                     for bits in (k_bits, v_bits)]  # fmt: skip
+            actions = np.array([[layer, head, column, *lower]], np.int32)
+            self.every(lambda cache: cache.demote(actions))
+
+    def swap(self) -> None:
+        """Each goes on from what the other saved."""
+        states = [cache.state() for cache in self.caches]
+        for cache, state in zip(self.caches, reversed(states), strict=True):
+            cache.load_state(state)
+
+    def close(self) -> None:
+        self.every(lambda cache: cache.close())
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Both]]:
+    made: list[Both] = []
+
+    def open_both(*arguments: object, **options: bool) -> Both:
+        made.append(Both(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield open_both
+    for both in made:
+        both.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "widths"), [(0, (4, 2)), (1, (8, 8)), (2, (6, 4)), (3, (2, 6)), (4, (16, 16))]
+)
+def test_what_is_kept_is_the_same_to_the_byte(
+    seed: int, widths: tuple[int, int], opened: Callable[..., Both]
+) -> None:
+    both = opened(seed, widths)
+    both.append(230)
+    for _ in range(8):
+        steps = [both.append, both.draft, both.trim, both.edit, both.swap, both.append]
+        both.chance.choice([*steps, both.demote] if widths[0] < 16 else steps)()
+        on_host, on_device = (cache.state() for cache in both.caches)
+        assert on_host == on_device
+    assert both.caches[0].tokens > 100
+
+
+def test_moved_pages_and_rows_meet_turned_queries(opened: Callable[..., Both]) -> None:
+    both = opened(3, (8, 8), rotated=True)
+    both.append(230)
+    for _ in range(2):
+        both.edit()
+    both.every(lambda cache: cache.engine.shift_sinks(5))
+    both.append(20)
+    both.draft()
+
+
+def test_evidence_of_a_device_is_that_of_the_processor(opened: Callable[..., Both]) -> None:
+    both = opened(1, (4, 4))
+    both.append(256)
+    both.append(60)
+    (facts, queries), (same_facts, same_queries) = (
+        cache.engine.evidence(cache.tokens) for cache in both.caches
+    )
+    assert facts.any()
+    np.testing.assert_array_equal(facts, same_facts)
+    np.testing.assert_array_equal(queries, same_queries)
+
+
+def test_what_a_device_cannot_do_is_refused_by_name(opened: Callable[..., Both]) -> None:
+    plan = KvPlan(k_bits=4, v_bits=4)
+    small = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=48)
+    with pytest.raises(BackendError, match=r"heads of 48 channels .* 64, 80, 96, 128, 256"):
+        Cache(spec(small, plan, 100).resolved(), engine="emulated")
+    with pytest.raises(BackendError, match="--kv-read 25% needs"):
+        Cache(spec(SHAPE, plan, 900, read="25%").resolved(), engine="emulated")
+    big = CacheShape(num_layers=40, num_heads=8, num_kv_heads=8, head_dim=256)
+    with pytest.raises(CacheError, match="no memory for the arena"):
+        Cache(spec(big, KvPlan(k_bits=16, v_bits=16), 5000).resolved(), engine="emulated")

@@ -1,0 +1,86 @@
+"""KV Prediction in families whose later layers look at less, and norm and scale more."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.prediction import fit
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.engine import Engine
+from logits import prompt
+from shelf import Shelf
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+# Windows of 24 and 20 tokens, in all layers, the later ones, or all but one; norms of keys, norms
+# around both branches; two sets of rotary frequencies.
+FAMILIES = {
+    "mistral-window": {"num_hidden_layers": 3},
+    "qwen2-window": {},
+    "gemma3": {},
+    "qwen3": {"num_hidden_layers": 3},
+    "phi3-longrope": {"num_hidden_layers": 3},
+}
+OPTIONS = {"kv": "fp", "context_tokens": 256, "kv_budget": "256tok"}
+TEXT = prompt(150)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
+    case, keys = str(request.param), dict[str, Any](FAMILIES[request.param])
+    source = shelf.once("source", (case, keys), lambda path: make_checkpoint(case, path, **keys))
+    return shelf.exported(source, ExportOptions(quality=False, weights=WeightFormat(bits=8)))
+
+
+def far(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Root mean square of the difference over that of the logits."""
+    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+
+
+def last_logits(engine: Engine, predict: str, *, refined: bool = False) -> np.ndarray:
+    with engine.session(predict=predict, **OPTIONS) as session:
+        session.prefill(TEXT)
+        while refined and session.refresh():
+            pass
+        assert session.exact == (refined or predict == "off")
+        found = session.sequence.state().logits
+    assert found is not None
+    return found[None]
+
+
+def test_prediction_is_the_references_and_is_made_exact(bundle: Path) -> None:
+    """What a window leaves out is predicted too: a later layer needs nothing that was not seen."""
+    found = dict[str, np.ndarray]()
+    for backend in ("onnx", "reference"):
+        with Engine.open(bundle, backend=backend, threads=1) as engine:
+            layers = engine.model.num_layers
+            found[backend] = last_logits(engine, "prefix:layers=1,tail=5")
+            exact = last_logits(engine, "off")
+            refined = last_logits(engine, "prefix:layers=1,tail=5", refined=True)
+            one = last_logits(engine, f"prefix:layers={layers - 1},tail=5")
+        assert far(refined, exact) < 1e-3
+        assert far(one, exact) < 1e-3  # the last layer's are its own
+        assert far(found[backend], exact) > 0.15
+    assert far(found["onnx"], found["reference"]) < 0.08
+
+
+def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
+    """KVP-7: what is fitted is keys before their norm and rotation, whatever the layer has."""
+    opened = Bundle.open(bundle)
+    config = opened.config
+    first = config.num_layers - 1
+    weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][
+        first
+    ]
+    kept = slice(config.num_heads * config.head_dim, None)
+    own = opened.read_weight(f"layers.{first}.qkv", kept)
+    np.testing.assert_allclose(weights, own, atol=2e-4)
+    if config.qkv_bias:
+        own_bias = opened.read_weight(f"layers.{first}.qkv_bias")[kept]
+        np.testing.assert_allclose(bias, own_bias, atol=2e-4)
+    else:
+        assert np.abs(bias).max() < 2e-4
