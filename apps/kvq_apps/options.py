@@ -125,14 +125,23 @@ def _asked_drafter(arguments: Namespace) -> str | None:
     found = given(arguments, draft="draft", model="draft-model", threads="threads")
     name, _, written = found.get("draft", "").partition(":")
     own = [f"path={found['model']}"] if "model" in found else []
-    if own and name not in ("", NO_DRAFTER, "model"):
-        raise UsageError(f"--draft-model is for --draft model, not for --draft {name}")
-    if name != "model" and not own:
+    if own and name in ("", NO_DRAFTER):
+        name = "model"
+    if own and not _is_model(name):
+        raise UsageError(
+            f"--draft-model is for --draft model or auto+model, not for --draft {name}"
+        )
+    if not _is_model(name):
         return found.get("draft")
     parts = [*own, *filter(None, written.split(","))]
     if "threads" in found and not any(part.startswith("threads=") for part in parts):
         parts.append(f"threads={found['threads']}")
-    return f"model:{','.join(parts)}"
+    return f"{name}:{','.join(parts)}"
+
+
+def _is_model(name: str) -> bool:
+    """Whether another model drafts, alone or after a free drafter."""
+    return name.rpartition("+")[2] == "model"
 
 
 def _with_files(asked: str) -> str:
@@ -140,13 +149,13 @@ def _with_files(asked: str) -> str:
     from kvq_apps.model_path import resolve_model
 
     name, _, written = asked.partition(":")
-    if name != "model":
+    if not _is_model(name):
         return asked
     parts = [
         f"path={resolve_model(part[5:])}" if part.startswith("path=") else part
         for part in written.split(",")
     ]
-    return f"model:{','.join(parts)}"
+    return f"{name}:{','.join(parts)}"
 
 
 def serve_options(arguments: Namespace) -> dict[str, Any]:

@@ -270,7 +270,7 @@ int Cache::commit(const int32_t* rows, int count) {
             return status;
         }
     }
-    tail_.close_columns(pages_, pages, tail_.used());
+    if (pages) tail_.close_columns(pages_, pages, tail_.used());
     return KVQ_OK;
 }
 

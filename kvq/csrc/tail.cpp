@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "twin.h"
 
 namespace kvq {
 
-// A page closes when its 64 rows and the tail's newest stand behind the sinks, so which tokens are
-// in pages depends on the number of tokens alone, never on how they arrived.
+// A page closes when its 64 rows and the tail's stand behind the sinks: 64 rows of the first
+// tokens, so that the text's end stays in floating point, and what is encoded again in its middle
+// does not.
 int Tail::closing_pages(int tokens) const {
     const int rows = used() + tokens - config().sink_tokens - config().tail_tokens;
     return quantized(config()) ? std::max(0, rows) / kPageTokens : 0;
@@ -102,10 +104,26 @@ void Tail::keep(const int32_t* rows, int count) {
     forget();
 }
 
+Tail::Closing Tail::closing(int pages, int rows) const {
+    Closing found;
+    found.staying.resize(static_cast<size_t>(rows));
+    std::iota(found.staying.begin(), found.staying.end(), 0);
+    const auto first = found.staying.begin() + std::min(rows, config().sink_tokens);
+    const auto end = first + int64_t{pages} * kPageTokens;
+    const auto before = [&](int a, int b) { return place_of(a).token < place_of(b).token; };
+    if (pages && !std::is_sorted(first, found.staying.end(), before)) {
+        std::sort(first, found.staying.end(), before);
+        std::sort(end, found.staying.end());
+    }
+    found.rows.assign(first, end);
+    found.staying.erase(first, end);
+    return found;
+}
+
 int Tail::close_layer(PageTable& pages, int layer, int count) const {
-    if (arena_.twin) return arena_.twin->close_layer(pages, *this, layer, count);
-    const int sinks = config().sink_tokens, dim = config().head_dim;
-    const int total = used() + (branch().staged ? branch().rows : 0);
+    const int dim = config().head_dim;
+    const Closing closed = closing(count, used() + (branch().staged ? branch().rows : 0));
+    if (arena_.twin) return arena_.twin->close_layer(pages, *this, layer, closed);
     for (int head = 0; head < config().kv_heads; head++) {
         const int stream = layer * config().kv_heads + head;
         const auto row = [&](int side, int i) {
@@ -115,18 +133,18 @@ int Tail::close_layer(PageTable& pages, int layer, int count) const {
         for (int p = 0; p < count; p++) {
             const uint16_t *k[kPageTokens], *v[kPageTokens];
             for (int i = 0; i < kPageTokens; i++) {
-                k[i] = row(0, sinks + p * kPageTokens + i);
-                v[i] = row(1, sinks + p * kPageTokens + i);
+                k[i] = row(0, closed.rows[p * kPageTokens + i]);
+                v[i] = row(1, closed.rows[p * kPageTokens + i]);
             }
             if (const int status = pages.close(stream, pages.columns() + p, k, v)) return status;
         }
         // As in `keep`, ascending copies lose nothing.
         for (int side = 0; side < 2; side++) {
-            for (int to = 0; to < total - count * kPageTokens; to++) {
-                const int from = to < sinks ? to : to + count * kPageTokens;
-                uint16_t* target = rows(stream, side) + int64_t{to} * dim;
+            uint16_t* target = rows(stream, side);
+            for (const int from : closed.staying) {
                 if (target != row(side, from))
                     std::memcpy(target, row(side, from), size_t{2} * dim);
+                target += dim;
             }
         }
     }
@@ -134,19 +152,18 @@ int Tail::close_layer(PageTable& pages, int layer, int count) const {
 }
 
 void Tail::close_columns(PageTable& pages, int count, int rows) {
-    const int sinks = config().sink_tokens;
+    const Closing closed = closing(count, rows);
     for (int p = 0; p < count; p++) {
         int32_t positions[kPageTokens], deltas[kPageTokens], tokens[kPageTokens];
         for (int i = 0; i < kPageTokens; i++) {
-            const Place place = place_of(sinks + p * kPageTokens + i);
+            const Place place = place_of(closed.rows[p * kPageTokens + i]);
             positions[i] = place.position, deltas[i] = place.delta, tokens[i] = place.token;
         }
         pages.append(positions, deltas, tokens);
     }
-    const int left = rows - count * kPageTokens;
-    for (int row = 0; row < left; row++)
-        put(row, place_of(row < sinks ? row : row + count * kPageTokens));
-    arena_.state->tail_used = left;
+    int row = 0;
+    for (const int from : closed.staying) put(row++, place_of(from));
+    arena_.state->tail_used = row;
 }
 
 void Tail::split(int start, int stop, int by) {

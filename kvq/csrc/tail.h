@@ -1,6 +1,8 @@
 // The floating-point rows of one cache: the sinks, the newest committed tokens, and behind them the
 // branch, rows that may be forgotten. A chunk that does not fit lies in the staging rows instead.
 #pragma once
+#include <vector>
+
 #include "layout.h"
 #include "page_table.h"
 
@@ -52,8 +54,13 @@ public:
     void keep(const int32_t* rows, int count);
     void forget() { arena_.state->branch = {}; }
 
-    // Packs a layer's oldest rows into `pages` pages and moves what stays to the tail's start;
-    // staged rows follow the tail's.
+    // Of the first `rows` rows, those that close, in the text's order, and those that stay.
+    struct Closing {
+        std::vector<int> rows, staying;
+    };
+    Closing closing(int pages, int rows) const;
+    // Packs a layer's first tokens behind the sinks into `count` pages and moves what stays to the
+    // tail's start; staged rows follow the tail's.
     int close_layer(PageTable& pages, int layer, int count) const;
     // Gives the closed pages their positions and the surviving rows theirs.
     void close_columns(PageTable& pages, int count, int rows);

@@ -247,40 +247,43 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     return status_;
 }
 
-int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, int count) {
+int Twin::close_layer(PageTable& pages, const Tail& tail, int layer,
+                      const Tail::Closing& closed) {
     std::lock_guard<std::mutex> turn(device_.turn);
-    const int sinks = config().sink_tokens, dim = config().head_dim;
-    const int total = tail.used() + (tail.branch().staged ? tail.branch().rows : 0);
+    const int dim = config().head_dim;
+    const int count = static_cast<int>(closed.rows.size()) / kPageTokens;
     const int64_t page = int64_t{kPageTokens} * dim;
     // The row numbers of a page, its floats and its planes.
     uint8_t* scratch = device_.scratch.at_least(4 * kPageTokens + 5 * page);
     if (!scratch) return KVQ_NO_MEMORY;
-    int32_t numbers[kPageTokens];
-    for (int i = 0; i < kPageTokens; i++) numbers[i] = i;
-    if (count) copy(scratch, numbers, sizeof numbers);
     for (int head = 0; head < config().kv_heads; head++) {
         const int stream = layer * config().kv_heads + head;
         uint16_t* from[2] = {rows(tail, stream, 0), rows(tail, stream, 1)};
         for (int p = 0; p < count; p++) {
             const Entry& e = pages.enter(stream, pages.columns() + p);
+            copy(scratch, closed.rows.data() + int64_t{p} * kPageTokens, sizeof(int) * kPageTokens);
             note(device_.calls().clear(of(const_cast<uint8_t*>(pages.constants(e))),
                                        arena_.sizes.constant_bytes, device_.facts().stream));
             for (int side = 0; side < 2; side++)
-                pack(pages, stream, e, side, from[side] + sinks * int64_t{dim} + p * page, scratch);
+                pack(pages, stream, e, side, from[side], scratch);
         }
-        const int64_t row = dim * kRowBytes, left = total - sinks - count * kPageTokens;
-        for (int side = 0; side < 2; side++) {
-            uint16_t* to = tail.rows(stream, side);
-            const int64_t first = int64_t{sinks} * dim, next = first + count * page;
-            if (!tail.branch().staged) {
-                move(to + first, to + next, left * row);
-                continue;
-            }
-            copy(of(to), from[side], std::min(total, sinks) * row);
-            if (left > 0) copy(of(to) + first, from[side] + next, left * row);
-        }
+        for (int side = 0; side < 2; side++)
+            keep_rows(tail, stream, side, from[side], closed.staying);
     }
     return status_;
+}
+
+void Twin::keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
+                     const std::vector<int>& rows) {
+    const int64_t dim = config().head_dim;
+    uint16_t* to = tail.rows(stream, side);
+    for (size_t first = 0, end; first < rows.size(); first = end) {
+        for (end = first + 1; end < rows.size() && rows[end] == rows[end - 1] + 1;) end++;
+        const int64_t place = dim * static_cast<int64_t>(first), source = dim * rows[first];
+        const int64_t bytes = dim * kRowBytes * static_cast<int64_t>(end - first);
+        if (tail.branch().staged) copy(of(to) + place, from + source, bytes);
+        else move(to + place, to + source, bytes);
+    }
 }
 
 void Twin::pack(const PageTable& pages, int stream, const Entry& e, bool values,

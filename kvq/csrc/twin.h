@@ -5,6 +5,7 @@
 // What is asked of the device is queued, in the order of the calls. A failure is kept: `status`.
 #pragma once
 #include <memory>
+#include <vector>
 
 #include "attend.h"
 #include "device_library.h"
@@ -45,7 +46,7 @@ public:
     template <class Run>
     int take(const kvq_attention& a, const Inputs& in, Run&& run);
     // As Tail::close_layer.
-    int close_layer(PageTable& pages, const Tail& tail, int layer, int count);
+    int close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed);
     // As PageTable::lower_side, of the two granules that become one.
     void narrow(uint8_t* first, const uint8_t* second);
 
@@ -77,6 +78,9 @@ private:
     // or for a chunk the room where it follows the tail's rows.
     uint16_t* rows(const Tail& tail, int stream, int side) const;
     int64_t chunk_rows() const { return int64_t{config().tail_rows} + config().chunk_tokens; }
+    // Rows of a stream, where `rows` finds them, become the tail's first.
+    void keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
+                   const std::vector<int>& rows);
     bool gather_chunk(const Tail& tail, int layer);
     bool tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
                      const Inputs& in);

@@ -552,9 +552,10 @@ class ReferenceCache:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _close_page(self) -> None:
+        """Packs the first tokens behind the sinks; the text's end stays in floating point."""
         sinks = self.arena.plan.sink_tokens
-        chosen = slice(sinks, sinks + PAGE_TOKENS)
-        keep = np.r_[0:sinks, sinks + PAGE_TOKENS : len(self._places)]
+        chosen = sinks + np.argsort(self._places.tokens[sinks:], kind="stable")[:PAGE_TOKENS]
+        keep = np.setdiff1d(np.arange(len(self._places)), chosen)
         column = Column(self._places.take(chosen).views())
         for stream, (rows, bits) in enumerate(
             zip(self._tail, self._entering.tolist(), strict=True)

@@ -8,6 +8,8 @@ from kvq_models.tokenizer import Tokenizer
 
 # Of a prompt that does not fit, what comes after the gap keeps this share at most.
 SUFFIX_SHARE = 0.25
+# For a text that is being typed the beginning of the prefix goes in so many steps of the room.
+FRONT_STEPS = 8
 # A token of source text is 3 to 4 characters: what lies farther from the gap is not even encoded.
 CHARACTERS_PER_TOKEN = 16
 

@@ -28,8 +28,8 @@ class Drafting(Generic[C]):
         if getattr(drafter, "branches", False) and not self._backend.takes_trees:
             raise BackendError(
                 f"--draft {type(drafter).__name__.lower()} is not possible on the "
-                f"{self._backend.name} backend, which takes no drafts that branch; choose lookup, "
-                "suffix or none, or run a bundle with an ONNX graph"
+                f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
+                "lookup, suffix or none, or run a bundle with an ONNX graph"
             )
         if isinstance(drafter, ComputingDrafter):
             drafter.open(self._backend, self._sequence.config)

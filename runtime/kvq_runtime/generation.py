@@ -19,7 +19,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide
 from kvq_runtime.drafter import NO_DRAFT, Draft
 from kvq_runtime.healing import Beginning
-from kvq_runtime.sampling import candidates, draw, likeliest, log_probability
+from kvq_runtime.sampling import candidates, draw, likeliest, log_probability, ranked
 from kvq_runtime.stop_strings import StopStrings
 from kvq_runtime.verify import accept
 
@@ -134,7 +134,8 @@ class GenerationOptions:
     among those that spell it. Those that lie within it count as the prompt's and make no step;
     of the first that reaches beyond it only the rest is text. What comes after follows `grammar`
     to its end (`Vocabulary.grammar` reads one). The text has the control tokens of `shown`.
-    `draft` False: the session's drafter is not asked; the answer is the same.
+    `draft` False: the session's drafter is not asked; the answer is the same. It begins with the
+    token that `first_rank` others are likelier than; 0: as the sampling says.
     """
 
     max_tokens: int | None = None
@@ -147,6 +148,7 @@ class GenerationOptions:
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
     draft: bool = True
+    first_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -207,6 +209,7 @@ class Generation:
         self._history = list(history)
         self._room = room
         self._new = 0
+        self._rank = options.first_rank
         self._generator = generator
         self._stop_ids = options.ends(vocabulary)
         self._beginning = options.beginning(vocabulary)
@@ -233,7 +236,8 @@ class Generation:
         """How many of the largest logits decide what comes next; 0: all of them may."""
         options = self._options
         every = options.logprobs or options.top_logprobs or self._beginning.allowed is not None
-        return 0 if every else options.sampling.exact_rows
+        rows = options.sampling.exact_rows
+        return 0 if every or rows == 0 else max(rows, self._rank + 1)
 
     @property
     def begun(self) -> bool:
@@ -275,6 +279,9 @@ class Generation:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What may come next, and how likely."""
         allowed = self._beginning.allowed
+        rank, self._rank = self._rank, 0
+        if rank:
+            return ranked(logits, rank, allowed)
         return candidates(logits, self._options.sampling, self._history, allowed)
 
     def _step(self, logits: NDArray[np.float32], token: int, cancel: Cancel) -> Step | None:

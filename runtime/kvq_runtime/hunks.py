@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = collections.abc.Sequence[int]
+Ids = collections.abc.Sequence[int] | NDArray[np.int64]
 Array = NDArray[np.int64]
 # (place in the old text, place in the new one, tokens).
 Run = tuple[int, int, int]
@@ -122,7 +122,7 @@ def _once(text: Array) -> tuple[Array, Array]:
     return found[counts == 1], places[counts == 1]
 
 
-def common_prefix(before: Ids | NDArray[np.int64], after: Ids | NDArray[np.int64]) -> int:
+def common_prefix(before: Ids, after: Ids) -> int:
     """How many tokens two texts begin with alike."""
     most = min(len(before), len(after))
     for length in (min(most, COMPARED_TOKENS), most):

@@ -23,6 +23,7 @@ __all__ = [
     "largest",
     "likeliest",
     "log_probability",
+    "ranked",
     "sample",
 ]
 
@@ -83,6 +84,19 @@ def candidates(
         places, probabilities = _filtered(logits[allowed], sampling)
         return allowed[places], probabilities
     return _filtered(logits, sampling)
+
+
+def ranked(
+    logits: Floats, rank: int, allowed: Ids | None = None
+) -> tuple[Ids, NDArray[np.float64]]:
+    """As `candidates`: the one token, of those allowed, that `rank` others are likelier than.
+
+    The unlikeliest where there are not so many.
+    """
+    own = logits if allowed is None else logits[allowed]
+    found = largest(own, rank + 1) if rank + 1 < len(own) else _descending(own)
+    place = found[min(rank, len(found) - 1)]
+    return np.array([place if allowed is None else allowed[place]], np.int64), np.ones(1)
 
 
 def log_probability(logits: Floats, token: int) -> float:

@@ -6,7 +6,7 @@ model in one pass, the generation takes the logits, and what agrees with them is
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -364,10 +364,20 @@ class Session(Generic[C]):
         return answers > 1 and possible and answers * (max_tokens or 0) <= room
 
     @contextmanager
-    def beside(self, seeds: Sequence[int], options: GenerationOptions) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's."""
-        generators = map(np.random.default_rng, seeds)
-        answers = [self.begin(options, generator) for generator in generators]
+    def beside(
+        self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
+    ) -> Generator[Beside[C]]:
+        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's.
+
+        `distinct`: each begins with another token, the likeliest, the second likeliest, and so on.
+        """
+        answers = [
+            self.begin(
+                replace(options, first_rank=number) if distinct else options,
+                np.random.default_rng(seed),
+            )
+            for number, seed in enumerate(seeds)
+        ]
         with self.sequence.branch() as branch:
             beside = Beside(branch, answers)
             yield beside

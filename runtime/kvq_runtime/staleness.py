@@ -99,9 +99,10 @@ class Staleness:
         """The stale run, as `gaps` are told, that is to be encoded first; there must be one.
 
         Where more than `MOST_SEGMENTS` runs have moved apart, the smallest of these: each costs
-        queries a rotation of their own. Then what stands right behind edits, and then the leftmost,
-        so that the text becomes exact from the left. That alone where a token was predicted: what
-        is computed from it would have to be computed again.
+        queries a rotation of their own. Then what stands right behind edits, the last of them
+        first, which are nearest to what is asked; and then the leftmost, so that the text becomes
+        exact from the left. That alone where a token was predicted: what is computed from it
+        would have to be computed again.
         """
         if self.computed is None:
             apart = self._apart()
@@ -109,7 +110,7 @@ class Staleness:
                 return min(apart, key=lambda run: (run[1] - run[0], run[0]))
             following = _runs((self.ages > 0) & (self.ages & NEXT > 0))
             if following:
-                return following[0]
+                return following[-1]
         return _runs(self.ages > 0)[0]
 
     def _apart(self) -> list[tuple[int, int]]:

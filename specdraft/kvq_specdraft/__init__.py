@@ -14,6 +14,7 @@ FREE_DRAFTERS = {
     "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
     "recycle": "kvq_specdraft.recycle:Recycle",
+    "rewrite": "kvq_specdraft.rewrite:Rewrite",
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 
@@ -37,8 +38,19 @@ WRITERS = {
 
 
 def drafter_named(text: str) -> Drafter:
-    """The drafter `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
-    return named("--draft", text, DRAFTERS)
+    """The drafter `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`.
+
+    `FREE+NAME`: the free drafter first, and where it has nothing the other, which guesses with
+    passes and whose options these are.
+    """
+    name, colon, options = text.partition(":")
+    free, plus, computing = name.partition("+")
+    if not plus:
+        return named("--draft", text, DRAFTERS)
+    from kvq_specdraft.relay import Relay
+
+    second = named(f"--draft {free}+", computing + colon + options, COMPUTING_DRAFTERS)
+    return Relay(named("--draft", free, FREE_DRAFTERS), second)
 
 
 def writer_named(text: str) -> Writer:

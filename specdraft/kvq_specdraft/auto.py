@@ -8,19 +8,28 @@ from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.costs import PassCosts
 from kvq_specdraft.lookup import Lookup
 from kvq_specdraft.recycle import Recycle
+from kvq_specdraft.rewrite import Rewrite
 
 # A draft must promise this much more than plain decoding: estimates are noisy.
 MARGIN = 1.02
 # Of the passes' time this share may go into looking and, for each drafter, this one into wrong
 # guesses; at first what so many passes take. What is gained is put by for no more than so many
 # passes, so that good times do not pay for long bad ones.
-_LOOK_SHARE, _GUESS_SHARE = 0.003, 0.003
-_FIRST_LOOKS, _FIRST_GUESSES = 0.1, 0.3
+_LOOK_SHARE, _GUESS_SHARE = 0.004, 0.003
+_FIRST_LOOKS, _FIRST_GUESSES = 0.3, 0.3
 _MOST_PASSES = 4.0
+# Of a rewritten text no more is made out than is right with this chance in the drafter's own eyes.
+_LEAST = 0.02
+# A draft is nearly certain when its last token is; guesses that add nothing before the search ends.
+_SURE = 0.9
+_MOST_FALLS = 4
+# What other programs disturbed counts as so many usual ones; weight of the newest of these.
+_MOST_JUMP = 4.0
+_NEWEST_TIME = 0.2
 # A pass reads its weights once for so many guesses and the token before them.
 _MOST_GUESSES = 15
 # Rounds without a look at most; a patient drafter misses up to 2 to the power of so many looks.
-_MOST_PAUSE = 64
+_MOST_PAUSE = 16
 _MOST_MISSES = 6
 # What asking a drafter that makes a tree takes at first, and the weight of the newest such look.
 _TREE_S = 2e-4
@@ -53,48 +62,58 @@ class Auto:
     What is lost is bounded: two kinds of accounts are given a small share of the passes' time and
     what drafts save. One pays for looking, though not for reading a prompt, a millisecond for 8000
     tokens: where nothing is found a look is the rarer the shorter a pass is. Each drafter has one
-    that pays for its wrong guesses. Looking for repeats costs least; the others are left out of
-    twice as many looks each time that they were of no use.
+    that pays for its wrong guesses. Looking for repeats costs least and comes first: a drafter is
+    not asked, nor told how the text goes on, where an earlier one is nearly certain or, as `lookup`
+    after `rewrite`, would find nothing either; and those that cost more are left out of twice as
+    many looks each time that they were of no use.
     """
 
     branches = True
 
     def __post_init__(self) -> None:
+        self._lookup = Candidate(Lookup(), _LOOKUP)
         self._candidates = (
-            Candidate(Lookup(), _LOOKUP),
+            Candidate(Rewrite(least=_LEAST), _AS_THOUGHT),
+            self._lookup,
             Candidate(Recycle(), _AS_THOUGHT, takes_s=_TREE_S),
         )
         self._costs = PassCosts()
         self._rows = 1  # of a pass without a draft of ours
         self._plain_s = self._passed_s = 0.0  # of such a pass, of all passes so far
         self._looks = Account(_FIRST_LOOKS, _LOOK_SHARE)
+        self._followed, self._asked, self._noted = Usual(), Usual(), Usual()
         self._chosen: Candidate | None = None
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """See `Drafter`."""
         since = perf_counter()
         for candidate in self._candidates:
-            candidate.drafter.follow(kept, new)
+            candidate.follow(kept, new)
+        self._candidates[0].tell()
         if kept:
-            self._looks.pay(perf_counter() - since)
+            self._looks.pay(self._followed.of(perf_counter() - since))
 
     def propose(self, room: int) -> Draft:
-        """See `Drafter`. A draft that fills the room ends the search."""
+        """See `Drafter`. A draft that is nearly certain as far as it pays ends the search."""
         best, self._chosen, plain_s = NO_DRAFT, None, self._plain_s
         if not plain_s:  # the first round tells
             return NO_DRAFT
         room = min(room, _MOST_GUESSES)
         since, rate = perf_counter(), MARGIN * self._rows / plain_s
         left_s = self._looks.left_s(self._passed_s, plain_s)
+        repeats = False
         for candidate in self._candidates:
+            if candidate is self._lookup and not repeats:
+                continue  # it would find nothing either
             draft = candidate.propose(room, left_s)
             if draft.ids:
-                length, rate = self._worth(candidate, draft, rate)
+                repeats = True
+                length, rate, likely = self._worth(candidate, draft, rate)
                 if length:
                     best, self._chosen = draft.first(length), candidate
-            if len(best.ids) == room:
-                break
-        took_s = perf_counter() - since
+                    if likely > _SURE:
+                        break
+        took_s = self._asked.of(perf_counter() - since)
         self._looks.pay(took_s)
         if best.ids or left_s > took_s:
             return best
@@ -115,11 +134,14 @@ class Auto:
         for candidate in self._candidates:
             if candidate.waits:
                 candidate.observe(outcome, saved_s if candidate is self._chosen else 0.0)
-        self._looks.pay(perf_counter() - since - max(0.0, saved_s))
+        self._looks.pay(self._noted.of(perf_counter() - since) - max(0.0, saved_s))
 
-    def _worth(self, candidate: "Candidate", draft: Draft, best: float) -> tuple[int, float]:
-        """How many tokens of `draft` make more of a second than `best`, and how many that is."""
-        costs, rows, length = self._costs, self._rows, 0
+    def _worth(self, candidate: "Candidate", draft: Draft, best: float) -> tuple[int, float, float]:
+        """How many tokens of `draft` make more of a second than `best`, and how many that is.
+
+        And how likely the last of these tokens is.
+        """
+        costs, rows, length, chance = self._costs, self._rows, 0, 0.0
         limit = costs.seconds(rows, doubted=False)
         limit += candidate.guesses.left_s(self._passed_s, self._plain_s)
         tokens = float(rows)
@@ -130,8 +152,24 @@ class Auto:
             tokens += likely
             rate = tokens / costs.seconds(more)
             if rate > best:
-                best, length = rate, count
-        return length, best
+                best, length, chance = rate, count, likely
+            elif count > length + _MOST_FALLS:
+                break
+        return length, best, chance
+
+
+class Usual:
+    """What something takes that is done again and again, each time about as long."""
+
+    def __init__(self) -> None:
+        self._usual_s = 0.0
+
+    def of(self, seconds: float) -> float:
+        """What to count for one that took so long: not more than a few usual ones."""
+        usual_s = self._usual_s or seconds
+        counted_s = min(seconds, _MOST_JUMP * usual_s)
+        self._usual_s = usual_s + _NEWEST_TIME * (counted_s - usual_s)
+        return counted_s
 
 
 class Account:
@@ -173,10 +211,27 @@ class Candidate:
         self._seen = [_PRIOR_WEIGHT] * _CLASSES
         self._draft = NO_DRAFT
         self._asking_s = 0.0
+        # How the text has changed since the drafter was told: so much of it stayed, this is new.
+        self._kept = self._told = 0
+        self._new = list[int]()
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """Notes for the drafter what the text has become, until it is asked."""
+        self._kept = min(self._kept, kept)
+        del self._new[kept - self._kept :]
+        self._new += new
+
+    def tell(self) -> None:
+        """Tells the drafter."""
+        if self._new or self._kept < self._told:
+            self.drafter.follow(self._kept, self._new)
+            self._kept = self._told = self._kept + len(self._new)
+            self._new = []
 
     def propose(self, room: int, left_s: float) -> Draft:
         """See `Drafter`; none where what is left for looking does not allow it."""
         if not self._takes_s:
+            self.tell()
             self._draft = self.drafter.propose(room)
             self.waits = bool(self._draft.ids)
             return self._draft
@@ -185,6 +240,7 @@ class Candidate:
             self._rest = max(0, self._rest - 1)
             return NO_DRAFT
         since = perf_counter()
+        self.tell()
         self._draft = self.drafter.propose(room)
         self._asking_s = perf_counter() - since
         return self._draft

@@ -47,10 +47,13 @@ class PassCosts:
         self._passes += 1
         own = self._measured.get(rows)
         if own is None:
+            if self._known:
+                seconds = min(seconds, _MOST_JUMP * self.seconds(rows, doubted=False))
             insort(self._known, rows)
             self._measured[rows] = _Measured(seconds, 1, self._passes)
             return
-        weight = max(_NEWEST, min(1.0, (self._passes - own.last) / _STALE_PASSES))
+        aged = (self._passes - own.last) / _STALE_PASSES
+        weight = min(1.0, max(_NEWEST, 1 / (1 + own.trials), aged))
         own.seconds += weight * (min(seconds, _MOST_JUMP * own.seconds) - own.seconds)
         own.trials = min(_MOST_TRIALS, own.trials + 1)
         own.last = self._passes

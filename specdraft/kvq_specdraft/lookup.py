@@ -23,7 +23,8 @@ class Lookup:
     min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        check_lengths("lookup", max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        name = type(self).__name__.lower()
+        check_lengths(name, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         # A token is a character here: no vocabulary has more than the million there are.
         self._text = ""
 

@@ -1,11 +1,20 @@
 """Self-speculation on half the bits: the same weights and pages, read by their upper nibbles."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.errors import BackendError
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
+from kvq_runtime.drafter import Draft, Ground
+from kvq_runtime.sequence import Work
 from kvq_specdraft.guessing import SelfGuessing
+
+# Tokens that are frequent; of a text's newest so many, the share that may be others.
+FREQUENT = 32768
+_NEWEST = 512
+_MOST_RARE = 0.02
 
 
 @dataclass(kw_only=True, eq=False)
@@ -18,12 +27,44 @@ class QuantSpec(SelfGuessing):
     page of 4 or 2 bits has one plane only, which both read. Drafts are as long as pays, there of
     one length per data set. Draft rows are overwritten by those of the check, as there. `head` n:
     guesses are among the first n tokens of the vocabulary, the most frequent ones of one made by
-    merges, so that less of the head is read (after FR-Spec, arXiv 2502.14856); 0: all.
+    merges, so that less of the head is read (after FR-Spec, arXiv 2502.14856). 0: among the first
+    32768 where nearly all of the text's newest tokens are and the vocabulary is twice as large at
+    least, else among all. The head is what the upper plane alone does not make cheaper: the whole
+    model's own head reads that plane first, and of the lower one what may be largest.
     """
 
     head: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._text: list[int] = []
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
         """See `ComputingDrafter`."""
         self._mode = Mode(view="hi", head_tokens=self.head)
         backend.check_mode(self._mode)
+        self._may_narrow = not self.head and _can_narrow(backend)
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._text[kept:] = new
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """See `ComputingDrafter`."""
+        if self._may_narrow:
+            newest = self._text[-_NEWEST:]
+            rare = sum(token >= FREQUENT for token in newest)
+            narrow = rare <= _MOST_RARE * len(newest)
+            self._mode = Mode(view="hi", head_tokens=FREQUENT if narrow else 0)
+        return (yield from super().drafting(ground))
+
+
+def _can_narrow(backend: Backend[Any]) -> bool:
+    """Whether a head of the frequent tokens is possible, and much less than the whole."""
+    if backend.model.vocab_size < 2 * FREQUENT:
+        return False
+    try:
+        backend.check_mode(Mode(view="hi", head_tokens=FREQUENT))
+    except BackendError:  # of an older export, whose head is one piece
+        return False
+    return True

@@ -60,8 +60,10 @@ Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratc
 Linear = structure(
     "Linear",
     "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
-    "f norm_eps; p inputs tops",
+    "f norm_eps; p inputs tops levels steps; i exact_rows; p panel_tops deviations marks",
 )
+Embed = structure("Embed", "i rows columns bits block; p panels ids weights out; i tokens mixed")
+Rows = structure("Rows", "p rows; l stride; i streams head_dim first count; p from_")
 
 
 def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | int) -> None:
@@ -74,13 +76,15 @@ def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | 
 
 
 def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
-    """The structure; arrays as their addresses, which must outlive it."""
-    return kind(
+    """The structure; arrays as their addresses, which it keeps alive."""
+    made = kind(
         **{
             name: value.ctypes.data if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
     )
+    setattr(made, "arrays", values)  # noqa: B010
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +315,17 @@ def test_attention_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> 
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
 
 
+@pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
+def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: ctypes.CDLL) -> None:
+    in_order, *_ = attended(CASES[name], library)
+    try:
+        for order in (-1, 1, 2):
+            run(library, "kvq_cuda_take_turns", order)
+            np.testing.assert_array_equal(attended(CASES[name], library)[0], in_order)
+    finally:
+        run(library, "kvq_cuda_take_turns", 0)
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("channels", [False, True])
@@ -384,6 +399,148 @@ def test_products_are_those_of_the_weights(
         product = entered @ weights.T.astype(np.float64)
         scale = np.abs(entered).max(axis=1, keepdims=True) * np.abs(weights).sum(axis=1)
         assert (np.abs(out - product - bias - residual) < HALF / 8 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "bits", "view", "block"),
+    [
+        (70, 270, 4, "full", 64), (17, 35, 4, "full", 128), (17, 35, 8, "full", 32),
+        (17, 35, 8, "full", 128), (17, 35, 8, "hi", 32), (17, 35, 8, "hi", 64),
+    ],
+)  # fmt: skip
+def test_products_of_many_tokens_are_those_of_the_reference(
+    tokens: int, rows: int, bits: int, view: Any, block: int, library: ctypes.CDLL
+) -> None:
+    rng = np.random.default_rng(tokens)
+    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block)
+    codes = rng.integers(0, 1 << bits, (rows, form.blocks * block), np.uint8)
+    codes[:, form.columns :] = 1 << (bits - 1)
+    scales = rng.uniform(0.1, 4, (rows, form.blocks)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
+    plain = np.ascontiguousarray(x[:, : form.columns])
+    plain[3], plain[5, 7] = 0, np.inf
+    bias = rng.standard_normal(rows).astype(np.float32)
+    residual = rng.standard_normal((tokens, rows)).astype(np.float32)
+    norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
+    out = np.zeros((tokens, rows), np.float32)
+    call = {
+        "rows": rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
+        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
+        "levels": np.zeros((tokens, form.blocks * block), np.int8),
+        "steps": np.zeros((2, form.blocks, tokens), np.float32),
+    }  # fmt: skip
+    run(
+        library,
+        "kvq_cuda_linear_run",
+        filled(Linear, **call, x=plain, bias=bias, residual=residual),
+    )
+    want = reference_linear.linear(form, panels, plain, view) + bias + residual
+    np.testing.assert_array_equal(out, want)
+    assert np.isnan(out[5]).all()
+    assert np.isfinite(out[6]).all()
+    gate, up = np.split(x / 8, 2, axis=1)
+    x = np.concatenate([gate, up], axis=1)
+    finite = np.ascontiguousarray(gate)
+    for given, entered in (
+        ({"x": finite, "norm": norm}, reference.normalize(finite, norm, 1e-6)),
+        ({"x": x, "activation": 1}, (gate / (1 + np.exp(-gate)) * up).astype(np.float32)),
+    ):
+        run(library, "kvq_cuda_linear_run", filled(Linear, **call, **given))
+        want = reference_linear.linear(form, panels, entered, view)
+        # An input next to a half may be rounded the other way: a level or two of all of them.
+        assert (np.abs(out - want) < 2e-3 * np.abs(want).max()).all()
+        assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
+
+
+@pytest.mark.parametrize("exact_rows", [1, 40])
+def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(exact_rows)
+    form = PanelFormat(rows=3003, columns=64, bits=8, block=32)
+    # Most outputs are alike but for their lower nibbles, so that the first pass alone would err.
+    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << 4, (form.rows, 1))
+    codes |= rng.integers(0, 16, codes.shape, np.uint8)
+    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.blocks))
+    panels = reference_linear.pack(form, codes, scales)
+    x = rng.standard_normal((3, form.columns)).astype(np.float32)
+    marks = np.zeros((3, form.panels), np.uint8)
+    results = []
+    for view, exact in (("hi", 0), ("full", 0), ("full", exact_rows)):
+        out = np.full((3, form.rows), np.nan, np.float32)
+        call = filled(
+            Linear, rows=form.rows, columns=64, bits=8, block=32, panels=panels, x=x, out=out,
+            tokens=3, view=("full", "hi").index(view), exact_rows=exact,
+            inputs=np.zeros((3, 64), np.uint16), tops=np.zeros(3, np.float32),
+            panel_tops=np.zeros((3, form.panels), np.float32), marks=marks,
+            deviations=np.zeros(3, np.float32),
+        )  # fmt: skip
+        run(library, "kvq_cuda_linear_run", call)
+        results.append(out)
+    scores, whole, found = results
+    # As linear_in_two_passes, of these products.
+    chosen = reference_linear.best_panels(form, scores, reference_linear.FIRST_PANELS)
+    rows = np.repeat(chosen, 16, axis=1)[:, : form.rows]
+    deviation = np.where(rows, np.abs(whole - scores), 0).max(axis=1, keepdims=True)
+    least = -np.sort(-np.where(rows, whole, -np.inf), axis=1)[:, exact_rows - 1, None]
+    tops = reference_linear.panel_tops(form, scores)
+    more = ~chosen & (tops + reference_linear.MARGIN * deviation >= least)
+    np.testing.assert_array_equal(marks, more)
+    assert 0 < more.sum() < more.size / 2
+    rows = np.repeat(chosen | more, 16, axis=1)[:, : form.rows]
+    np.testing.assert_array_equal(found, np.where(rows, whole, scores))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embeddings_are_rows_of_the_matrix(bits: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(bits)
+    form = PanelFormat(rows=35, columns=200, bits=bits, block=64)
+    codes = rng.integers(0, 1 << bits, (35, 256), np.uint8)
+    scales = rng.uniform(0.1, 4, (35, 4)).astype(np.float16)
+    panels = reference_linear.pack(form, codes, scales)
+    ids = np.array([[0, 34], [17, 17], [5, -1], [35, 16]])
+    weights = rng.standard_normal((4, 2)).astype(np.float32)
+    out = np.zeros((4, 200), np.float32)
+    call = filled(
+        Embed, rows=35, columns=200, bits=bits, block=64, panels=panels, ids=ids, weights=weights,
+        out=out, tokens=4, mixed=2,
+    )  # fmt: skip
+    run(library, "kvq_cuda_embed_run", call)
+    stored = np.append(reference_linear.restore(form, panels)[:35], np.zeros((1, 200)), axis=0)
+    stored = stored.astype(np.float32)[np.where((ids < 0) | (ids > 34), 35, ids)]
+    parts = weights[..., None] * stored
+    np.testing.assert_array_equal(out, parts[:, 0] + parts[:, 1])
+
+
+@pytest.mark.parametrize("count", [1, 7, 256])
+def test_the_best_of_a_row_come_in_order(count: int, library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(count)
+    logits = rng.standard_normal((4, 3000)).astype(np.float32)
+    logits[1] = np.round(logits[1] * 4)  # many equal ones
+    logits[2, 5:] = np.nan
+    logits[3, ::7] = -np.inf
+    places, values = np.zeros((4, count), np.int32), np.zeros((4, count), np.float32)
+    run(library, "kvq_cuda_best", logits, 4, 3000, count, places, values)
+    want = np.argsort(-np.where(np.isnan(logits), -np.inf, logits), axis=1, kind="stable")[
+        :, :count
+    ]
+    if count > 5:
+        want[2, 5:] = -1
+    np.testing.assert_array_equal(places, want)
+    kept = np.where(want < 0, -np.inf, np.take_along_axis(logits, np.maximum(want, 0), axis=1))
+    np.testing.assert_array_equal(values, kept)
+
+
+def test_rows_of_a_kept_path_move_together(library: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((6, 20, 80)).astype(np.float16)
+    path = np.array([0, 2, 3, 7], np.int32)
+    want = rows.copy()
+    want[:, 9:13] = rows[:, 9 + path]
+    call = filled(
+        Rows, rows=rows, stride=20 * 80, streams=6, head_dim=80, first=9, count=4, from_=path
+    )
+    run(library, "kvq_cuda_gather", call)
+    np.testing.assert_array_equal(rows, want)
 
 
 @pytest.mark.slow

@@ -95,9 +95,10 @@ class Both:
         tokens = self.caches[0].tokens
         if tokens > 40:
             start = self.chance.randint(8, tokens - 20)
-            self.every(lambda cache: cache.edit(start, start + 7, 3))
-            self.run(3, at=start)
-            self.every(lambda cache: cache.commit(3))
+            count = 90 if start % 2 and tokens + 90 <= CONTEXT else 3
+            self.every(lambda cache: cache.edit(start, start + 7, count))
+            self.run(count, at=start)
+            self.every(lambda cache: cache.commit(count))
 
     def demote(self) -> None:
         _, widths = self.caches[0].columns()

@@ -201,6 +201,35 @@ def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int)
     pair.close()
 
 
+@pytest.mark.parametrize("piece", [90, 7])
+def test_the_end_of_a_text_stays_in_floating_point(piece: int) -> None:
+    """However much is encoded in its middle: pages take the first tokens, not the oldest rows."""
+    pair = opened(KvPlan(k_bits=4, v_bits=2, sink_tokens=SINKS, tail_tokens=16))
+    text = Text(list(pair), 4)
+    text.write(0, 300)
+    for start in (20, 150, 60):
+        text.edit(start, start + 2, 90)
+        for at in range(start, start + 90, piece):
+            count = min(piece, start + 90 - at)
+            rows = sorted([*floats(pair.native), *range(at, at + count)])
+            native_out, numpy_out = text.write(at, count)
+            assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+            assert (pair.native.places() == pair.numpy.places()).all()
+            left = floats(pair.native)
+            assert left == rows[len(rows) - len(left) :]
+        native_out, numpy_out = text.look()
+        assert relative_rms(native_out, numpy_out) < TRACE_ERROR
+        text.edit(start, start + 60, 0)
+        for cache in pair:
+            text.check(cache)
+    pair.close()
+
+
+def floats(cache: Cache) -> list[int]:
+    """The tokens behind the sinks that are in no page, in order."""
+    return sorted(cache.places()[:, 0].tolist())[SINKS:]
+
+
 def plain(cache: Cache, rows: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     """Attention of one row over keys turned to where they stand (policy A), in text order."""
     heads = rows.reshape(1, -1, SHAPE.head_dim)

@@ -86,8 +86,8 @@ def test_native_sees_of_an_edited_text_what_numpy_sees(k_bits: int, v_bits: int)
                 cache.commit(count)
     pair.fill(layers, rows(1, 90), frequencies(32))
     assert len(pair.native.views()) >= len(pair.native.columns()[0]) + 3
-    # Few rows are averaged over, as in a sum of pages of two bits.
-    assert_alike(pair, EVIDENCE[2])
+    # Fewer rows are averaged over than in a sum of pages of two bits.
+    assert_alike(pair, 1.2 * EVIDENCE[2])
     pair.close()
 
 

@@ -351,7 +351,7 @@ def test_exactly_the_visible_tokens_are_attended(
 def test_pages_of_mixed_widths_are_merged_exactly(
     heads: Callable[..., tuple[Float, Float, Float]], head_dim: int
 ) -> None:
-    """Demoted pages beside full ones, at every head_dim."""
+    """Demoted pages beside full ones, at every head_dim (QS-9)."""
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     inv_freq = frequencies(32)
     pair, rng = filled(shape, (8, 8), heads, 400, seed=head_dim)

@@ -54,6 +54,7 @@ def wide(line: np.ndarray, side: int) -> np.ndarray:
 @pytest.mark.parametrize("bits", BOUNDS)
 @pytest.mark.parametrize("name", list(pages(0)))
 def test_a_read_is_within_its_bound_of_the_scale(name: str, bits: int, side: int) -> None:
+    """QS-1: half a step for the whole read, eight for the upper four bits of the same codes."""
     for seed in range(3):
         x = pages(seed)[name]
         codes, grid = encode(x, side)
@@ -268,6 +269,7 @@ def test_two_bit_codes_lie_where_the_format_says(dim: int) -> None:
 @SIDES
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
 def test_planes_give_back_all_codes(dim: int, side: int) -> None:
+    """QS-2: both planes are the 8-bit codes again, one of them their upper bits."""
     codes = np.random.default_rng(dim).integers(0, 256, (64, dim)).astype(np.uint8)
     for bits, kept in ((8, 0xFF), (6, 0xFC), (4, 0xF0), (2, 0xC0)):
         stored = planes(codes, bits, side)

@@ -244,12 +244,12 @@ def test_what_is_not_stale_saw_the_text_as_it_is() -> None:
 
 
 def test_idle_time_goes_behind_the_edits_first() -> None:
-    """Before the leftmost; and where many runs have moved apart, to the smallest of these first."""
+    """The last before the others; and where many runs have moved apart, the smallest first."""
     world = World(400)
     for start in (300, 200, 100):
         world.insert(start, start + 2, 5)
         world.encode()
-    behind = [(start, start + NEXT_TOKENS) for start in (105, 208, 311)]
+    behind = [(start, start + NEXT_TOKENS) for start in (311, 208, 105)]
     found = []
     for _ in range(4):
         found.append(world.staleness.next_to_refresh())

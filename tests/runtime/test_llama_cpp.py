@@ -243,7 +243,7 @@ def test_rejected_tokens_leave_no_trace(engine: Engine) -> None:
     np.testing.assert_array_equal(push(engine, kept, ids[35:]), push(engine, other, ids[35:]))
 
 
-@pytest.mark.parametrize("name", ["lookup", "suffix"])
+@pytest.mark.parametrize("name", ["lookup", "suffix", "rewrite"])
 def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
     """Its products do not round alike for one row and for many: where nothing is nearly equal."""
     prompt = [5, 9, 21, 33, 9, 21, 40] * 5
@@ -262,7 +262,7 @@ def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "recycle", "lookahead"])
 def test_drafters_that_it_cannot_serve_are_refused_by_name(engine: Engine, name: str) -> None:
-    asked = f"draft {name} is not possible on the llama.cpp backend.*choose lookup, suffix"
+    asked = f"draft {name} is not possible on the llama.cpp backend.*choose rewrite, lookup"
     with pytest.raises(BackendError, match=asked):
         engine.session(context_tokens=64, draft=lambda: drafter_named(name))
 

@@ -104,7 +104,9 @@ def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
         assert session.drafter is None
 
 
-@pytest.mark.parametrize("name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "recycle"])
+@pytest.mark.parametrize(
+    "name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "rewrite:min_ngram=1", "recycle"]
+)
 def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
     """200 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
     random = np.random.default_rng(5)
@@ -183,7 +185,7 @@ def test_a_cache_under_pressure_becomes_what_plain_decoding_makes_it(
 
 
 def test_an_answer_ends_inside_a_run_of_right_guesses_as_it_would_without(tiny: Engine) -> None:
-    """A stop string, an end token, a full answer, a cancel: same steps, text and cache."""
+    """A stop string, an end token, a full answer, a cancel: same steps, text and cache (QS-11)."""
     prompt = tiny.tokenizer.encode("The quick brown fox jumps over")
     with session(tiny, None) as opened:
         steps = answered(opened, prompt, 60, stop_ids=())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
 from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Draft, Drafter, Round
+from kvq_runtime.drafter import Draft, Drafter, Ground, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
 from kvq_runtime.sampling import distribution
@@ -33,6 +34,7 @@ from kvq_specdraft.layer_sets import Choosing, Kinds
 from kvq_specdraft.model import Model
 from kvq_specdraft.pace import TRIAL_ROUNDS, Pace
 from kvq_specdraft.quantspec import QuantSpec
+from kvq_specdraft.relay import Relay
 from kvq_specdraft.skip import parsed
 from shelf import Shelf
 
@@ -68,6 +70,8 @@ KINDS = (
     "skip:count=1",
     "early:layer=1",
     "model",
+    "lookup+quantspec",
+    "auto+model",
 )
 
 
@@ -75,7 +79,7 @@ def made(kind: str, path: Path, **options: float) -> Drafter:
     """The drafter of a kind, which always guesses; the model drafts for itself."""
     asked = {"least": 1e-9, "most": 7} | options
     name, _, own = kind.partition(":")
-    own = own or ("path=" + str(path) if name == "model" else "")
+    own = own or ("path=" + str(path) if name.endswith("model") else "")
     given = ",".join(filter(None, [own, *(f"{key}={value}" for key, value in asked.items())]))
     return drafter_named(f"{name}:{given}")
 
@@ -97,7 +101,29 @@ def test_greedy_answers_and_caches_are_those_of_plain_decoding(
             same_cache(drafted.sequence.cache, plain.sequence.cache)
         stats = drafted.stats()
         assert stats.drafted_tokens > 60
-        assert (stats.draft_bytes > 0) == (kind == "model")
+        assert (stats.draft_bytes > 0) == kind.endswith("model")
+
+
+def test_the_free_drafter_comes_first_and_each_learns_from_its_own() -> None:
+    """Whose draft a round had decides whether the second hears of it; a pause is the first's."""
+    drafts = iter([Draft(ids=(1,)), Draft(pause=2), Draft(ids=(2,))])
+    first, second, guess = Mock(), Mock(), Draft(ids=(7,))
+    first.propose.side_effect = lambda room: next(drafts)
+
+    def drafting(ground: Ground) -> Work[Any, Draft]:
+        yield from ()
+        return guess
+
+    second.drafting.side_effect = drafting
+    relay, found, heard = Relay(first, second), list[Draft](), list[tuple[int, int]]()
+    for _ in range(5):
+        with pytest.raises(StopIteration) as done:
+            next(relay.drafting(Mock(room=3)))
+        found.append(done.value.value)
+        relay.observe(Mock())
+        heard.append((first.observe.call_count, second.observe.call_count))
+    assert found == [Draft(ids=(1,)), guess, guess, guess, Draft(ids=(2,))]
+    assert heard == [(1, 0), (2, 1), (2, 2), (2, 3), (3, 3)]
 
 
 @needs_native
@@ -154,6 +180,33 @@ def test_a_draft_reads_half_the_weights(engine: Engine) -> None:
 
 
 MATRICES = ("qkv", "o", "gate_up", "down")
+
+
+def test_the_head_is_read_in_part_where_the_text_has_frequent_tokens_only() -> None:
+    """And the vocabulary is large; in what is left out, fifty of a thousand tokens are too many."""
+
+    def head(text: list[int], vocab_size: int = 151936, **options: int) -> int:
+        drafter, backend, asked = QuantSpec(least=1e-9, **options), Mock(), list[Mode]()
+        backend.model.vocab_size = vocab_size
+
+        def extend(tokens: list[int], *, mode: Mode) -> Work[Any, Any]:
+            asked.append(mode)
+            yield from ()
+            return Mock(logits=np.zeros((1, 4), np.float32), seconds=0.1)
+
+        ground = Mock(room=1, due=[1])
+        ground.branch.extend = extend
+        ground.foresight().choose.return_value = (0, None)
+        drafter.open(backend, Mock())
+        drafter.follow(0, text)
+        with pytest.raises(StopIteration):
+            next(drafter.drafting(ground))
+        assert asked[0].view == "hi"
+        return asked[0].head_tokens
+
+    frequent, mixed = list(range(1000)), [40_000 * (place % 20 == 0) for place in range(1000)]
+    assert [head(frequent), head(mixed), head(mixed + frequent)] == [32768, 0, 32768]
+    assert [head(frequent, vocab_size=32000), head(mixed, head=200)] == [0, 200]
 
 
 def rules(seed: int) -> RuleBackend:
@@ -268,6 +321,8 @@ def test_a_draft_model_whose_context_is_full_guesses_no_more(engine: Engine, eig
     ("text", "message"),
     [
         ("quantspec:gamma=3", "option 'gamma=3'; possible: most=..., least=..., head=..."),
+        ("auto+lookup", "draft auto+ 'lookup' is unknown; possible: early, model"),
+        ("model+skip", "draft 'model' is unknown; possible: auto, lookahead"),
         ("quantspec:most=0", "draft quantspec: most=0 is not possible: 1 or more"),
         ("early:least=1.5", "draft early: least=1.5 is not possible"),
         ("skip:layers=3-", "layers=3- is not possible: layers and spans of them joined by +"),

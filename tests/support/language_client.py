@@ -10,11 +10,44 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from environment import environment_in
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.engine import Completion, Draft
 from kvq_apps.lsp.frames import RpcError, read_frames
 from kvq_apps.lsp.server import Completer, LanguageServer
 
 URI = "file:///a.py"
 PATIENCE_S = 120.0
+
+
+class GatedCompleter:
+    """Says what stands before the cursor; waits at a gate, where it can be cancelled."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, int]]] = []
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def complete(
+        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+    ) -> Completion:
+        self.calls.append((document.text, place))
+        self.begun.release()
+        while not self.gate.wait(0.005):
+            if cancel():
+                return Completion(drafts=(), why_not="cancelled")
+        if self.fails:
+            raise RuntimeError("the engine broke")
+        before = document.line(place[0])[: place[1]]
+        texts = (f"<{before}>", f"second {len(self.calls)}")
+        return Completion(drafts=tuple(Draft(text=text, logprob=-1.0) for text in texts))
+
+    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
 class Client:
@@ -140,12 +173,17 @@ class ProcessClient(Client):
         home: Path,
         *words: str,
         command: Sequence[str] = ("-m", "kvq_apps.cli", "lsp"),
-        stderr: Any = subprocess.DEVNULL,
+        log: Path | None = None,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *command, *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment_in(home),
-        )  # fmt: skip
+        """`log`: the file that gets its standard error."""
+        with open(os.devnull if log is None else log, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment_in(home),
+            )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin = self.process.stdin

@@ -266,13 +266,14 @@ def _write_in_turn(cases: list[_Case], tokens: int) -> None:
 def _spelled(drafter: str, path: str) -> str:
     """With the model that drafts, where it is to be one and none is named."""
     name, _, written = drafter.partition(":")
-    if name != "model" or "path=" in written:
+    if name.rpartition("+")[2] != "model" or "path=" in written:
         return drafter
-    return ",".join(filter(None, [f"model:path={path}", written]))
+    return ",".join(filter(None, [f"{name}:path={path}", written]))
 
 
 def _made(drafter: str) -> Drafter:
-    ready = drafter if drafter.partition(":")[0] != "model" else str(resolve_model("nano"))
+    models = drafter.partition(":")[0].endswith("model")
+    ready = str(resolve_model("nano")) if models else drafter
     return drafter_named(_spelled(drafter, ready))
 
 

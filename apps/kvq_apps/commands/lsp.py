@@ -1,9 +1,11 @@
 """`kvq lsp`: a language server that completes code, for any editor that speaks LSP 3.18."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvq_apps import flags, options
 from kvq_apps.completion import asked
@@ -20,30 +22,48 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help="see --model")
     asked.add_arguments(parser)
     flags.add_flags(
-        parser, "exact", "server",
-        server="one draft of a running `kvq serve` instead of loading a model",
+        parser, "exact", "server", "api-key",
+        server="drafts of a running `kvq serve`, http://HOST:PORT or the path of its --socket, "
+        "instead of loading a model",
+        api_key="what the server asks for",
     )  # fmt: skip
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
-    from kvq_apps.completion.engine import DEFAULT_TOKENS
     from kvq_apps.completion.served import ServedCompletions
     from kvq_apps.engine import Engine
     from kvq_apps.lsp.server import LanguageServer
 
     asked.check(arguments)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
 
     def load() -> "Completer":
         if arguments.server is not None:
-            return ServedCompletions(arguments.server, tokens=arguments.predict or DEFAULT_TOKENS)
+            return ServedCompletions(
+                arguments.server,
+                exact=arguments.exact,
+                api_key=arguments.api_key,
+                **asked.drafts_and_tokens(arguments),
+            )
         engine = Engine.open(options.model_name(arguments), **options.engine_options(arguments))
         return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact)
 
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
 
-    # What a library prints must not get between the frames.
-    with redirect_stdout(sys.stderr):
-        return LanguageServer(source, sink, load, log).run()
+    with _own_stdout() as sink:
+        return LanguageServer(sys.stdin.buffer, sink, load, log).run()
+
+
+@contextmanager
+def _own_stdout() -> Generator[BinaryIO]:
+    """Standard output for frames alone: what a library prints, native or not, joins the log."""
+    stdout = sys.stdout.fileno()
+    log = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    with os.fdopen(os.dup(stdout), "wb") as sink:
+        os.dup2(log, stdout)
+        try:
+            yield sink
+        finally:
+            sys.stdout.flush()
+            os.dup2(sink.fileno(), stdout)

@@ -1,7 +1,7 @@
 """What `kvq complete` and `kvq lsp` ask alike: their flags, and the completion engine they mean."""
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq.errors import UsageError
 from kvq_apps import flags, options
@@ -32,6 +32,14 @@ def check(arguments: Namespace) -> None:
         raise UsageError("completion takes one number of --drafts and one --drafts-method")
 
 
+def drafts_and_tokens(arguments: Namespace) -> dict[str, int]:
+    """`drafts` and `tokens` as far as flags ask for them."""
+    asked = options.given(arguments, drafts="drafts", tokens="predict")
+    if "drafts" in asked:
+        (asked["drafts"],) = asked["drafts"]
+    return asked
+
+
 def completion_engine(
     arguments: Namespace, engine: "Engine", context_tokens: int, *, exact: bool = False
 ) -> "CompletionEngine":
@@ -41,16 +49,12 @@ def completion_engine(
     """
     from kvq_apps.completion.engine import CompletionEngine
 
-    asked = options.given(arguments, drafts="drafts", tokens="predict", method="drafts-method")
-    settings: dict[str, Any] = {key: asked[key] for key in ("tokens",) if key in asked}
-    if "drafts" in asked:
-        (settings["drafts"],) = asked["drafts"]
-    (method,) = asked.get("method", ("auto",))
+    (method,) = options.given(arguments, method="drafts-method").get("method", ("auto",))
     session = {"context_tokens": min(context_tokens, engine.model.context_length)}
     return CompletionEngine(
         engine,
         engine.writer(method),
         session_options=session | options.session_options(arguments),
         exact=exact,
-        **settings,
+        **drafts_and_tokens(arguments),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from kvq_models.tokenizer import Tokenizer
 
-MOST_BLOCKS = 1 << 15
+MOST_BLOCKS = 1 << 13
 # What stands before the cursor and what behind it, now and before.
 LAST_TEXTS = 3
 

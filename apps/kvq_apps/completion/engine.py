@@ -16,7 +16,7 @@ from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.filters import Around, shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
-from kvq_models.infilling import fixed_tokens, infill_prompt, infill_tokens
+from kvq_models.infilling import FRONT_STEPS, fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Cancel, never
@@ -28,8 +28,6 @@ DEFAULT_DRAFTS = 3
 DEFAULT_TOKENS = 16
 # Rows that drafts may take; longer or more ones are cut to them.
 DRAFT_ROWS = 96
-# A file that does not fit loses its beginning in so many steps of the context.
-_FRONT_STEPS = 8
 # Of a long file so many characters a token of the context are looked at: code has 3 to 4.
 NEAR_CHARACTERS = 6
 # Lines after the cursor that a draft must not repeat.
@@ -112,7 +110,7 @@ class CompletionEngine:
             stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
             cancel=cancel,
         )  # fmt: skip
-        kept = _distinct(
+        kept = distinct(
             Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
             for one in found
         )
@@ -130,7 +128,7 @@ class CompletionEngine:
         if self._frozen is not None:
             prefix, suffix, typed = self._frozen.split(prefix, suffix)
             room -= MOST_TYPED
-        step = max(1, room // _FRONT_STEPS)
+        step = max(1, room // FRONT_STEPS)
         ids = infill_prompt(self._tokenizer, prefix, suffix, room, self._encode, step=step)
         if not typed:
             return ids, b""
@@ -154,7 +152,7 @@ def surroundings(document: Document, place: tuple[int, int]) -> Around:
     return Around(before=own[:column], rest=own[column:], next_lines=below)
 
 
-def _distinct(drafts: Iterable[Draft]) -> list[Draft]:
+def distinct(drafts: Iterable[Draft]) -> list[Draft]:
     """Those that show something, each text once."""
     kept: dict[str, Draft] = {}
     for draft in drafts:

@@ -4,6 +4,7 @@ Standard library only: nothing is loaded here, and another editor's requests sha
 """
 
 import json
+from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
 from select import select
 from time import perf_counter
@@ -13,12 +14,15 @@ from urllib.parse import urlsplit
 from kvq.errors import BackendError, UsageError
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.engine import (
+    DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
     Draft,
+    distinct,
     surroundings,
 )
 from kvq_apps.completion.filters import shown
+from kvq_apps.serve.reach import UnixConnection
 from kvq_runtime.generation import Cancel
 
 # Characters around the cursor; the server leaves out what does not fit its context.
@@ -30,15 +34,32 @@ HTTP_OK = 200
 
 
 class ServedCompletions:
-    """One greedy draft of `tokens` tokens at most from the server at `url`."""
+    """Up to `drafts` drafts of `tokens` tokens at most from the server at `address`.
 
-    def __init__(self, url: str, *, tokens: int = DEFAULT_TOKENS) -> None:
-        """Raises `UsageError` for an address that is none; nobody is asked yet."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
-            raise UsageError(f"--server {url!r} is not possible: give http://HOST:PORT")
-        self._url, self._address = url, (parts.hostname, parts.port)
-        self._tokens = tokens
+    The first is the greedy one; the others begin with the next likeliest tokens. A server that
+    knows no `x_kvq.distinct`, such as llama-server, writes the greedy one several times, which is
+    shown once.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        drafts: int = DEFAULT_DRAFTS,
+        tokens: int = DEFAULT_TOKENS,
+        exact: bool = False,
+        api_key: str | None = None,
+    ) -> None:
+        """`address`: http://HOST:PORT, or the path of a unix socket.
+
+        Raises `UsageError` for an address that is neither; nobody is asked yet.
+        """
+        self._address = address
+        self._host, self._port = _host(address)
+        self._drafts, self._tokens, self._exact = drafts, tokens, exact
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def complete(self, document: Document, place: tuple[int, int], *, cancel: Cancel) -> Completion:
         """Drafts that go on at `place`. Raises `BackendError` where nobody answers."""
@@ -46,20 +67,23 @@ class ServedCompletions:
         prefix, suffix = document.around(place, NEAR)
         body = {
             "input_prefix": prefix, "input_suffix": suffix,
-            "n_predict": self._tokens, "stop": ["\n"], "temperature": 0.0,
+            "n_predict": self._tokens, "n_cmpl": self._drafts, "stop": ["\n"], "temperature": 0.0,
+            "x_kvq": {"distinct": True, "exact": self._exact},
         }  # fmt: skip
-        answer = self._asked(body, cancel)
-        if answer is None:
+        answers = self._asked(body, cancel)
+        if answers is None:
             return Completion(drafts=(), why_not="cancelled")
-        text = shown(str(answer.get("content", "")), surroundings(document, place))
-        own = answer.get("x_kvq") or {}
+        around = surroundings(document, place)
+        texts = [shown(str(one.get("content", "")), around) for one in answers]
+        drafts = distinct(Draft(text=text, logprob=0.0) for text in texts)
+        own = answers[0].get("x_kvq") or {}
         cached = int(own.get("cached_tokens", 0))
         return Completion(
-            drafts=(Draft(text=text, logprob=0.0),) if text else (),
+            drafts=tuple(drafts),
             reused_tokens=cached,
             encoded_tokens=int(own.get("prompt_tokens", 0)) - cached,
             ms=(perf_counter() - since) * 1e3,
-            why_not=None if text else "filtered",
+            why_not=None if drafts else "filtered",
         )
 
     def refresh(self, max_tokens: int, cancel: Cancel) -> int:
@@ -69,21 +93,51 @@ class ServedCompletions:
     def close(self) -> None:
         """Connections live for one request only."""
 
-    def _asked(self, body: dict[str, Any], cancel: Cancel) -> dict[str, Any] | None:
-        """The answer to `body`; None once it is not wanted. Raises `BackendError`."""
-        connection = HTTPConnection(*self._address, timeout=CONNECT_S)
+    def _asked(self, body: dict[str, Any], cancel: Cancel) -> Sequence[dict[str, Any]] | None:
+        """The answers to `body`; None once they are not wanted. Raises `BackendError`."""
+        connection = self._connection()
         try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/infill", json.dumps(body).encode(), headers)
+            connection.request("POST", "/infill", json.dumps(body).encode(), self._headers)
             while not select([connection.sock], [], [], POLL_S)[0]:
                 if cancel():
                     return None
             response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, HTTPException, ValueError) as error:
-            raise BackendError(f"{self._url} does not answer: {error}") from error
+            raise BackendError(f"{self._address} does not answer: {error}") from error
         finally:
             connection.close()
-        if response.status != HTTP_OK or not isinstance(answer, dict):
-            raise BackendError(f"{self._url} refuses: {answer}")
-        return answer
+        answers = answer if isinstance(answer, list) else [answer]
+        if response.status != HTTP_OK or not answers or not all(map(_is_object, answers)):
+            raise BackendError(f"{self._address} refuses: {_reason(answer)}")
+        return answers
+
+    def _connection(self) -> HTTPConnection:
+        if self._host is None:
+            return UnixConnection(self._address.removeprefix("unix:"), timeout=CONNECT_S)
+        return HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+
+
+def _host(address: str) -> tuple[str | None, int | None]:
+    """Host and port of an address; no host: it is a socket's path. Raises `UsageError`."""
+    try:
+        parts = urlsplit(address if "/" in address else f"http://{address}")
+        if parts.scheme == "http" and parts.hostname:
+            return parts.hostname, parts.port
+    except ValueError:
+        parts = None
+    if parts is None or "://" in address or not parts.path:
+        raise UsageError(
+            f"--server {address!r} is not possible: give http://HOST:PORT or a socket's path"
+        )
+    return None, None
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _reason(answer: Any) -> Any:
+    """What a server says of an error, in its words."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("message", answer) if isinstance(error, dict) else answer

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -63,6 +63,16 @@ class _Open:
     request: "_Request | None" = None
     last: Completion | None = None
     binary: bool = False
+    # A change could not be made: this is not the editor's text until all of it comes again.
+    lost: bool = False
+    # What somebody took of the drafts shown last: nothing, part or all; None: none were shown.
+    taken: str | None = None
+
+    def why_not(self) -> str | None:
+        """Why this text is not completed, or None."""
+        if self.lost:
+            return "changes came out of order: close and open the document"
+        return "the document is no text" if self.binary else None
 
 
 @dataclass(slots=True)
@@ -73,7 +83,7 @@ class _Request:
     uri: str
     version: int
     place: tuple[int, int]
-    selected: str
+    selected: "_Selected | None" = None
     as_list: bool = False
     cancelled: bool = False
     superseded: bool = False
@@ -81,6 +91,25 @@ class _Request:
     def ends(self) -> bool:
         """Whether nobody waits any more."""
         return self.cancelled or self.superseded
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """What the editor's own list would put in place of a range."""
+
+    text: str
+    start: Position
+    end: Position
+    range: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of the lists of drafts shown so far, those of which one was taken, all of it or a part."""
+
+    shown: int = 0
+    accepted: int = 0
+    partly: int = 0
 
 
 class LanguageServer:
@@ -98,6 +127,7 @@ class LanguageServer:
         self._load = load
         self._log = log
         self._documents: dict[str, _Open] = {}
+        self._waiting: dict[int | str, _Request] = {}
         self._encoding: Encoding = "utf-16"
         self._initialized = self._shut_down = False
         self._settings = Settings()
@@ -108,6 +138,7 @@ class LanguageServer:
         self._gone = threading.Event()
         self._numbers = itertools.count()
         self._failure: str | None = None
+        self._counts = _Counts()
         self._work: SimpleQueue[_Request | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
@@ -126,9 +157,8 @@ class LanguageServer:
                 self._take(message)
         self._gone.set()
         with self._lock:
-            for one in self._documents.values():
-                if one.request is not None:
-                    one.request.cancelled = True
+            for request in self._waiting.values():
+                request.cancelled = True
         self._work.put(None)
         self._worker.join(10.0)
         self._writer.close()
@@ -187,6 +217,7 @@ class LanguageServer:
             "workspace/didChangeConfiguration": self._on_configuration,
             "$/cancelRequest": self._on_cancel,
             "workspace/executeCommand": self._on_command,
+            "textDocument/didPartiallyAcceptCompletion": self._on_part,
         }
 
     def _initialize(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +237,7 @@ class LanguageServer:
             "positionEncoding": self._encoding,
             "textDocumentSync": {"openClose": True, "change": 2},
             "inlineCompletionProvider": {},
-            "executeCommandProvider": {"commands": ["kvq.toggle", "kvq.explain"]},
+            "executeCommandProvider": {"commands": list(self._commands())},
         }
         # For editors that know no inline completion: beside their own, asked for by a key.
         offers |= {"completionProvider": {}} if self._as_list else {}
@@ -280,17 +311,29 @@ class LanguageServer:
                 return
             self._supersede(item["uri"])
             known.shown.clear()
+            # Until every change is made.
+            known.lost, lost = True, known.lost
+            version = int(item["version"])
+            lost |= version <= known.version
             for change in params["contentChanges"]:
-                text = str(change["text"])
-                known.binary |= "\0" in text
-                if "range" in change:
-                    start, end = (_position(change["range"][side]) for side in ("start", "end"))
-                    if known.typed and not known.typed.survives(start.line, end.line, text):
-                        known.typed = None
-                    known.document.replace(start, end, text, self._encoding)
-                else:
-                    known.document, known.typed = Document(text), None
-            known.version = int(item["version"])
+                whole = self._change(known, change)
+                lost &= not whole
+            known.version, known.lost = version, lost
+
+    def _change(self, known: _Open, change: dict[str, Any]) -> bool:
+        """Makes one change; whether it was all of the text."""
+        text = change["text"]
+        if not isinstance(text, str):
+            raise TypeError("the text of a change is not a string")
+        known.binary |= "\0" in text
+        if change.get("range") is None:
+            known.document, known.typed, known.binary = Document(text), None, "\0" in text
+            return True
+        start, end = (_position(change["range"][side]) for side in ("start", "end"))
+        if known.typed and not known.typed.survives(start.line, end.line, text):
+            known.typed = None
+        known.document.replace(start, end, text, self._encoding)
+        return False
 
     def _on_close(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
@@ -303,9 +346,11 @@ class LanguageServer:
         return self._on_completion({**params, "context": None}, number, as_list=True)
 
     def _on_completion(self, params: dict[str, Any], number: Any, *, as_list: bool = False) -> Any:
+        if number is None:
+            return None  # nobody can be answered
         uri, position = params["textDocument"]["uri"], _position(params["position"])
         context = params.get("context") or {}
-        selected = context.get("selectedCompletionInfo") or {}
+        selected = _selected(context.get("selectedCompletionInfo"))
         with self._lock:
             known = self._documents.get(uri)
             why_not = self._why_not(uri, known)
@@ -317,33 +362,62 @@ class LanguageServer:
             shown = known.shown.get(place)
             if shown is None and known.typed is not None:
                 shown = known.typed.rest(known.document, place)
-            if shown is not None and not selected:
+            if shown is not None and selected is None:
                 known.last = known.shown[place] = shown
-                return self._items(known.document, place, shown, "", as_list=as_list)
+                return self._items(uri, known.document, place, shown, as_list=as_list)
             self._supersede(uri)
-            chosen = str(selected.get("text", ""))
-            request = _Request(number, uri, known.version, place, chosen, as_list)
-            known.request = request
+            request = _Request(number, uri, known.version, place, selected, as_list)
+            known.request = self._waiting[number] = request
         self._work.put(request)
         return _LATER
 
     def _on_cancel(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
-            for known in self._documents.values():
-                if known.request is not None and known.request.id == params.get("id"):
-                    known.request.cancelled = True
+            if (request := self._waiting.get(params["id"])) is not None:
+                request.cancelled = True
 
     def _on_command(self, params: dict[str, Any], _: Any) -> Any:
-        command = params.get("command")
-        if command == "kvq.toggle":
-            self._settings = replace(self._settings, enabled=not self._settings.enabled)
-            return self._settings.enabled
-        if command == "kvq.explain":
-            uri = (params.get("arguments") or [""])[0]
+        command = self._commands().get(params["command"])
+        if command is None:
+            raise RpcError(INVALID_PARAMS, f"{params['command']} is no command of kvq")
+        return command(*(params.get("arguments") or ()))
+
+    def _commands(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "kvq.toggle": self._toggle,
+            "kvq.explain": self._explain,
+            "kvq.accepted": self._accepted,
+        }
+
+    def _toggle(self, *_: Any) -> bool:
+        self._settings = replace(self._settings, enabled=not self._settings.enabled)
+        return self._settings.enabled
+
+    def _explain(self, uri: str = "", *_: Any) -> dict[str, Any] | None:
+        """What the last completion of a document cost, or why there was none; all that was taken.
+
+        What is counted stays in this process.
+        """
+        with self._lock:
             known = self._documents.get(uri)
             last = None if known is None else known.last
-            return None if last is None else _explained(last)
-        raise RpcError(INVALID_PARAMS, f"{command} is no command of kvq")
+            return None if last is None else _explained(last) | {"counts": asdict(self._counts)}
+
+    def _accepted(self, uri: str, taken: str = "all", *_: Any) -> None:
+        """A draft of those shown last was put into a document: `all` of it, or a `part`."""
+        if taken not in ("all", "part"):
+            raise ValueError(f"{taken!r} of a draft: it is all or part")
+        with self._lock:
+            known = self._documents.get(uri)
+            if known is None or known.taken in (None, "all", taken):
+                return
+            self._counts.partly += 1 if taken == "part" else -(known.taken == "part")
+            self._counts.accepted += taken == "all"
+            known.taken = taken
+
+    def _on_part(self, params: dict[str, Any], _: Any) -> None:
+        """As GitHub's language server is told it: the item is one that was shown."""
+        self._accepted(params["item"]["command"]["arguments"][0], "part")
 
     # What goes out
 
@@ -353,10 +427,8 @@ class LanguageServer:
             return "this document is not open"
         if not self._settings.enabled:
             return "completion is switched off"
-        if (ignored := self._settings.why_not(uri)) is not None:
-            return ignored
-        if known.binary:
-            return "the document is no text"
+        if (left_alone := self._settings.why_not(uri) or known.why_not()) is not None:
+            return left_alone
         if self._completer is None:
             return self._failure or "the model is loading"
         return None
@@ -413,8 +485,11 @@ class LanguageServer:
                 return
             # What the reader changes meanwhile is another document to this request.
             document = known.document.copy()
+        place = request.place
+        if request.selected is not None:
+            place = self._with_selected(document, request.selected)
         try:
-            found = completer.complete(document, request.place, cancel=request.ends)
+            found = completer.complete(document, place, cancel=request.ends)
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
             self._log(f"completion failed: {error}")
             found = Completion(drafts=(), why_not=str(error))
@@ -424,16 +499,28 @@ class LanguageServer:
                 self._end(request)
                 return
             known.request, known.last = None, found
+            self._waiting.pop(request.id, None)
             if found.drafts:
-                known.shown[request.place] = found
-                known.typed = TypedThrough(document, request.place, found)
+                known.taken = "nothing"
+                self._counts.shown += 1
+            if found.drafts and request.selected is None:
+                known.shown[place] = found
+                known.typed = TypedThrough(document, place, found)
             items = self._items(
-                document, request.place, found, request.selected, as_list=request.as_list
+                request.uri, document, place, found, request.selected, as_list=request.as_list
             )
             self._answer(request.id, result=items)
 
+    def _with_selected(self, document: Document, selected: _Selected) -> tuple[int, int]:
+        """Puts the choice of the editor's list into `document`; the place behind it."""
+        line, column = document.place(selected.start, self._encoding)
+        document.replace(selected.start, selected.end, selected.text, self._encoding)
+        before, ended, last = selected.text.rpartition("\n")
+        return line + before.count("\n") + len(ended), len(last) + (0 if ended else column)
+
     def _end(self, request: _Request) -> None:
         """Answers a request whose answer nobody wants: each gets exactly one."""
+        self._waiting.pop(request.id, None)
         if request.cancelled:
             self._answer(request.id, error=RpcError(CANCELLED, "cancelled"))
         else:
@@ -441,28 +528,35 @@ class LanguageServer:
 
     def _items(
         self,
+        uri: str,
         document: Document,
         place: tuple[int, int],
         found: Completion,
-        selected: str,
+        selected: _Selected | None = None,
         *,
         as_list: bool,
     ) -> dict[str, Any] | None:
-        line, column = place
-        start = _word_start(document.line(line), column)
-        typed = document.line(line)[start:column]
-        rows = [
-            {"line": line, "character": document.units(line, at, self._encoding)}
-            for at in (start, column)
-        ]
-        texts = [typed + draft.text for draft in found.drafts]
-        texts = [text for text in texts if text.startswith(selected)][: self._settings.drafts]
-        replaced = {"start": rows[0], "end": rows[1]}
-        if not texts:
+        """The items that show `found`; each begins with what stands in the range it replaces."""
+        if not found.drafts:
             return None
+        if selected is None:
+            line, column = place
+            start = _word_start(document.line(line), column)
+            before = document.line(line)[start:column]
+            rows = [
+                {"line": line, "character": document.units(line, at, self._encoding)}
+                for at in (start, column)
+            ]
+            replaced = {"start": rows[0], "end": rows[1]}
+        else:
+            before, replaced = selected.text, selected.range
+        texts = [before + draft.text for draft in found.drafts[: self._settings.drafts]]
+        command = {"title": "kvq: accepted", "command": "kvq.accepted", "arguments": [uri, "all"]}
         if as_list:
-            return {"isIncomplete": True, "items": [_list_item(one, replaced) for one in texts]}
-        return {"items": [{"insertText": text, "range": replaced} for text in texts]}
+            items = [_list_item(text, replaced) | {"command": command} for text in texts]
+            return {"isIncomplete": True, "items": items}
+        items = [{"insertText": text, "range": replaced, "command": command} for text in texts]
+        return {"items": items}
 
     def _leave(self) -> None:
         os._exit(1)
@@ -481,6 +575,13 @@ def _list_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
     """An item of `textDocument/completion`."""
     edit = {"range": replaced, "newText": text}
     return {"label": text.strip(), "filterText": text, "detail": "kvq", "textEdit": edit}
+
+
+def _selected(value: dict[str, Any] | None) -> _Selected | None:
+    if not value:
+        return None
+    start, end = (_position(value["range"][side]) for side in ("start", "end"))
+    return _Selected(str(value["text"]), start, end, value["range"])
 
 
 def _position(value: dict[str, Any]) -> Position:

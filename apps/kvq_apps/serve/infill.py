@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from kvq.errors import ModelError
 from kvq_apps.serve.errors import RequestError
-from kvq_models.infilling import CHARACTERS_PER_TOKEN, infill_prompt, infill_tokens
+from kvq_models.infilling import (
+    CHARACTERS_PER_TOKEN,
+    FRONT_STEPS,
+    infill_prompt,
+    infill_tokens,
+)
 from kvq_models.tokenizer import Tokenizer
 
 _NO_LIMIT = 1 << 40
@@ -40,11 +45,13 @@ def fitted_prompt(
     """Ids of at most `room` tokens, and whether something was left out for it.
 
     `extra` are (file name, text), the least useful first: these go first when room is short, then
-    the far ends of prefix and suffix. The newest extra stands next to the text around the gap.
+    the far ends of prefix and suffix, the prefix in steps, so that its beginning stays where it is
+    while somebody types. The newest extra stands next to the text around the gap.
     """
     ids = whole_prompt(tokenizer, model, prefix, suffix, room)
     if len(ids) > room:
-        return infill_prompt(tokenizer, prefix, suffix, room), True
+        step = max(1, room // FRONT_STEPS)
+        return infill_prompt(tokenizer, prefix, suffix, room, step=step), True
     room -= len(ids)
     chosen: list[list[int]] = []
     for name, text in reversed(extra):

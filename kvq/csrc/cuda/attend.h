@@ -3,49 +3,19 @@
 // A block is (part of the pages, 8 query rows, KV head); its warps take pages in turn. Of a page a
 // warp computes logits [64 tokens, 8 rows] = codes . (queries * scales), each query row's running
 // softmax, and values [channels, 8 rows] += codes . (weights * scales): both are products of codes
-// as they lie in memory (codes.h). Lane 4g + t owns query row g, sixteen of its tokens each.
+// as they lie in memory (codes.h). Lane 4g + t owns query row g, sixteen of its tokens each. While
+// a warp computes with a page's keys its values are on their way to shared memory, and then the
+// next page's keys.
 #pragma once
 #include "codes.h"
 #include "kvq_cuda.h"
 #include "queries.h"
+#include "side.h"
 
 namespace kvq::cuda {
 
 constexpr int kRows = 8, kWarps = 4, kThreads = kWarps * kWarp;
 constexpr float kNothing = -1e30f;  // running maximum before the first visible key
-
-// One side of a page: its planes, granule by granule, and its grid.
-struct Side {
-    const uint8_t* granule[kGranulesPerSide];
-    const uint8_t* grid;
-    // The bits below the upper nibbles, of vector `vector` (4n + t) of a group: half as many
-    // vectors where they are two each, of which a lane's codes lie in the upper fields if t is odd.
-    template <int Bits>
-    KVQ_DEVICE_MEMBER uint32_t low_word(int group, int group_bytes, int vector, int g,
-                                        int granule_bytes) const {
-        if constexpr (Bits == 8)
-            return word(1, group * group_bytes + 32 * vector + 4 * g, granule_bytes);
-        if constexpr (Bits == 6)
-            return word(1, group * group_bytes / 2 + 32 * (vector / 2) + 4 * g, granule_bytes) >>
-                   4 * (vector % 2);
-        return 0;
-    }
-    KVQ_DEVICE_MEMBER uint32_t word(int plane, int offset, int granule_bytes) const {
-        const int part = offset >= granule_bytes;
-        const uint8_t* at = granule[2 * plane + part] + offset - part * granule_bytes;
-        return *reinterpret_cast<const uint32_t*>(at);
-    }
-};
-
-KVQ_DEVICE Side side_of(const kvq_cuda_sequence& s, const Entry& e, bool values, int head_dim) {
-    Side side;
-    const uint32_t* slots = e.granule + (values ? kGranulesPerSide : 0);
-    for (int i = 0; i < kGranulesPerSide; i++)
-        side.granule[i] = s.pool + s.pool_bytes - (int64_t{slots[i]} + 1) * s.granule_bytes;
-    side.grid = s.pool + int64_t{e.constants} * s.constant_bytes +
-                (values ? static_cast<int64_t>(grid_bytes(head_dim)) : 0);
-    return side;
-}
 
 // What a lane knows of its query row, and of the part of the output it holds: channels 16m + g and
 // 16m + g + 8 of query rows 2t and 2t + 1.
@@ -56,9 +26,8 @@ struct Running {
 };
 
 struct Lane {
-    int g, t;     // of lane 4g + t
-    bool is_row;  // row g is a query row, not padding
-    int64_t position;
+    int g, t;            // of lane 4g + t
+    bool is_row;         // row g is a query row, not padding
     const float* query;  // as floats are met, [head_dim]
     int64_t turn_stride;
 };
@@ -80,10 +49,6 @@ KVQ_DEVICE uint64_t sees(int64_t position, const View& view, int window) {
     const uint64_t outside = window > 0 ? low_bits(position - window + 1 - start) : 0;
     return view.mask & low_bits(position - start + 1) & ~outside;
 }
-KVQ_DEVICE int widest_bits(const kvq_cuda_sequence& s) {
-    return s.hi_view ? 4 : 8;
-}
-
 // Token i of the sixteen a lane owns, by the width at which the page's values lie.
 KVQ_DEVICE int own_token(const Lane& lane, int v_bits, int i) {
     return v_bits == 2 ? 16 * lane.t + i : i / 8 * 32 + 8 * lane.t + i % 8;
@@ -91,47 +56,51 @@ KVQ_DEVICE int own_token(const Lane& lane, int v_bits, int i) {
 
 // Codes . numbers for 16 tokens at a time: logits [row][token] of one page in shared memory.
 template <int Dim, int Bits>
-KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const Side& side,
+KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const SideRoom<Dim>& side,
                            float (*logits)[kPageTokens]) {
     constexpr int kPer = kCodes<Bits>, kTurns = (Dim + 4 * kPer - 1) / (4 * kPer);
     const Line scales = scales_of(side.grid), mids = mids_of(side.grid, Dim);
     const float top = fmaxf(scales.top(), 1e-30f);
-    uint32_t numbers[kTurns][kProducts<Bits>][2];
-    float base = 0;
-    for (int turn = 0; turn < kTurns; turn++)
-        for (int i = 0; i < kProducts<Bits>; i++) {
-            float x[4];
-            for (int j = 0; j < 4; j++) {
-                const int channel = (4 * turn + lane.t) * kPer + 4 * i + j;
-                const float q = channel < Dim && lane.is_row ? query[channel] : 0.0f;
-                x[j] = channel < Dim ? q * (scales.at(channel) / top) : 0.0f;
-                base += channel < Dim ? q * mids.at(channel) : 0.0f;
-            }
-            number_operand(x, numbers[turn][i]);
+    uint32_t numbers[kTurns][kProducts<Bits>][2], ones[4];
+    ones_operand(ones);
+    float base = 0, beyond[4] = {};
+    KVQ_UNROLL for (int turn = 0; turn < kTurns; turn++)
+        KVQ_UNROLL for (int i = 0; i < kProducts<Bits>; i++) {
+        float x[4];
+        KVQ_UNROLL for (int j = 0; j < 4; j++) {
+            const int channel = (4 * turn + lane.t) * kPer + 4 * i + j;
+            const float q = channel < Dim && lane.is_row ? query[channel] : 0.0f;
+            x[j] = channel < Dim ? q * (scales.at(channel) / top) : 0.0f;
+            base += channel < Dim ? q * mids.at(channel) : 0.0f;
         }
+        number_operand(x, numbers[turn][i]);
+        mma(beyond, ones, numbers[turn][i]);
+    }
     base = over_row(base, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
     constexpr int kStored = Bits == 2 ? 2 : 4;  // bits of the first plane
     constexpr int kGroupBytes = Dim * kStored;  // of eight tokens
     for (int tile = 0; tile < kPageTokens / 16; tile++) {
         float sums[4] = {};
-        for (int turn = 0; turn < kTurns; turn++) {
+        KVQ_UNROLL for (int turn = 0; turn < kTurns; turn++) {
             uint32_t word[2] = {}, low[2] = {};
             const int vector = 4 * turn + lane.t;
-            for (int half = 0; half < 2 && vector * kPer < Dim; half++) {
-                const int offset = (2 * tile + half) * kGroupBytes + 32 * vector + 4 * lane.g;
-                word[half] = side.word(0, offset, 16 * Dim);
+            KVQ_UNROLL for (int half = 0; half < 2; half++) {
+                if (vector * kPer >= Dim) continue;
+                word[half] =
+                    side.word(0, (2 * tile + half) * kGroupBytes + 32 * vector + 4 * lane.g);
                 low[half] =
-                    side.low_word<Bits>(2 * tile + half, kGroupBytes, vector, lane.g, 16 * Dim);
+                    side.template low_word<Bits>(2 * tile + half, kGroupBytes, vector, lane.g);
             }
-            for (int i = 0; i < kProducts<Bits>; i++) {
+            KVQ_UNROLL for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
                 code_operand<Bits>(word, low, i, codes);
                 mma(sums, codes, numbers[turn][i]);
             }
         }
-        for (int i = 0; i < 4; i++)
-            logits[2 * lane.t + i % 2][16 * tile + lane.g + i / 2 * 8] = sums[i] * unit;
+        KVQ_UNROLL for (int i = 0; i < 4; i++)
+            logits[2 * lane.t + i % 2][16 * tile + lane.g + i / 2 * 8] =
+                (sums[i] - kBeyond<Bits> * beyond[i]) * unit;
     }
     sync_warp();
     for (int i = 0; i < 16; i++) logits[lane.g][16 * lane.t + i] += base;
@@ -144,7 +113,7 @@ template <int Dim>
 KVQ_DEVICE float weigh(const Lane& lane, const float* logits, uint64_t seen, int v_bits,
                        float softcap, Running<Dim>& state, float* weights) {
     float most = kNothing;
-    for (int i = 0; i < 16; i++) {
+    KVQ_UNROLL for (int i = 0; i < 16; i++) {
         const int token = own_token(lane, v_bits, i);
         float x = logits[token];
         if (softcap > 0) x = softcap * kLog2E * tanh(x / (softcap * kLog2E));
@@ -154,7 +123,7 @@ KVQ_DEVICE float weigh(const Lane& lane, const float* logits, uint64_t seen, int
     const float maximum = fmaxf(state.maximum, over_row(most, true));
     const float shrunk = exp2_fast(state.maximum - maximum);
     float sum = 0;
-    for (int i = 0; i < 16; i++) {
+    KVQ_UNROLL for (int i = 0; i < 16; i++) {
         weights[i] = weights[i] > kNothing ? exp2_fast(weights[i] - maximum) : 0.0f;
         sum += weights[i];
     }
@@ -165,95 +134,58 @@ KVQ_DEVICE float weigh(const Lane& lane, const float* logits, uint64_t seen, int
 
 // Adds the page's values: out = out * shrunk + codes . (weights * scales) + weights . mids.
 template <int Dim, int Bits>
-KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk, const Side& side,
-                           bool channels, Running<Dim>& state) {
+KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
+                           const SideRoom<Dim>& side, bool channels, Running<Dim>& state) {
     const int groups = channels ? Dim : kPageTokens;
     const Line scales = scales_of(side.grid), mids = mids_of(side.grid, groups);
     const float top = channels ? 1.0f : fmaxf(scales.top(), 1e-30f);
-    uint32_t numbers[4][2];
-    float constant = 0;
-    for (int i = 0; i < 4; i++) {
+    uint32_t numbers[4][2], ones[4];
+    ones_operand(ones);
+    float constant = 0, beyond[4] = {};
+    KVQ_UNROLL for (int i = 0; i < 4; i++) {
         float x[4];
-        for (int j = 0; j < 4; j++) {
+        KVQ_UNROLL for (int j = 0; j < 4; j++) {
             const int token = own_token(lane, Bits, 4 * i + j);
             const float weight = weights[4 * i + j];
             x[j] = channels ? weight : weight * (scales.at(token) / top);
             constant += channels ? weight : weight * mids.at(token);
         }
         number_operand(x, numbers[i]);
+        mma(beyond, ones, numbers[i]);
     }
     constant = over_row(constant, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
     float shrink[2], added[2];
-    for (int i = 0; i < 2; i++) {
+    KVQ_UNROLL for (int i = 0; i < 2; i++) {
         const int source = 4 * (2 * lane.t + i);
         shrink[i] = shuffle_from(shrunk, source);
         added[i] = shuffle_from(constant, source);
     }
     constexpr int kWords = 4 / kProducts<Bits>;            // of a channel, in this lane
     constexpr int kGroupBytes = 64 * (Bits == 2 ? 2 : 4);  // of eight channels
-    for (int tile = 0; tile < Dim / 16; tile++) {
+    KVQ_UNROLL for (int tile = 0; tile < Dim / 16; tile++) {
         float sums[4] = {};
-        for (int w = 0; w < kWords; w++) {
-            uint32_t word[2], low[2] = {};
-            for (int half = 0; half < 2; half++) {
-                const int offset =
-                    (2 * tile + half) * kGroupBytes + 32 * (4 * w + lane.t) + 4 * lane.g;
-                word[half] = side.word(0, offset, 16 * Dim);
-                low[half] = side.low_word<Bits>(2 * tile + half, kGroupBytes, 4 * w + lane.t,
-                                                lane.g, 16 * Dim);
+        KVQ_UNROLL for (int w = 0; w < kWords; w++) {
+            uint32_t word[2], low[2];
+            KVQ_UNROLL for (int half = 0; half < 2; half++) {
+                const int group = 2 * tile + half, vector = 4 * w + lane.t;
+                word[half] = side.word(0, group * kGroupBytes + 32 * vector + 4 * lane.g);
+                low[half] = side.template low_word<Bits>(group, kGroupBytes, vector, lane.g);
             }
-            for (int i = 0; i < kProducts<Bits>; i++) {
+            KVQ_UNROLL for (int i = 0; i < kProducts<Bits>; i++) {
                 uint32_t codes[4];
                 code_operand<Bits>(word, low, i, codes);
                 mma(sums, codes, numbers[w * kProducts<Bits> + i]);
             }
         }
-        for (int i = 0; i < 4; i++) {
+        KVQ_UNROLL for (int i = 0; i < 4; i++) {
             const int channel = 16 * tile + lane.g + i / 2 * 8;
-            const float scale = channels ? scales.at(channel) : 1.0f;
+            const float scale = channels ? scales.at(channel) * unit : unit;
             const float more = channels ? added[i % 2] * mids.at(channel) : added[i % 2];
-            state.out[tile][i] = state.out[tile][i] * shrink[i % 2] + sums[i] * unit * scale + more;
+            state.out[tile][i] = state.out[tile][i] * shrink[i % 2] +
+                                 (sums[i] - kBeyond<Bits> * beyond[i]) * scale + more;
         }
     }
-}
-
-// Calls with the width as a type.
-template <int Bits>
-struct Width {
-    static constexpr int kBits = Bits;
-};
-template <class Call>
-KVQ_DEVICE void with_bits(int bits, const Call& call) {
-    if (bits == 8) call(Width<8>{});
-    else if (bits == 6) call(Width<6>{});
-    else if (bits == 4) call(Width<4>{});
-    else call(Width<2>{});
-}
-
-template <int Dim>
-KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Lane& lane, int kv_head, int index, float (*logits)[kPageTokens],
-                            Running<Dim>& state) {
-    const View view = static_cast<const View*>(s.views)[index];
-    const Entry& e =
-        static_cast<const Entry*>(s.entries)[int64_t{kv_head} * s.most_columns + view.column];
-    if (e.k_bits == 0) return;
-    const int k_bits = min(widest_bits(s), int{e.k_bits});
-    const int v_bits = min(widest_bits(s), int{e.v_bits});
-    const uint64_t seen = lane.is_row ? sees(lane.position, view, a.window_tokens) : 0;
-    const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
-    const Side keys = side_of(s, e, false, Dim), values = side_of(s, e, true, Dim);
-    with_bits(k_bits, [&](auto bits) {
-        key_logits<Dim, decltype(bits)::kBits>(lane, query, keys, logits);
-    });
-    float weights[16];
-    const float shrunk = weigh<Dim>(lane, logits[lane.g], seen, v_bits, a.softcap, state, weights);
-    const bool channels = s.forms[kv_head] & kChannelValues;
-    with_bits(v_bits, [&](auto bits) {
-        add_values<Dim, decltype(bits)::kBits>(lane, weights, shrunk, values, channels, state);
-    });
-    sync_warp();
 }
 
 // Visit `index` to up to 64 rows of the tail, float16 as they are: a page without codes.
@@ -284,17 +216,16 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
     }
     sync_warp();
     float weights[16];
-    const float shrunk =
-        weigh<Dim>(lane, logits[lane.g], lane.is_row ? seen : 0, 4, a.softcap, state, weights);
+    const float shrunk = weigh<Dim>(lane, logits[lane.g], seen, 4, a.softcap, state, weights);
     uint32_t numbers[4][2];
     for (int i = 0; i < 4; i++) number_operand(weights + 4 * i, numbers[i]);
     float shrink[2];
     for (int i = 0; i < 2; i++) shrink[i] = shuffle_from(shrunk, 4 * (2 * lane.t + i));
-    for (int m = 0; m < Dim / 16; m++) {
+    KVQ_UNROLL for (int m = 0; m < Dim / 16; m++) {
         float sums[4] = {};
-        for (int i = 0; i < 4; i++) {
+        KVQ_UNROLL for (int i = 0; i < 4; i++) {
             uint32_t v[4];
-            for (int j = 0; j < 4; j++) {
+            KVQ_UNROLL for (int j = 0; j < 4; j++) {
                 const int channel = 16 * m + lane.g + j % 2 * 8;
                 uint32_t pair = 0;
                 for (int k = 0; k < 2; k++) {
@@ -305,7 +236,8 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
             }
             mma(sums, v, numbers[i]);
         }
-        for (int i = 0; i < 4; i++) state.out[m][i] = state.out[m][i] * shrink[i % 2] + sums[i];
+        KVQ_UNROLL for (int i = 0; i < 4; i++) state.out[m][i] =
+            state.out[m][i] * shrink[i % 2] + sums[i];
     }
     sync_warp();
 }
@@ -326,25 +258,90 @@ KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[
                 part[lane.g][0] = maximum;
                 part[lane.g][1] = sum * old + state.sum * mine;
             }
-            for (int i = 0; i < 2; i++) {
+            KVQ_UNROLL for (int i = 0; i < 2; i++) {
                 const int row = 2 * lane.t + i;
                 const float o = shuffle_from(old, 4 * row), m = shuffle_from(mine, 4 * row);
-                for (int tile = 0; tile < Dim / 16; tile++)
-                    for (int upper = 0; upper < 2; upper++) {
-                        float& to = part[row][2 + 16 * tile + lane.g + 8 * upper];
-                        to = (turn ? to * o : 0.0f) + state.out[tile][2 * upper + i] * m;
-                    }
+                KVQ_UNROLL for (int tile = 0; tile < Dim / 16; tile++)
+                    KVQ_UNROLL for (int upper = 0; upper < 2; upper++) {
+                    float& to = part[row][2 + 16 * tile + lane.g + 8 * upper];
+                    to = (turn ? to * o : 0.0f) + state.out[tile][2 * upper + i] * m;
+                }
             }
         }
         sync_block();
     }
 }
 
+// What a block keeps in shared memory: of each warp the sides under way and a page's logits.
+template <int Dim>
+struct AttendRoom {
+    struct {
+        SideRoom<Dim> keys, values;
+        float logits[kRows][kPageTokens];
+    } warps[kWarps];
+    float part[kRows][Dim + 2];
+};
+
+// Which keys of item `index` a token sees: of a view's page, then of the visits to the tail.
+KVQ_DEVICE uint64_t seen_by(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int index,
+                            int token) {
+    if (index >= s.view_count) return s.tail_masks[int64_t{token} * s.tiles + index - s.view_count];
+    return sees(s.positions[token], static_cast<const View*>(s.views)[index], a.window_tokens);
+}
+
+KVQ_DEVICE const Entry& entry_of(const kvq_cuda_sequence& s, int kv_head, int view) {
+    const int64_t column = static_cast<const View*>(s.views)[view].column;
+    return static_cast<const Entry*>(s.entries)[kv_head * int64_t{s.most_columns} + column];
+}
+
+// The first item of those `step` apart that any token from `first` to `last` sees, or `end`. Alike
+// in all lanes of a warp.
+KVQ_DEVICE int next_seen(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int kv_head,
+                         int first, int last, int index, int step, int end) {
+    for (; index < end; index += step) {
+        if (index < s.view_count && entry_of(s, kv_head, index).k_bits == 0) continue;
+        bool any = false;
+        for (int token = first + thread_index() % kWarp; token <= last; token += kWarp)
+            any |= seen_by(a, s, index, token) != 0;
+        if (any_lane(any)) return index;
+    }
+    return end;
+}
+
+// A page whose keys are on their way; leaves the keys of item `ahead` so.
+template <int Dim, class Stage>
+KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
+                            const Lane& lane, int kv_head, int index, uint64_t seen,
+                            const Stage& stage_next, AttendRoom<Dim>& room, Running<Dim>& state) {
+    auto& own = room.warps[thread_index() / kWarp];
+    const Entry& e = entry_of(s, kv_head, index);
+    const int v_bits = side_bits(s, e, true);
+    stage_side(s, e, kv_head, true, thread_index() % kWarp, kWarp, own.values);
+    commit_copies();
+    wait_copies<1>();
+    sync_warp();
+    const float* query = lane.query + (1 + s.turn_of_view[index]) * lane.turn_stride;
+    with_bits(side_bits(s, e, false), [&](auto bits) {
+        key_logits<Dim, decltype(bits)::kBits>(lane, query, own.keys, own.logits);
+    });
+    stage_next();
+    wait_copies<1>();
+    float weights[16];
+    const float shrunk =
+        weigh<Dim>(lane, own.logits[lane.g], seen, v_bits, a.softcap, state, weights);
+    sync_warp();
+    const bool channels = s.forms[kv_head] & kChannelValues;
+    with_bits(v_bits, [&](auto bits) {
+        add_values<Dim, decltype(bits)::kBits>(lane, weights, shrunk, own.values, channels, state);
+    });
+    sync_warp();
+}
+
 // Grid: splits, blocks of 8 rows, KV heads.
 template <int Dim>
 KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
-    KVQ_SHARED float logits[kWarps][kRows][kPageTokens];
-    KVQ_SHARED float part[kRows][Dim + 2];
+    KVQ_DYNAMIC_SHARED(bytes);
+    auto& room = *reinterpret_cast<AttendRoom<Dim>*>(bytes);
     const int split = block_index().x, kv_head = block_index().z, warp = thread_index() / kWarp;
     const int group = a.heads / a.kv_heads, rows = s.tokens * group;
     Lane lane;
@@ -352,27 +349,43 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     const int row = block_index().y * kRows + lane.g;
     lane.is_row = row < rows;
     const int token = lane.is_row ? row / group : 0;
-    lane.position = s.positions[token];
     lane.query = s.queries + (int64_t{kv_head} * rows + (lane.is_row ? row : 0)) * Dim;
     lane.turn_stride = int64_t{a.heads} * s.tokens * Dim;
 
-    const int all = s.view_count + s.tiles;
-    const int last = static_cast<int>(int64_t{all} * (split + 1) / a.splits);
+    const int first_token = block_index().y * kRows / group;
+    const int last_token = (min((block_index().y + 1) * kRows, rows) - 1) / group;
+    const int64_t all = s.view_count + s.tiles;
+    const int end = static_cast<int>(all * (split + 1) / a.splits);
+    const auto next = [&](int index) {
+        return next_seen(a, s, kv_head, first_token, last_token, index, kWarps, end);
+    };
+    const auto stage_keys = [&](int index) {
+        if (index < min(end, s.view_count))
+            stage_side(s, entry_of(s, kv_head, index), kv_head, false, thread_index() % kWarp,
+                       kWarp, room.warps[warp].keys);
+        commit_copies();
+    };
     Running<Dim> state;
-    for (int i = static_cast<int>(int64_t{all} * split / a.splits) + warp; i < last; i += kWarps) {
-        if (i < s.view_count) attend_page<Dim>(a, s, lane, kv_head, i, logits[warp], state);
+    int index = next(static_cast<int>(all * split / a.splits) + warp);
+    stage_keys(index);
+    while (index < end) {
+        const int ahead = next(index + kWarps);
+        const uint64_t seen = lane.is_row ? seen_by(a, s, index, token) : 0;
+        if (index < s.view_count)
+            attend_page<Dim>(
+                a, s, lane, kv_head, index, seen, [&] { stage_keys(ahead); }, room, state);
         else
-            attend_tail<Dim>(a, s, lane, kv_head, i - s.view_count,
-                             s.tail_masks[int64_t{token} * s.tiles + i - s.view_count],
-                             logits[warp], state);
+            attend_tail<Dim>(a, s, lane, kv_head, index - s.view_count, seen,
+                             room.warps[warp].logits, state);
+        index = ahead;
     }
-    join<Dim>(lane, state, part, warp);
+    join<Dim>(lane, state, room.part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;
     for (int i = thread_index(); i < kRows * (Dim + 2); i += kThreads) {
         const int r = i / (Dim + 2);
         if (block_index().y * kRows + r < rows)
             s.partials[((first + r) * a.splits + split) * (Dim + 2) + i % (Dim + 2)] =
-                part[r][i % (Dim + 2)];
+                room.part[r][i % (Dim + 2)];
     }
 }
 

@@ -44,12 +44,29 @@ constexpr int kProducts = Bits == 2 ? 4 : 2;
 template <int Bits>
 constexpr int kCodes = 4 * kProducts<Bits>;
 
-// Product i of the words of rows g and g + 8: the operand A.
+// What every code of `code_operand` has beyond its distance from the middle of its range.
+template <int Bits>
+constexpr float kBeyond = 1024.0f + ((1 << Bits) - 1) * 0.5f;
+
+// Product i of the words of rows g and g + 8: the operand A. To a half 1024 + code costs no
+// arithmetic; what that adds to a product, `kBeyond` times the sum of the numbers, is taken off
+// afterwards.
 template <int Bits>
 KVQ_DEVICE void code_operand(const uint32_t* word, const uint32_t* low, int i, uint32_t* a) {
-    for (int lower = 0; lower < 2; lower++)
-        for (int odd = 0; odd < 2; odd++)
-            a[lower + 2 * odd] = centred_pair<Bits>(word[lower], low[lower], i, odd);
+    constexpr uint32_t kUpper = Bits == 2 ? 0x00030003u : 0x000f000fu;
+    constexpr uint32_t kLower = Bits == 6 ? 0x00030003u : 0x000f000fu;
+    KVQ_UNROLL for (int lower = 0; lower < 2; lower++)
+        KVQ_UNROLL for (int odd = 0; odd < 2; odd++) {
+        uint32_t codes = word[lower] >> ((Bits == 2 ? 2 : 4) * i + 8 * odd) & kUpper;
+        if constexpr (Bits > 4)
+            codes = codes << (Bits - 4) | (low[lower] >> ((Bits - 4) * i + 8 * odd) & kLower);
+        a[lower + 2 * odd] = codes | kOneThousand24;
+    }
+}
+
+// The operand A whose every product is the sum of the numbers it meets.
+KVQ_DEVICE void ones_operand(uint32_t* a) {
+    for (int i = 0; i < 4; i++) a[i] = kOnes;
 }
 
 // The numbers that meet codes 4i to 4i + 3: the operand B.

@@ -22,6 +22,11 @@ struct Dim3 {
 };
 
 constexpr int kWarp = 32;
+
+// What one thread reads or writes at once.
+struct alignas(16) Quad {
+    uint32_t words[4];
+};
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 KVQ_DEVICE int thread_index() {
@@ -52,13 +57,22 @@ KVQ_DEVICE bool any_lane(bool x) {
     return __any_sync(kAllLanes, x);
 }
 
-// Sixteen bytes on their way to shared memory. They are there for the thread that asked once no
+KVQ_DEVICE int atomic_add(int* at, int x) {
+    return atomicAdd(at, x);
+}
+// Of numbers that are not negative, whose bits rise with them.
+KVQ_DEVICE void atomic_max(float* at, float x) {
+    atomicMax(reinterpret_cast<int*>(at), __float_as_int(x));
+}
+
+// 8 or 16 bytes on their way to shared memory. They are there for the thread that asked once no
 // more than so many of its groups of copies are awaited.
+template <int Bytes>
 KVQ_DEVICE void copy_ahead(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-                 "l"(global)
-                 : "memory");
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (Bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
 }
 KVQ_DEVICE void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -100,6 +114,15 @@ KVQ_DEVICE float mul(float a, float b) {
 KVQ_DEVICE float divide(float a, float b) {
     return __fdiv_rn(a, b);
 }
+KVQ_DEVICE float fma_once(float a, float b, float c) {
+    return __fmaf_rn(a, b, c);
+}
+KVQ_DEVICE int32_t bits_of(float x) {
+    return __float_as_int(x);
+}
+KVQ_DEVICE float float_of(int32_t x) {
+    return __int_as_float(x);
+}
 KVQ_DEVICE float root(float x) {
     return __fsqrt_rn(x);
 }
@@ -110,6 +133,14 @@ KVQ_DEVICE void mma(float* c, const uint32_t* a, const uint32_t* b) {
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Likewise C [16, 8] += A [16, 32] B [32, 8] of signed bytes.
+KVQ_DEVICE void mma(int32_t* c, const uint32_t* a, const uint32_t* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
@@ -124,8 +155,12 @@ void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared
     if (shared_bytes > size_t{48} << 10)
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shared_bytes));
-    kernel<<<dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)), unsigned(threads),
-             shared_bytes, static_cast<cudaStream_t>(stream)> > >(arguments...);
+    cudaLaunchConfig_t how{};
+    how.gridDim = dim3(unsigned(grid.x), unsigned(grid.y), unsigned(grid.z));
+    how.blockDim = dim3(unsigned(threads));
+    how.dynamicSmemBytes = shared_bytes;
+    how.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchKernelEx(&how, kernel, arguments...);  // what it returns, cudaGetLastError tells
 }
 
 }  // namespace kvq::cuda

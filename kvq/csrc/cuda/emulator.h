@@ -1,9 +1,10 @@
 // A grid of blocks of threads on one processor, for proofs: every kernel of this folder compiles
 // against this instead of CUDA and must give what the numpy reference gives.
 //
-// A thread is a fiber. It runs until it must wait for others: its block (sync_block) or its warp
-// (shuffles, mma). Blocks run one after the other, so what they share is a static array, full of
-// what the block before left. Threads that wait for each other at different places end the process.
+// A thread is a fiber. In whatever order the test asked for, it runs until it must wait for others:
+// its block (sync_block) or its warp (shuffles, mma). Blocks run one after the other, so what they
+// share is a static array, full of what the block before left. Threads that wait for each other at
+// different places end the process.
 #pragma once
 #include <ucontext.h>
 #include <csetjmp>
@@ -16,6 +17,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <numeric>
+#include <random>
+#include <utility>
 #include <vector>
 
 #define KVQ_KERNEL static void
@@ -27,13 +31,17 @@
 
 namespace kvq::cuda {
 
-using std::ceil, std::min, std::rint, std::tanh;
+using std::ceil, std::max, std::min, std::rint, std::tanh;
 
 struct Dim3 {
     int x = 1, y = 1, z = 1;
 };
 
 constexpr int kWarp = 32;
+
+struct alignas(16) Quad {
+    uint32_t words[4];
+};
 
 class Emulator {
 public:
@@ -70,19 +78,27 @@ public:
     }
 
     // A copy is made when it is waited for, not before.
-    void copy(void* to, const void* from) { fibers_[current_]->copies.push_back({to, from}); }
+    void copy(void* to, const void* from, size_t bytes) {
+        if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
+            fail("a copy to shared memory is not aligned");
+        fibers_[current_]->copies.push_back({to, from, bytes});
+    }
     void commit() { fibers_[current_]->groups.push_back(fibers_[current_]->copies.size()); }
     void wait_copies(size_t awaited) {
         Fiber& own = *fibers_[current_];
         if (own.groups.size() <= awaited) return;
         const size_t last = own.groups.size() - awaited - 1, done = own.groups[last];
-        for (size_t i = 0; i < done; i++) std::memcpy(own.copies[i].to, own.copies[i].from, 16);
+        for (size_t i = 0; i < done; i++)
+            std::memcpy(own.copies[i].to, own.copies[i].from, own.copies[i].bytes);
         own.copies.erase(own.copies.begin(), own.copies.begin() + static_cast<int64_t>(done));
         own.groups.erase(own.groups.begin(), own.groups.begin() + static_cast<int64_t>(last) + 1);
         for (size_t& group : own.groups) group -= done;
     }
 
     uint8_t* shared() { return reinterpret_cast<uint8_t*>(shared_.data()); }
+    // How threads that can go on take turns: 0 in order, -1 in reverse, else shuffled by this seed.
+    void take_turns(int order) { order_ = order, random_.seed(static_cast<unsigned>(order)); }
+
     int thread() const { return static_cast<int>(current_); }
     int threads() const { return static_cast<int>(count_); }
     Dim3 block, grid_size;
@@ -99,11 +115,17 @@ private:
         struct Copy {
             void* to;
             const void* from;
+            size_t bytes;
         };
         std::vector<Copy> copies;
         std::vector<size_t> groups;  // where each group of copies ends
         std::vector<char> stack = std::vector<char>(128 << 10);
     };
+
+    [[noreturn]] static void fail(const char* reason) {
+        std::fprintf(stderr, "%s\n", reason);
+        std::abort();
+    }
 
     static void enter() {
         for (Emulator& e = now();;) {
@@ -146,9 +168,14 @@ private:
     // Runs whoever can go on; false once all have ended.
     bool step() {
         bool moved = false;
-        for (current_ = 0; current_ < count_; current_++)
-            if (fibers_[current_]->waits == Waits::kNothing) {
-                resume(*fibers_[current_]);
+        turns_.resize(count_);
+        std::iota(turns_.begin(), turns_.end(), size_t{0});
+        if (order_ < 0) std::reverse(turns_.begin(), turns_.end());
+        if (order_ > 0) std::shuffle(turns_.begin(), turns_.end(), random_);
+        for (const size_t thread : turns_)
+            if (fibers_[thread]->waits == Waits::kNothing) {
+                current_ = thread;
+                resume(*fibers_[thread]);
                 moved = true;
             }
         bool ended = true;
@@ -156,10 +183,7 @@ private:
         for (size_t warp = 0; warp < count_; warp += kWarp)
             moved |= release(warp, warp + kWarp, Waits::kWarp);
         moved |= release(0, count_, Waits::kBlock);
-        if (!moved && !ended) {
-            std::fputs("threads wait for each other at different places\n", stderr);
-            std::abort();
-        }
+        if (!moved && !ended) fail("threads wait for each other at different places");
         return !ended;
     }
 
@@ -171,6 +195,9 @@ private:
         return true;
     }
 
+    int order_ = 0;
+    std::minstd_rand random_;
+    std::vector<size_t> turns_;
     struct alignas(16) Line {
         uint8_t bytes[16];
     };
@@ -220,8 +247,16 @@ inline bool any_lane(bool x) {
     return false;
 }
 
+inline int atomic_add(int* at, int x) {
+    return std::exchange(*at, *at + x);
+}
+inline void atomic_max(float* at, float x) {
+    *at = std::max(*at, x);
+}
+
+template <int Bytes>
 inline void copy_ahead(void* shared, const void* global) {
-    Emulator::now().copy(shared, global);
+    Emulator::now().copy(shared, global, Bytes);
 }
 inline void commit_copies() {
     Emulator::now().commit();
@@ -277,6 +312,19 @@ inline float mul(float a, float b) {
 inline float divide(float a, float b) {
     return a / b;
 }
+inline float fma_once(float a, float b, float c) {
+    return std::fma(a, b, c);
+}
+inline int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(int32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 inline float root(float x) {
     return std::sqrt(x);
 }
@@ -300,6 +348,22 @@ inline void mma(float* c, const uint32_t* a, const uint32_t* b) {
             sum += static_cast<double>(half_of(x, k % 2)) * half_of(y, k % 2);
         }
         c[i] = static_cast<float>(sum);
+    }
+}
+
+// That of mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: lane 4g + t holds of A rows g and g + 8
+// at columns 4t to 4t + 3 and sixteen further, of B those rows of column g, of C as above.
+inline void mma(int32_t* c, const uint32_t* a, const uint32_t* b) {
+    uint32_t mine[6], all[kWarp][8];
+    std::memcpy(mine, a, 16);
+    std::memcpy(mine + 4, b, 8);
+    const int lane = static_cast<int>(Emulator::now().exchange(mine, 6, all));
+    const auto byte_of = [](uint32_t word, int i) { return int8_t(word >> 8 * i); };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; k++)
+            c[i] += byte_of(all[row % 8 * 4 + k % 16 / 4][(row >= 8) + k / 16 * 2], k % 4) *
+                    byte_of(all[column * 4 + k % 16 / 4][4 + k / 16], k % 4);
     }
 }
 

@@ -3,7 +3,8 @@
 
 #include "../kvq.h"
 #include "attend.h"
-#include "linear.h"
+#include "best.h"
+#include "linear_tiles.h"
 #include "memory.h"
 #include "pack.h"
 #include "tiles.h"
@@ -20,17 +21,53 @@ int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* st
     const int step = tiled ? kTileRows : kRows;
     const Dim3 grid{a.splits, (rows + step - 1) / step, a.kv_heads};
     if (tiled) launch(attend_tiles<Dim>, grid, kTileThreads, sizeof(TileRoom<Dim>), stream, a, s);
-    else launch(attend<Dim>, grid, kThreads, 0, stream, a, s);
+    else launch(attend<Dim>, grid, kThreads, sizeof(AttendRoom<Dim>), stream, a, s);
     if (!tiled || a.splits > 1)
         launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
     return outcome();
 }
 
+constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
+
+int panels_of(const kvq_cuda_linear& c) {
+    return (c.rows + kPanelRows - 1) / kPanelRows;
+}
+
+template <int Bits, bool Hi, bool Marked>
+void multiply_few(const kvq_cuda_linear& c, void* stream) {
+    const auto kernel = c.tokens <= 8 ? product<Bits, Hi, 1, Marked> : product<Bits, Hi, 2, Marked>;
+    launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
+}
+
 template <int Bits, bool Hi>
 void multiply(const kvq_cuda_linear& c, void* stream) {
-    const Dim3 grid{(c.rows + kPanelRows - 1) / kPanelRows};
-    const auto kernel = c.tokens <= 8 ? product<Bits, Hi, 1> : product<Bits, Hi, 2>;
-    launch(kernel, grid, kLinearWarps * kWarp, 0, stream, c);
+    if (c.tokens <= kFewTokens) {
+        launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
+        return multiply_few<Bits, Hi, false>(c, stream);
+    }
+    launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
+    const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
+                     (c.rows + kTileOutputs - 1) / kTileOutputs};
+    const size_t room = linear_room_bytes(c.block, Bits == 8 && !Hi ? 2 : 1);
+    launch(product_tiles<Bits, Hi>, tiles, kLinearThreads, room, stream, c);
+}
+
+bool in_two_passes(const kvq_cuda_linear& c) {
+    return c.exact_rows && c.bits == 8 && c.view == KVQ_FULL && c.tokens <= kFewTokens &&
+           panels_of(c) > (c.exact_rows > kFirstPanels ? c.exact_rows : kFirstPanels);
+}
+
+// Upper nibbles first, then whole what may be among the best.
+void multiply_head(const kvq_cuda_linear& c, void* stream) {
+    multiply<8, true>(c, stream);
+    launch(mark_best, Dim3{c.tokens}, kBestThreads, 0, stream, c);
+    multiply_few<8, false, true>(c, stream);
+    launch(mark_more, Dim3{c.tokens}, kBestThreads, 0, stream, c);
+    multiply_few<8, false, true>(c, stream);
+}
+
+bool is_block(int columns) {
+    return columns == 32 || columns == 64 || columns == 128;
 }
 
 }  // namespace
@@ -39,6 +76,14 @@ void multiply(const kvq_cuda_linear& c, void* stream) {
 using namespace kvq::cuda;
 
 extern "C" {
+
+#ifndef __CUDACC__
+// For proofs that no result depends on the order in which threads run: Emulator::take_turns.
+KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
+    Emulator::now().take_turns(order);
+    return KVQ_OK;
+}
+#endif
 
 KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
                               const kvq_cuda_sequence* sequence, void* stream) {
@@ -83,12 +128,34 @@ KVQ_EXPORT int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream) {
 
 KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     const kvq_cuda_linear& c = *call;
-    if (c.tokens < 1 || c.tokens > 16 || c.block % 32 || (c.bits != 4 && c.bits != 8))
+    if (c.tokens < 1 || !is_block(c.block) || (c.bits != 4 && c.bits != 8) || c.exact_rows < 0 ||
+        (c.exact_rows && (c.bias || c.residual)) ||
+        (c.tokens > kFewTokens && (!c.levels || !c.steps)))
         return KVQ_BAD_ARGUMENT;
-    launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
-    if (c.bits == 4) multiply<4, false>(c, stream);
+    if (in_two_passes(c)) multiply_head(c, stream);
+    else if (c.bits == 4) multiply<4, false>(c, stream);
     else if (c.view == KVQ_HI) multiply<8, true>(c, stream);
     else multiply<8, false>(c, stream);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream) {
+    if (call->tokens < 1 || !is_block(call->block) || (call->bits != 4 && call->bits != 8))
+        return KVQ_BAD_ARGUMENT;
+    launch(embed, Dim3{call->tokens}, 256, 0, stream, *call);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
+                             int32_t* places, float* values, void* stream) {
+    if (rows < 1 || count < 1 || count > kMostBest || count > columns) return KVQ_BAD_ARGUMENT;
+    launch(best, Dim3{rows}, kBestThreads, 0, stream, logits, columns, count, places, values);
+    return outcome();
+}
+
+KVQ_EXPORT int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream) {
+    if (rows->streams < 1 || rows->count < 1 || rows->head_dim % 8) return KVQ_BAD_ARGUMENT;
+    launch(gather_rows, Dim3{rows->streams}, kWarp, 0, stream, *rows);
     return outcome();
 }
 

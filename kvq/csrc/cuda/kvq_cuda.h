@@ -29,8 +29,8 @@ int kvq_cuda_open(kvq_cuda_device* device);
 /* Memory is not cleared. KVQ_NO_MEMORY: there is not so much. */
 int kvq_cuda_allocate(int64_t bytes, void** memory);
 void kvq_cuda_free(void* memory);
-/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and device.
-   The host's memory may be used again on return. */
+/* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and
+   device. The host's memory may be used again on return. */
 int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                   int64_t rows, void* stream);
 int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
@@ -104,9 +104,12 @@ int kvq_cuda_pack(const kvq_cuda_page* page, void* stream);
  */
 int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
 
-/* out = residual + bias + weights . input for up to 16 tokens, as kvq_linear in kvq.h; but the
-   input is rounded to float16 against its largest number instead of to int8. `scratch`: uint16
-   [tokens, columns] and float [tokens]. */
+/* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
+   arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
+   float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
+   Scratch, for up to 16 tokens: `inputs` [tokens, columns] and `tops` [tokens]; for more: `levels`
+   [tokens, blocks * block] and `steps` [2, blocks, tokens]; with `exact_rows`, of up to 16 tokens
+   without bias and residual: `panel_tops` and `marks` [tokens, panels], `deviations` [tokens]. */
 typedef struct {
     int32_t rows, columns, bits, block;
     const uint8_t* panels;
@@ -116,8 +119,40 @@ typedef struct {
     float norm_eps;
     uint16_t* inputs;
     float* tops;
+    int8_t* levels;
+    float* steps;
+    int32_t exact_rows; /* 0: all; else the view KVQ_HI of 8 bits, exact in what may be the best */
+    float *panel_tops, *deviations;
+    uint8_t* marks;
 } kvq_cuda_linear;
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
+
+/* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix, as kvq_embed
+   in kvq.h; an id that is no row adds nothing. */
+typedef struct {
+    int32_t rows, columns, bits, block;
+    const uint8_t* panels;
+    const int64_t* ids;   /* [tokens, mixed] */
+    const float* weights; /* [tokens, mixed] */
+    float* out;
+    int32_t tokens, mixed;
+} kvq_cuda_embed;
+int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
+
+/* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
+   the first: places and values [rows, count]; -1 where a row has fewer numbers. */
+int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
+                  int32_t* places, float* values, void* stream);
+
+/* A path through a branch is kept: of every stream and side, `stride` apart, float16 row first + i
+   becomes row first + from[i]; from rises, and from[i] >= i. */
+typedef struct {
+    uint16_t* rows;
+    int64_t stride; /* of float16 numbers */
+    int32_t streams, head_dim, first, count;
+    const int32_t* from; /* [count] */
+} kvq_cuda_rows;
+int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream);
 
 #ifdef __cplusplus
 }

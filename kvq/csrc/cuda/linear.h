@@ -22,19 +22,29 @@ KVQ_DEVICE float input_at(const kvq_cuda_linear& c, const float* x, float invers
     return c.norm ? x[i] * inverse * c.norm[i] : x[i];
 }
 
+// What the norm multiplies a row by, its weight aside.
+KVQ_DEVICE float norm_of(const kvq_cuda_linear& c, const float* x, float* room) {
+    if (!c.norm) return 1;
+    float squares = 0;
+    for (int k = thread_index(); k < c.columns; k += thread_count()) squares += x[k] * x[k];
+    const float mean = block_sum(squares, room) / static_cast<float>(c.columns);
+    return 1.0f / root(mean + c.norm_eps);
+}
+
+KVQ_DEVICE void finish_output(const kvq_cuda_linear& c, int token, int row, float sum) {
+    const int64_t at = int64_t{token} * c.rows + row;
+    if (c.bias) sum = add(sum, c.bias[row]);
+    if (c.residual) sum = add(sum, c.residual[at]);
+    c.out[at] = sum;
+}
+
 // A block of 256 threads per token: its input as halves of what its largest number is 1 of.
 KVQ_KERNEL inputs(kvq_cuda_linear c) {
     KVQ_SHARED float room[256];
     const int token = block_index().x, i = thread_index();
     const int width = c.activation == KVQ_PLAIN ? c.columns : 2 * c.columns;
     const float* x = c.x + int64_t{token} * width;
-    float inverse = 1;
-    if (c.norm) {
-        float squares = 0;
-        for (int k = i; k < c.columns; k += thread_count()) squares += x[k] * x[k];
-        const float mean = block_sum(squares, room) / static_cast<float>(c.columns);
-        inverse = 1.0f / root(mean + c.norm_eps);
-    }
+    const float inverse = norm_of(c, x, room);
     float top = 0;
     for (int k = i; k < c.columns; k += thread_count())
         top = fmaxf(top, fabsf(input_at(c, x, inverse, k)));
@@ -76,9 +86,19 @@ KVQ_DEVICE void input_operands(const kvq_cuda_linear& c, int token, int k, uint3
     }
 }
 
-// A block per panel. Tiles: of eight tokens.
-template <int Bits, bool Hi, int Tiles>
+KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
+    return c.marks[int64_t{token} * ((c.rows + kPanelRows - 1) / kPanelRows) + panel];
+}
+
+// A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
+// how far what was there errs is kept.
+template <int Bits, bool Hi, int Tiles, bool Marked>
 KVQ_KERNEL product(kvq_cuda_linear c) {
+    if (Marked) {
+        bool any = false;
+        for (int token = 0; token < c.tokens; token++) any |= is_marked(c, token, block_index().x);
+        if (!any) return;
+    }
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4, blocks = (c.columns + c.block - 1) / c.block;
@@ -126,9 +146,38 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         float sum = 0;
         for (int w = 0; w < kLinearWarps; w++) sum += totals[w][token][i % kPanelRows];
         sum *= c.tops[token];
-        if (c.bias) sum += c.bias[row];
-        if (c.residual) sum += c.residual[int64_t{token} * c.rows + row];
-        c.out[int64_t{token} * c.rows + row] = sum;
+        if (Marked) {
+            if (!is_marked(c, token, block_index().x)) continue;
+            atomic_max(c.deviations + token, fabsf(sub(sum, c.out[int64_t{token} * c.rows + row])));
+        }
+        finish_output(c, token, row, sum);
+    }
+}
+
+// A block per token, threads over its columns. What is no row of the matrix adds nothing.
+KVQ_KERNEL embed(kvq_cuda_embed e) {
+    const int token = block_index().x, blocks = (e.columns + e.block - 1) / e.block;
+    const int64_t plane = int64_t{blocks} * e.block * kPanelRows / 2;
+    const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
+    for (int i = thread_index(); i < e.columns; i += thread_count()) {
+        float sum = 0;
+        for (int k = 0; k < e.mixed; k++) {
+            const int64_t at = int64_t{token} * e.mixed + k, id = e.ids[at];
+            if (id < 0 || id >= e.rows) continue;
+            const int lane = static_cast<int>(id % kPanelRows);
+            const uint8_t* panel =
+                e.panels + id / kPanelRows * (plane * (e.bits / 4) + scale_bytes);
+            const auto* scales = reinterpret_cast<const uint16_t*>(panel + plane);
+            const int64_t place = int64_t{i} / 8 * 64 + 4 * lane + i % 4;
+            const int shift = i & 4;
+            int level = (panel[place] >> shift & 15) - 8;
+            if (e.bits == 8)
+                level = 16 * level + (panel[plane + scale_bytes + place] >> shift & 15);
+            const float scale =
+                mul(half_value(scales[i / e.block * kPanelRows + lane]), kScaleUnit);
+            sum = add(sum, mul(e.weights[at], mul(scale, static_cast<float>(level))));
+        }
+        e.out[int64_t{token} * e.columns + i] = sum;
     }
 }
 

@@ -108,4 +108,15 @@ KVQ_KERNEL narrow(uint8_t* plane, int head_dim) {
         if (i + k * thread_count() < count) words[i + k * thread_count()] = merged[k];
 }
 
+// A block per stream and side, a thread per sixteen bytes of a row: rows come in order, so each
+// takes what no earlier one has overwritten.
+KVQ_KERNEL gather_rows(kvq_cuda_rows r) {
+    const int pieces = r.head_dim / 8;
+    auto* rows = reinterpret_cast<Quad*>(r.rows + block_index().x * r.stride);
+    for (int piece = thread_index(); piece < pieces; piece += thread_count())
+        for (int i = 0; i < r.count; i++)
+            rows[int64_t{r.first + i} * pieces + piece] =
+                rows[int64_t{r.first + r.from[i]} * pieces + piece];
+}
+
 }  // namespace kvq::cuda

@@ -22,73 +22,16 @@ struct TileRoom {
     static constexpr int kTokens = Dim > 128 ? 32 : kPageTokens;  // of a page at once
     static constexpr int kStages = Dim > 128 ? 1 : 2;             // pages' bytes
     static constexpr int kKeyStride = Dim + (Dim % 32 ? 0 : 16), kValueStride = kTokens + 16;
-    static constexpr int kSideBytes = kPageTokens * Dim;
-    static constexpr int kGridBytes = 16 + 4 * (Dim > kPageTokens ? Dim : kPageTokens);
-    static constexpr int kStageBytes = 2 * kSideBytes + kGridBytes;
 
-    alignas(16) uint16_t keys[kTokens * kKeyStride];   // [token, in key_row's order][channel]
-    alignas(16) uint16_t values[Dim * kValueStride];   // [channel][token]
-    alignas(16) uint8_t stages[kStages][kStageBytes];  // sides of keys, of values, grids
-};
-
-struct alignas(16) Quad {
-    uint32_t words[4];
+    alignas(16) uint16_t keys[kTokens * kKeyStride];  // [token, in key_row's order][channel]
+    alignas(16) uint16_t values[Dim * kValueStride];  // [channel][token]
+    SideRoom<Dim> stages[kStages][2];                 // keys, values
 };
 
 struct Tile {
     int kv_head, first_row, rows;  // of the KV head's rows, all of them
     int first_token, last_token;
 };
-
-// Which keys of item `index` token `token` sees: of a view's page, then of the tail's visits.
-KVQ_DEVICE uint64_t seen_by(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int index,
-                            int token) {
-    if (index >= s.view_count) return s.tail_masks[int64_t{token} * s.tiles + index - s.view_count];
-    return sees(s.positions[token], static_cast<const View*>(s.views)[index], a.window_tokens);
-}
-
-KVQ_DEVICE const Entry& entry_of(const kvq_cuda_sequence& s, int kv_head, int view) {
-    const int64_t column = static_cast<const View*>(s.views)[view].column;
-    return static_cast<const Entry*>(s.entries)[kv_head * int64_t{s.most_columns} + column];
-}
-
-// The first item from `index` on that any of the tile's tokens sees, or `end`.
-KVQ_DEVICE int next_seen(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, const Tile& tile,
-                         int index, int end) {
-    for (; index < end; index++) {
-        if (index < s.view_count && entry_of(s, tile.kv_head, index).k_bits == 0) continue;
-        bool any = false;
-        for (int token = tile.first_token + thread_index() % kWarp; token <= tile.last_token;
-             token += kWarp)
-            any |= seen_by(a, s, index, token) != 0;
-        if (any_lane(any)) return index;
-    }
-    return end;
-}
-
-// The bytes of a page on their way to shared memory.
-template <int Dim>
-KVQ_DEVICE void stage_page(const kvq_cuda_sequence& s, const Entry& e, uint8_t* stage) {
-    for (int side = 0; side < 2; side++) {
-        const Side from = side_of(s, e, side, Dim);
-        const int count = granules(min(widest_bits(s), int{side ? e.v_bits : e.k_bits}));
-        for (int i = thread_index(); i < count * Dim; i += kTileThreads)
-            copy_ahead(stage + side * TileRoom<Dim>::kSideBytes + 16 * i,
-                       from.granule[i / Dim] + 16 * (i % Dim));
-        if (side) continue;
-        for (int i = thread_index(); i < s.constant_bytes / 16; i += kTileThreads)
-            copy_ahead(stage + 2 * TileRoom<Dim>::kSideBytes + 16 * i, from.grid + 16 * i);
-    }
-}
-
-template <int Dim>
-KVQ_DEVICE Side staged_side(const uint8_t* stage, bool values) {
-    Side side;
-    for (int i = 0; i < kGranulesPerSide; i++)
-        side.granule[i] = stage + values * TileRoom<Dim>::kSideBytes + i * 16 * Dim;
-    side.grid = stage + 2 * TileRoom<Dim>::kSideBytes + (values ? grid_bytes(Dim) : 0);
-    return side;
-}
 
 // Sixteen or eight of a line's numbers from `first` on, in the order of codes.
 template <int Bits>
@@ -120,7 +63,7 @@ KVQ_DEVICE int key_row(int token) {
 // Threads in eights take vectors of a page side in turn; a thread's vectors share their channels
 // (keys) or tokens (values), so that it reads the grid once.
 template <int Dim, int Bits>
-KVQ_DEVICE void write_keys(const Side& side, int part, uint16_t* keys) {
+KVQ_DEVICE void write_keys(const SideRoom<Dim>& side, int part, uint16_t* keys) {
     using Room = TileRoom<Dim>;
     constexpr int kVectors = Dim / kCodes<Bits>, kGroupBytes = Dim * (Bits == 2 ? 2 : 4);
     constexpr int kColumns = kVectors < 16 ? kVectors : 16, kSets = 16 / kColumns;
@@ -133,9 +76,8 @@ KVQ_DEVICE void write_keys(const Side& side, int part, uint16_t* keys) {
         line_pairs<Bits>(mids, vector * kCodes<Bits>, 1, mid);
         for (int group = eight / kColumns; group < Room::kTokens / 8; group += kSets) {
             const int in_page = group + part * (Room::kTokens / 8);
-            const uint32_t word =
-                side.word(0, in_page * kGroupBytes + 32 * vector + 4 * token, 16 * Dim);
-            const uint32_t low = side.low_word<Bits>(in_page, kGroupBytes, vector, token, 16 * Dim);
+            const uint32_t word = side.word(0, in_page * kGroupBytes + 32 * vector + 4 * token);
+            const uint32_t low = side.template low_word<Bits>(in_page, kGroupBytes, vector, token);
             write_out<Bits>(
                 word, low, step, mid,
                 keys + key_row(8 * group + token) * Room::kKeyStride + vector * kCodes<Bits>);
@@ -144,7 +86,7 @@ KVQ_DEVICE void write_keys(const Side& side, int part, uint16_t* keys) {
 }
 
 template <int Dim, int Bits>
-KVQ_DEVICE void write_values(const Side& side, bool channels, int part, uint16_t* values) {
+KVQ_DEVICE void write_values(const SideRoom<Dim>& side, bool channels, int part, uint16_t* values) {
     using Room = TileRoom<Dim>;
     constexpr int kVectors = Room::kTokens / kCodes<Bits>, kSets = 16 / kVectors;
     constexpr int kGroupBytes = kPageTokens * (Bits == 2 ? 2 : 4);
@@ -164,8 +106,8 @@ KVQ_DEVICE void write_values(const Side& side, bool channels, int part, uint16_t
                                                                      mid[i] =
                                                                          halves(middle, middle);
         }
-        const uint32_t word = side.word(0, group * kGroupBytes + 32 * in_page + 4 * row, 16 * Dim);
-        const uint32_t low = side.low_word<Bits>(group, kGroupBytes, in_page, row, 16 * Dim);
+        const uint32_t word = side.word(0, group * kGroupBytes + 32 * in_page + 4 * row);
+        const uint32_t low = side.template low_word<Bits>(group, kGroupBytes, in_page, row);
         write_out<Bits>(word, low, step, mid,
                         values + channel * Room::kValueStride + vector * kCodes<Bits>);
     }
@@ -173,13 +115,13 @@ KVQ_DEVICE void write_values(const Side& side, bool channels, int part, uint16_t
 
 template <int Dim>
 KVQ_DEVICE void write_page(const kvq_cuda_sequence& s, int kv_head, const Entry& e,
-                           const uint8_t* stage, int part, TileRoom<Dim>& room) {
-    const Side keys = staged_side<Dim>(stage, false), values = staged_side<Dim>(stage, true);
+                           const SideRoom<Dim>* stage, int part, TileRoom<Dim>& room) {
     const bool channels = s.forms[kv_head] & kChannelValues;
-    with_bits(min(widest_bits(s), int{e.k_bits}),
-              [&](auto bits) { write_keys<Dim, decltype(bits)::kBits>(keys, part, room.keys); });
-    with_bits(min(widest_bits(s), int{e.v_bits}), [&](auto bits) {
-        write_values<Dim, decltype(bits)::kBits>(values, channels, part, room.values);
+    with_bits(side_bits(s, e, false), [&](auto bits) {
+        write_keys<Dim, decltype(bits)::kBits>(stage[0], part, room.keys);
+    });
+    with_bits(side_bits(s, e, true), [&](auto bits) {
+        write_values<Dim, decltype(bits)::kBits>(stage[1], channels, part, room.values);
     });
 }
 
@@ -302,8 +244,8 @@ KVQ_DEVICE void attend_room(const TileRoom<Dim>& room, const uint64_t* seen, flo
 // One item, of a page the bytes in `stage`: written out and attended to, part by part.
 template <int Dim>
 KVQ_DEVICE void attend_item(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
-                            const Tile& tile, int index, const uint8_t* stage, TileRoom<Dim>& room,
-                            TwoRows<Dim>& state) {
+                            const Tile& tile, int index, const SideRoom<Dim>* stage,
+                            TileRoom<Dim>& room, TwoRows<Dim>& state) {
     constexpr int kTokens = TileRoom<Dim>::kTokens;
     const int visit = index - s.view_count;
     load_queries(a, s, tile, 1 + (visit < 0 ? s.turn_of_view[index] : s.tile_turns[visit]), state);
@@ -360,17 +302,21 @@ KVQ_KERNEL attend_tiles(kvq_cuda_attention a, kvq_cuda_sequence s) {
         state.row[r] = row < tile.rows ? row : -1;
         state.token[r] = row < tile.rows ? row / group : 0;
     }
-    const auto stage = [&](int index, int place) {
-        if (index < s.view_count)
-            stage_page<Dim>(s, entry_of(s, tile.kv_head, index), room.stages[place]);
-        commit_copies();
-    };
     const int64_t all = s.view_count + s.tiles;
     const int end = static_cast<int>(all * (split + 1) / a.splits);
-    int index = next_seen(a, s, tile, static_cast<int>(all * split / a.splits), end);
+    const auto stage = [&](int index, int place) {
+        for (int side = 0; side < 2 && index < s.view_count; side++)
+            stage_side(s, entry_of(s, tile.kv_head, index), tile.kv_head, side, thread_index(),
+                       kTileThreads, room.stages[place][side]);
+        commit_copies();
+    };
+    const auto next = [&](int index) {
+        return next_seen(a, s, tile.kv_head, tile.first_token, tile.last_token, index, 1, end);
+    };
+    int index = next(static_cast<int>(all * split / a.splits));
     if (Room::kStages == 2 && index < end) stage(index, 0);
     for (int place = 0; index < end; place ^= Room::kStages - 1) {
-        const int ahead = next_seen(a, s, tile, index + 1, end);
+        const int ahead = next(index + 1);
         if (Room::kStages == 1) stage(index, 0);
         else if (ahead < end) stage(ahead, 1 - place);
         else commit_copies();

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_runtime.generation import Step
+from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import Rounds
 from kvq_runtime.sequence import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
@@ -108,7 +108,8 @@ class Job:
             for choice in range(request.choices):
                 session.rollback(len(session.tokens) - len(ids))
                 session.reseed(request.seed + choice)
-                yield from self._answer(session, index, begin_with, decoding)
+                options = request.options(begin_with, choice)
+                yield from self._answer(session, index, options, decoding)
                 index += 1
         self.outbox.put(Done(report=self.report()))
 
@@ -166,7 +167,8 @@ class Job:
         """All choices of a prompt, a token of each in every pass; see `beside`."""
         request, started = self.request, monotonic()
         options = request.options(begin_with)
-        with session.beside([request.seed + i for i in range(request.choices)], options) as beside:
+        seeds = [request.seed + i for i in range(request.choices)]
+        with session.beside(seeds, options, distinct=request.distinct) as beside:
             indents = [IndentLimit(request.indent) for _ in range(request.choices)]
             while beside.going:
                 steps, seconds = yield from beside.stepping()
@@ -177,10 +179,10 @@ class Job:
                         beside.leave(choice)
 
     def _answer(
-        self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
+        self, session: Session[Any], index: int, options: GenerationOptions, decoding: Decoding
     ) -> Work[Any, None]:
         """One choice, token by token."""
-        generation = session.begin(self.request.options(begin_with))
+        generation = session.begin(options)
         started, held = monotonic(), len(session.tokens)
         indent = IndentLimit(self.request.indent)
         reason = None

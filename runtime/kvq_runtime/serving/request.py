@@ -43,7 +43,8 @@ class GenerationRequest:
     may. For `grammar` and `shown` see `GenerationOptions`. `draft`: whether the session's drafter
     is asked, or what makes another for this request. `edits`: what follows a change of an earlier
     prompt is kept as it was computed (PIE), not only what stands before. `predict`: what of the
-    prompt is predicted, as `Engine.session` takes it; None: as the server does.
+    prompt is predicted, as `Engine.session` takes it; None: as the server does. `distinct`: the
+    choices of a prompt begin with different tokens, see `Session.beside`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -68,6 +69,7 @@ class GenerationRequest:
     draft: bool | Callable[[], Drafter] = True
     edits: bool = False
     predict: str | None = None
+    distinct: bool = False
 
     @property
     def read(self) -> list[tuple[tuple[int, ...], bytes]]:
@@ -83,7 +85,7 @@ class GenerationRequest:
         """Choices of all prompts together; one each for a prompt that is only read."""
         return len(self.prompts) * (1 if self.max_tokens == 0 else self.choices)
 
-    def options(self, begin_with: bytes) -> GenerationOptions:
+    def options(self, begin_with: bytes, choice: int = 0) -> GenerationOptions:
         """What is asked of one choice."""
         return GenerationOptions(
             max_tokens=self.max_tokens,
@@ -96,4 +98,5 @@ class GenerationRequest:
             grammar=self.grammar,
             shown=self.shown,
             draft=self.draft is not False,
+            first_rank=choice if self.distinct else 0,
         )

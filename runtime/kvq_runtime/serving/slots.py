@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
-from kvq_runtime.hunks import common_prefix
+from kvq_runtime.hunks import common_prefix, hunks
 from kvq_runtime.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session import Session
@@ -59,6 +59,12 @@ class Slot:
         """
         computed = self.session.sequence.staleness.computed if exact else None
         return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
+
+    def edited(self, ids: Ids, owner: str) -> int:
+        """Tokens that are new in a text of `owner`, made of this one by edits."""
+        if self.owner != owner:
+            return len(ids)
+        return sum(len(hunk.new_ids) for hunk in hunks(self.tokens, ids))
 
     def give_to(self, owner: str) -> None:
         """Belongs to `owner` from now on; what it holds of another's text is forgotten."""
@@ -111,14 +117,15 @@ class Slots:
         A slot that would lose more than it shares is left alone when another is free, and what
         a slot holds is copied, to be saved, before something else takes its place; None while
         that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
-        sends one with every key, takes the place of another and is never saved. What was predicted
+        sends one with every key, is never saved, and takes the place of one that it is an edit of,
+        or else of any other where no slot is empty. What was predicted
         is only shared with a text that would be predicted as well; `predict` as in a request.
         """
         wanted = as_ids(ids)
         exact = not self.all[0].session.predicts if predict is None else predict == OFF
         free = [slot for slot in self.all if not slot.busy]
-        spent = [slot for slot in free if slot.transient]
-        slot = _closest(spent if transient and spent else free, wanted, owner, exact=exact)
+        slot = _for_an_editor(free, wanted, owner) if transient else None
+        slot = slot or _closest(free, wanted, owner, exact=exact)
         if not (transient and slot.transient):
             slot = self._for_keeps(slot, free, wanted, owner, reuse=reuse, exact=exact)
         if slot is None:
@@ -231,6 +238,16 @@ class Slots:
                 slot.session.close()
             slot.session = self._open_session()
         slot.saved = None
+
+
+def _for_an_editor(free: Sequence[Slot], wanted: Ids, owner: str) -> Slot | None:
+    """The slot of a text that `wanted` is an edit of, else an empty one, else another editor's."""
+    spent = [slot for slot in free if slot.transient]
+    costs = [slot.edited(wanted, owner) for slot in spent]
+    if costs and min(costs) <= len(wanted) // 2:
+        return spent[costs.index(min(costs))]
+    empty = [slot for slot in free if not len(slot.tokens)]
+    return min(empty or spent, key=lambda slot: slot.released_at, default=None)
 
 
 def _closest(slots: Sequence[Slot], wanted: Ids, owner: str, *, exact: bool) -> Slot:

@@ -1,20 +1,15 @@
 """Completions of a file that is being edited, and `kvq complete`."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from kvq.errors import BackendError, UsageError
 from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.cli import main
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
-from kvq_apps.completion.served import ServedCompletions
 from kvq_apps.engine import Engine
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named
@@ -42,8 +37,8 @@ def engine() -> Engine:
         yield opened
 
 
-def completions(engine: Engine, **settings: bool) -> CompletionEngine:
-    options = {"kv": "fp", "context_tokens": 1024}
+def completions(engine: Engine, *, chunk_tokens: int = 256, **settings: bool) -> CompletionEngine:
+    options = {"kv": "fp", "context_tokens": 1024, "chunk_tokens": chunk_tokens}
     return CompletionEngine(engine, writer_named("branches"), session_options=options, **settings)
 
 
@@ -123,66 +118,24 @@ def logits(session: Session) -> np.ndarray:
         return held.logits[0]
 
 
-class Infill(BaseHTTPRequestHandler):
-    """`POST /infill` as `kvq serve` answers it; hangs up in the middle when told to."""
-
-    asked: ClassVar[list[dict[str, Any]]] = []
-    waits: ClassVar[Event] = Event()
-    dies = False
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        self.waits.wait(60)
-        if type(self).dies:
-            self.connection.close()
-            return
-        answer = {"content": "path)\n", "x_kvq": {"prompt_tokens": 90, "cached_tokens": 88}}
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Infill)
-    Thread(target=server.serve_forever, daemon=True).start()
-    served = ServedCompletions(f"http://127.0.0.1:{server.server_port}", tokens=9)
-    document = Document("def f(path):\n    open(\n")
-    Infill.waits.set()
-    found = served.complete(document, (1, 9), cancel=lambda: False)
-    assert [one.text for one in found.drafts] == ["path)"]
-    assert (found.reused_tokens, found.encoded_tokens, found.why_not) == (88, 2, None)
-    asked = Infill.asked[-1]
-    assert (asked["input_prefix"], asked["input_suffix"]) == ("def f(path):\n    open(", "\n")
-    Infill.waits.clear()
-    assert served.complete(document, (1, 9), cancel=lambda: True).why_not == "cancelled"
-    Infill.dies = True
-    Infill.waits.set()
-    with pytest.raises(BackendError, match="does not answer"):
-        served.complete(document, (1, 9), cancel=lambda: False)
-    Infill.dies = False  # and it is there again
-    assert served.complete(document, (1, 9), cancel=lambda: False).drafts
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(BackendError, match="does not answer"):
-        served.complete(document, (1, 9), cancel=lambda: False)
-    with pytest.raises(UsageError, match="give http://HOST:PORT"):
-        ServedCompletions("ftp://x")
-
-
 def test_a_cancelled_request_leaves_the_next_one_right(engine: Engine) -> None:
-    own, document = completions(engine), Document(TEXT)
-    cut = own.complete(document, PLACE, cancel=lambda: True)
-    assert (cut.drafts, cut.why_not) == ((), "cancelled")
-    found = own.complete(document, PLACE)
-    fresh = completions(engine).complete(document, PLACE)
-    assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
-    own.close()
+    """LSP-11: in the prompt's passes and in the drafts', each asked before it begins."""
+    fresh = completions(engine).complete(Document(TEXT), PLACE)
+    for passes in range(5):
+        own, left = completions(engine, chunk_tokens=32), [passes]
+
+        def cancel(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        cut = own.complete(Document(TEXT), PLACE, cancel=cancel)
+        # Two pieces of the prompt, then a token of the drafts in each pass.
+        assert (cut.why_not == "cancelled") == (passes < 3)
+        found = own.complete(Document(TEXT), PLACE)
+        assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
+        # The same text under another name is the same text (LSP-22).
+        assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
+        own.close()
 
 
 def test_the_command_prints_what_an_editor_shows(

@@ -1,5 +1,7 @@
 """Documents against plain strings, blocks against the whole, rules against golden drafts."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,10 @@ from shelf import Shelf
 
 # Line ends of the protocol, and characters that other readers take for line ends.
 ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301("
+SOURCE = (
+    "def f(x):\n    \u00e9 = [x,\r\n  1]\n\n    return '\U0001f44b' + y\n\nclass A:\n    z = 1\n"
+    * 2
+)
 WIDTHS = {
     "utf-8": lambda text: len(text.encode()),
     "utf-16": lambda text: len(text.encode("utf-16-le")) // 2,
@@ -34,9 +40,12 @@ def lines_of(text: str) -> list[str]:
 
 def offset(text: str, position: Position, encoding: str) -> int:
     """The place of a position in `text`, clamped as the protocol says."""
-    lines = lines_of(text)
+    return place_in(lines_of(text), position, encoding)
+
+
+def place_in(lines: list[str], position: Position, encoding: str) -> int:
     if position.line >= len(lines):
-        return len(text)
+        return sum(map(len, lines))
     bare = lines[position.line].rstrip("\r\n")
     column = 0
     while column < len(bare) and WIDTHS[encoding](bare[: column + 1]) <= position.character:
@@ -97,6 +106,42 @@ def test_blocks_encode_as_the_whole(tokenizers: list[Tokenizer], pieces: list[st
     text = "".join(pieces)
     for tokenizer in tokenizers:
         assert BlockTokenizer(tokenizer).encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.slow
+def test_ten_thousand_edits_of_one_text(tokenizers: list[Tokenizer]) -> None:
+    """LSP-5, LSP-7: the text is a string's, its tokens those of the whole, in every unit.
+
+    What stands before the cursor and behind it is encoded apart, as a prompt has it.
+    """
+    chance, text = random.Random(7), SOURCE
+    document, blocks = Document(text), BlockTokenizer(tokenizers[1])
+    encoded: list[int] = []
+    for number in range(10_000):
+        encoding = chance.choice(tuple(WIDTHS))
+        line = chance.randrange(document.num_lines + 1)
+        start = Position(line, chance.randrange(30))
+        end = Position(line, start.character + chance.choice([0, 0, 1, 2]))
+        if chance.random() < 0.03:
+            end = Position(line + 2, chance.randrange(9))
+        new = "".join(chance.choices(ALPHABET, k=chance.choice([0, 1, 1, 2])))
+        if len(text) > 240:
+            new = ""
+        elif len(text) < 100:
+            new = SOURCE
+        lines = lines_of(text)
+        first, after = sorted(place_in(lines, place, encoding) for place in (start, end))
+        text = text[:first] + new + text[after:]
+        document.replace(start, end, new, encoding)
+        before, behind = document.around(document.place(start, encoding))
+        assert before + behind == text
+        done = blocks.encoded_characters
+        if number % 10 == 0:
+            for part in (before, behind):
+                assert blocks.encode(part) == tokenizers[1].encode(part)
+            encoded.append(blocks.encoded_characters - done)
+    # A token is a character at least.
+    assert sorted(encoded)[int(0.95 * len(encoded))] < 4 * 64
 
 
 def test_a_key_encodes_its_block_only(tokenizers: list[Tokenizer]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_lsp import KNOWN
 from neovim import FAKE_SERVER, PLUGIN, Neovim, executables
 
 pytestmark = pytest.mark.skipif(not executables(), reason="no Neovim is installed")
@@ -170,7 +171,24 @@ def test_switched_off_it_is_silent(editor: Editor) -> None:
     editor.keys("e")
     editor.until(VISIBLE, True)
     editor.lua("vim.cmd('messages clear') vim.cmd('Kvq explain')")
-    editor.until(f"{MESSAGES}:match('kvq: %d drafts.*')", EXPLAINED)
+    explained = f"{MESSAGES}:match('kvq: %d drafts[^;]*;[^;]*')"
+    editor.until(explained, EXPLAINED)
+
+
+def test_what_was_taken_is_counted(view: tuple[str, bool], start: Callable[..., Editor]) -> None:
+    editor = start(f"{COMMAND}, {drawn_by(view[1])}")
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(1)", KNOWN[0])
+    editor.keys("<CR>plu")
+    editor.until(VISIBLE, True)
+    editor.keys("<C-Right>")
+    editor.until("vim.fn.getline(2)", "plural")
+    editor.until(VISIBLE, True)
+    editor.lua("vim.cmd('messages clear') vim.cmd('Kvq explain')")
+    taken = f"{MESSAGES}:match('; since the start 1 of %d+ taken, 1 more in part') ~= nil"
+    editor.until(taken, True)
 
 
 def test_a_draft_is_typed_without_another_request(view: tuple[str, bool], editor: Editor) -> None:

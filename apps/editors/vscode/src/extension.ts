@@ -37,6 +37,15 @@ class Extension implements vscode.Disposable {
     void vscode.window.showInformationMessage(`kvq: ${explained(report)}`);
   }
 
+  /** Runs an editor's action that takes a part of a draft. */
+  async accept(action: string): Promise<void> {
+    await run(action);
+    const document = vscode.window.activeTextEditor?.document;
+    if (document) {
+      await this.#server?.partlyAccepted(document);
+    }
+  }
+
   showLog(): void {
     this.#log.show();
   }
@@ -90,6 +99,8 @@ export function activate(context: vscode.ExtensionContext): void {
     toggleCompletion: () => own.toggle(),
     nextCompletion: () => run("editor.action.inlineSuggest.showNext"),
     previousCompletion: () => run("editor.action.inlineSuggest.showPrevious"),
+    acceptWord: () => own.accept("editor.action.inlineSuggest.acceptNextWord"),
+    acceptLine: () => own.accept("editor.action.inlineSuggest.acceptNextLine"),
     explainCompletion: () => own.explain(),
     restartServer: () => own.restart(),
     showLog: () => own.showLog(),

@@ -13,7 +13,7 @@ import {
   State,
 } from "vscode-languageclient/node";
 import { type CommandLine, enabledFor } from "./settings";
-import { explained, type Report, type Status } from "./status";
+import { outcome, type Report, type Status } from "./status";
 
 type Items = vscode.InlineCompletionItem[] | vscode.InlineCompletionList;
 
@@ -64,6 +64,17 @@ export class Server {
     });
   }
 
+  /** Counts that a part of a draft was taken; of the whole the server is told by the draft itself. */
+  async partlyAccepted(document: vscode.TextDocument): Promise<void> {
+    if (this.#client.state === State.Running) {
+      const uri = this.#client.code2ProtocolConverter.asUri(document.uri);
+      await this.#client.sendRequest("workspace/executeCommand", {
+        command: "kvq.accepted",
+        arguments: [uri, "part"],
+      });
+    }
+  }
+
   #middleware(): Middleware {
     return {
       provideInlineCompletionItems: async (document, position, context, token, next) => {
@@ -92,7 +103,7 @@ export class Server {
       return;
     }
     const report = await this.explain(document);
-    this.#status.nothing(explained(report));
+    this.#status.nothing(outcome(report));
     if (report?.whyNot?.includes("loading")) {
       this.#askOnceLoaded(document, position);
     }

@@ -156,6 +156,7 @@ const scenarios = {
 
   async "a language can be left alone"(code) {
     file("c.md", "");
+    file("c.txt", "");
     await open(code, "c.md");
     await code.type("gre");
     await says(code, "kvq: switched off for markdown");
@@ -166,6 +167,22 @@ const scenarios = {
     assert.equal(await code.text(TOAST), "");
     await code.run("kvq: Explain the Last Completion");
     await until(async () => (await code.text(TOAST)).includes("kvq: no completion"), "the answer");
+    await code.run("Notifications: Clear All Notifications");
+    await until(async () => (await code.text(TOAST)) === "", "no notification");
+    await open(code, "c.txt");
+    await code.type("call(");
+    await shows(code, "argument");
+    await code.press("Tab");
+    await lineIs(code, "call(argument)");
+    await code.press("Control", "End");
+    await code.press("Enter");
+    await code.type("gre");
+    await shows(code, "et(name, loudly=True)");
+    await code.press("Control", "ArrowRight");
+    await lineIs(code, "greet");
+    await code.run("kvq: Explain the Last Completion");
+    const counted = /since the start 1 of \d+ taken, 1 more in part/;
+    await until(async () => counted.test(await code.text(TOAST)), "what was taken");
     await code.run("Notifications: Clear All Notifications");
     await until(async () => (await code.text(TOAST)) === "", "no notification");
     change({ "kvq.path": "no-such-kvq" });

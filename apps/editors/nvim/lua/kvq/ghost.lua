@@ -181,7 +181,7 @@ end
 function M.accept(part)
   local rest = current()
   if rest then
-    insertion.insert(rest, part)
+    server.accepted(state.buffer, insertion.insert(rest, part))
     if part == 'all' then
       forget()
     end

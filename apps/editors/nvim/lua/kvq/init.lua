@@ -112,6 +112,12 @@ function M.explain()
         #report.drafts, report.reusedTokens, report.encodedTokens, report.ms
       )
     end
+    if report and report.counts.shown > 0 then
+      local counts = report.counts
+      line = ('%s; since the start %d of %d taken, %d more in part'):format(
+        line, counts.accepted, counts.shown, counts.partly
+      )
+    end
     vim.notify('kvq: ' .. line)
   end)
 end

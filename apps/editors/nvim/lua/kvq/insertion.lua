@@ -31,12 +31,15 @@ local parts = {
 }
 
 -- Puts a part ('all', 'line', 'word') of `rest` at the cursor, which goes behind it.
+-- Whether that was 'all' of it or a 'part'.
 function M.insert(rest, part)
   local row, column = unpack(vim.api.nvim_win_get_cursor(0))
-  local lines = vim.split(parts[part](rest), '\n', { plain = true })
+  local text = parts[part](rest)
+  local lines = vim.split(text, '\n', { plain = true })
   vim.api.nvim_buf_set_text(0, row - 1, column, row - 1, column, lines)
   local before = #lines == 1 and column or 0
   vim.api.nvim_win_set_cursor(0, { row + #lines - 1, before + #lines[#lines] })
+  return text == rest and 'all' or 'part'
 end
 
 return M

@@ -74,7 +74,7 @@ function M.accept(part)
       local line = vim.api.nvim_get_current_line()
       local rest = first == row - 1 and insertion.rest(item.insert_text, start, line, column)
       if rest then
-        insertion.insert(rest, part)
+        server.accepted(vim.api.nvim_get_current_buf(), insertion.insert(rest, part))
       end
     end,
   })

@@ -147,6 +147,11 @@ function M.explain(buffer, answer)
   end)
 end
 
+-- Tells the server that 'all' or a 'part' of a draft was taken: it counts, for `explain` alone.
+function M.accepted(buffer, taken)
+  M.execute('kvq.accepted', { vim.uri_from_bufnr(buffer), taken }, function() end)
+end
+
 -- Learns why an answer was empty; calls `again` in a while where there only was no model yet.
 function M.learn_why(buffer, again)
   local function waits(why_not)

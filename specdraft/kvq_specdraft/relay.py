@@ -1,0 +1,64 @@
+"""A drafter that costs no pass first, and where it has nothing one that guesses with passes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvq_runtime.backends import Backend
+from kvq_runtime.config import SessionConfig
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.sequence import Work
+
+
+class Relay(ComputingDrafter):
+    """Asks `first`, and where that has no draft `second`; each learns from its own drafts.
+
+    `--draft auto+model:path=nano`. How long a draft of the second is, and whether there is one, its
+    own pace decides as if it were alone.
+    """
+
+    def __init__(self, first: Drafter, second: ComputingDrafter) -> None:
+        self.first, self.second = first, second
+        self.branches = getattr(first, "branches", False)
+        self._asked_second = False
+        # Rounds that the first is left alone for, and whether this is one.
+        self._pause, self._pauses = 0, False
+
+    @property
+    def held_bytes(self) -> int:
+        """See `ComputingDrafter`."""
+        return self.second.held_bytes
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """See `ComputingDrafter`."""
+        self.second.open(backend, config)
+
+    def close(self) -> None:
+        """See `ComputingDrafter`."""
+        self.second.close()
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self.first.follow(kept, new)
+        self.second.follow(kept, new)
+
+    def propose(self, room: int) -> Draft:
+        """See `Drafter`: what needs no pass."""
+        return self.first.propose(room)
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """See `ComputingDrafter`."""
+        self._pauses = self._pause > 0
+        self._pause = max(0, self._pause - 1)
+        draft = NO_DRAFT if self._pauses else self.first.propose(ground.room)
+        self._asked_second = not draft.ids
+        if draft.ids:
+            return draft
+        self._pause += draft.pause
+        return (yield from self.second.drafting(ground))
+
+    def observe(self, outcome: Round) -> None:
+        """See `Drafter`. The first learns what passes take from the second's as well."""
+        if not self._pauses:
+            self.first.observe(outcome)
+        if self._asked_second:
+            self.second.observe(outcome)

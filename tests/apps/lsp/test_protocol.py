@@ -1,0 +1,275 @@
+"""The language server over real pipes: frames, errors, its life, its output, what it follows.
+
+The checks of an editor's server and their tests, here and elsewhere:
+
+1 to 4, 6: this file. 10 to 14, 16 to 18, 20 to 22: `test_requests`. 5, 7, 15: `completion/
+test_document`. 8: `tests/kvq/test_edits`, `tests/runtime/test_edits`. 9: `kvq bench --suite edit`;
+`bench/test_edit_bench` asserts what it measures. 19: `test_served`. 23: `completion/test_complete`
+and `kvq eval --task edit`. 24: `tests/hostile/test_typing`, for long `long.py --edits 100000`.
+25, 26: `npm test` in `apps/editors/vscode`, which `editors/test_vscode` runs; 30: that file, and
+the bench. 27, 28: `editors/test_neovim`. 29: `serve/test_serve_text`.
+"""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq_apps.lsp.frames import MOST_BYTES, RpcError, read_frames
+from language_client import (
+    PATIENCE_S,
+    URI,
+    Client,
+    GatedCompleter,
+    ProcessClient,
+    ThreadClient,
+    at,
+    texts,
+)
+
+BODY = json.dumps({"id": 1, "method": "m", "params": {"t": "\u4f60\U0001f44b"}}).encode()
+FRAME = b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+
+class Pieces(io.RawIOBase):
+    """A stream that is read in these pieces."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = [memoryview(piece) for piece in pieces if piece]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._pieces:
+            return 0
+        count = min(len(buffer), len(self._pieces[0]))
+        buffer[:count] = self._pieces[0][:count]
+        self._pieces[0] = self._pieces[0][count:]
+        if not self._pieces[0]:
+            self._pieces.pop(0)
+        return count
+
+
+def kinds(*pieces: bytes, log: Callable[[str], None] = print) -> list[Any]:
+    """The numbers of the messages in a stream, or the code of what is none."""
+    found = read_frames(io.BufferedReader(Pieces(*pieces)), log)
+    return [one.code if isinstance(one, RpcError) else one["id"] for one in found]
+
+
+@pytest.fixture
+def completer() -> GatedCompleter:
+    return GatedCompleter()
+
+
+@pytest.fixture
+def editor(completer: GatedCompleter) -> Iterator[ThreadClient]:
+    client = ThreadClient(lambda: completer)
+    yield client
+    completer.gate.set()
+    client.close()
+
+
+def test_frames_come_through_however_they_are_cut() -> None:
+    """LSP-1."""
+    frames = (
+        b"garbage\r\n\r\n"
+        + b"content-type: x\r\ncontent-length: %d\r\nX: y\r\n\r\n" % len(BODY) + BODY
+        + b"Content-Length: 3\r\n\r\n{]}" + b"Content-Length: 2\r\n\r\n[]"
+        + b"Content-Length: 0\r\n\r\n" + FRAME + b"Content-Length: 99\r\n\r\nshort"
+    )  # fmt: skip
+    log: list[str] = []
+    assert kinds(frames, log=log.append) == [1, -32700, -32600, -32700, 1]
+    assert log == ["a line between messages is left out"]
+    for place in range(1, len(frames)):
+        assert kinds(frames[:place], frames[place:]) == [1, -32700, -32600, -32700, 1]
+    assert kinds(*(bytes([byte]) for byte in FRAME + FRAME)) == [1, 1]
+
+
+def test_long_messages_are_read_and_too_long_ones_left_out() -> None:
+    """LSP-1: what follows a message of more than the most is read as if it had not been."""
+    long = b'{"id": 2, "text": "%s"}' % (b"x" * 50_000_000)
+    header = b"Content-Length: %d\r\n\r\n"
+    assert kinds(header % len(long), long, FRAME) == [2, 1]
+    size = MOST_BYTES + 1
+    assert kinds(header % size, bytes(size), FRAME) == [-32600, 1]
+
+
+def test_what_is_wrong_has_its_code_and_ends_nothing(
+    editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    """LSP-2: the rows of the table, in their order; nothing but answers comes back."""
+    complete = "textDocument/inlineCompletion"
+    assert editor.ask(complete, at(0, 0))["error"]["code"] == -32002
+    offered = editor.ask("initialize", {"capabilities": {}})["result"]["capabilities"]
+    assert offered["positionEncoding"] == "utf-16"
+    assert offered["inlineCompletionProvider"] == {}
+    assert offered["textDocumentSync"] == {"openClose": True, "change": 2}
+    assert editor.ask("initialize", {})["error"]["code"] == -32600
+    editor.send("initialized", {})
+    # Line ends of the protocol, and no others.
+    editor.open("a\x0cb\u2028c\u0085\nd\n")
+    editor.ready(1, 1)
+    editor.change(2, 1, 1, 1, "e")
+    assert texts(editor.complete(1, 2))[0] == "de<de>"
+    assert completer.calls[-1][0] == "a\x0cb\u2028c\u0085\nde\n"
+    for wrong in ({}, {"textDocument": {"uri": URI}}, {**at(0, 0), "position": {"line": "x"}}):
+        assert editor.ask(complete, wrong)["error"]["code"] == -32602
+    assert texts(editor.ask(complete, at(1, 2, kind=9)))[0] == "de<de>"
+    editor.raw(b"Content-Length: 1\r\n\r\n{")
+    answer = editor.read()
+    assert (answer["id"], answer["error"]["code"]) == (None, -32700)
+    body = json.dumps({"jsonrpc": "2.0", "id": 7, "method": "nosuch/method"}).encode()
+    editor.raw(b"content-length: %d\r\nContent-Type: x\r\n\r\n%s" % (len(body), body))
+    answer = editor.read()
+    assert (answer["id"], answer["error"]["code"]) == (7, -32601)
+    editor.changes(2, [{"text": "x"}], "file:///unknown.py")
+    editor.send("$/unknown", {})
+    editor.send("$/cancelRequest", {"id": "unknown"})
+    assert editor.ask("workspace/executeCommand", {"command": "rm"})["error"]["code"] == -32602
+    assert any("unknown.py, which is not open" in line for line in editor.log)
+    assert editor.ask("shutdown")["result"] is None
+    assert editor.ask(complete, at(0, 0))["error"]["code"] == -32600
+    editor.send("exit")
+    assert editor.ended() == 0
+
+
+@pytest.mark.parametrize("last_words", [(), ("exit",)])
+def test_an_editor_that_leaves_without_shutdown_is_an_error(
+    last_words: tuple[str, ...], editor: ThreadClient
+) -> None:
+    """LSP-2, LSP-3: the end of input, and `exit` alone."""
+    for word in last_words:
+        editor.send(word)
+    assert editor.close() == 1
+
+
+def test_a_server_whose_editor_died_ends(tmp_path: Path) -> None:
+    """LSP-3: its process is gone, its pipes are not."""
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    client = ProcessClient(tmp_path, "--server", "http://127.0.0.1:9")
+    client.start(None, processId=parent.pid)
+    parent.communicate(b"\n")
+    assert client.process.wait(PATIENCE_S) == 1
+    client.close()
+
+
+def test_a_server_that_is_ended_says_nothing(tmp_path: Path) -> None:
+    """LSP-3: by a signal, and without a trace on its log. It starts no process of its own."""
+    words = "--server", "http://127.0.0.1:9"
+    log = tmp_path / "log"
+    client = ProcessClient(tmp_path, *words, log=log)
+    client.start("a\n")
+    children = Path(f"/proc/{client.process.pid}/task/{client.process.pid}/children")
+    if children.exists():
+        assert children.read_text() == ""
+    client.process.send_signal(signal.SIGTERM)
+    assert client.process.wait(PATIENCE_S) == -signal.SIGTERM
+    client.close()
+    assert log.read_text() == ""
+
+
+NOISY = """
+import os, subprocess, sys
+from kvq_apps import engine
+def noisy(*words, **options):
+    print("python prints", flush=True)
+    os.write(1, b"native code prints\\n")
+    subprocess.run(["echo", "a child prints"])
+    raise OSError("no model here")
+engine.Engine.open = noisy
+from kvq_apps.cli import main
+sys.exit(main(["lsp"]))
+"""
+
+
+def test_frames_alone_are_written_and_no_text_is_logged(tmp_path: Path) -> None:
+    """LSP-4: whatever a library prints goes where the log goes, and no document does."""
+    log = tmp_path / "log"
+    client = ProcessClient(tmp_path, command=("-c", NOISY), log=log)
+    client.start("SECRET = 1\n")
+    while True:
+        assert client.complete(0, 3)["result"] is None
+        if client.why_not() == "there is no model: no model here":
+            break
+    client.changes(2, [{"range": "SECRET", "text": "SECRET"}])
+    client.changes(2, [{"text": ["SECRET"]}])
+    client.send("textDocument/didOpen", {"textDocument": {"uri": 3, "text": "SECRET"}})
+    client.raw(b"SECRET\r\n\r\n")
+    assert client.ask("shutdown")["result"] is None
+    assert client.log == []
+    client.close()
+    said = log.read_text()
+    for line in ("python prints", "native code prints", "a child prints", "no model here"):
+        assert line in said
+    assert "SECRET" not in said
+
+
+class Followed:
+    """A document, and the text that the server holds of it."""
+
+    def __init__(self, editor: Client, completer: GatedCompleter) -> None:
+        self._editor, self._completer = editor, completer
+        self.version = 1
+
+    def change(self, *changes: dict[str, Any]) -> str:
+        """Makes changes, and asks where nothing was asked since: what the completer is given."""
+        self.version += 10
+        self._editor.changes(self.version, changes)
+        assert self._editor.complete(0, 0)["result"] is not None
+        return self._completer.calls[-1][0]
+
+
+def test_documents_are_followed(editor: ThreadClient, completer: GatedCompleter) -> None:
+    """LSP-6."""
+    editor.start("one\ntwo\n")
+    editor.ready(0, 0)
+    document = Followed(editor, completer)
+    # Versions may leave some out; what lies past the end is the end.
+    places = {"start": {"line": 1, "character": 99}, "end": {"line": 99, "character": 99}}
+    assert document.change({"range": places, "text": "!"}) == "one\ntwo!"
+    # A thousand changes at once, each in the text that the one before it left.
+    start = {"line": 0, "character": 0}
+    front = {"range": {"start": start, "end": start}}
+    many = [front | {"text": str(number % 10)} for number in range(1000)]
+    assert document.change(*many) == "9876543210" * 100 + "one\ntwo!"
+    # All of the text, and opened twice without a word between.
+    assert document.change({"text": "new\n"}, front | {"text": "a "}) == "a new\n"
+    editor.open("again\n", version=document.version)
+    assert document.change() == "again\n"
+    # Changes of what is closed are none.
+    editor.send("textDocument/didClose", {"textDocument": {"uri": URI}})
+    editor.change(document.version + 1, 0, 0, 0, "x")
+    assert editor.complete(0, 0)["result"] is None
+    editor.open("third\n")
+    assert document.change() == "third\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda editor: editor.change(1, 0, 0, 0, "x"),  # a version that was already there
+        lambda editor: editor.changes(5, [{"range": {"start": {}}, "text": "x"}]),
+        lambda editor: editor.changes(5, [{"text": None}]),
+        lambda editor: editor.changes(None, [{"text": "x"}, {"range": {}, "text": "x"}]),
+    ],
+)
+def test_a_text_that_was_lost_is_not_guessed(
+    change: Callable[[Client], None], editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    """LSP-6: a change that cannot be made ends completions until all of the text comes."""
+    editor.start("one\n")
+    editor.ready(0, 0)
+    change(editor)
+    assert editor.complete(0, 0)["result"] is None
+    assert "changes came out of order" in editor.why_not()
+    editor.change(6, 0, 0, 0, "y")
+    assert editor.complete(0, 1)["result"] is None
+    editor.changes(7, [{"text": "whole\n"}])
+    assert texts(editor.complete(0, 5))[0] == "whole<whole>"

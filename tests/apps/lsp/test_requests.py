@@ -1,0 +1,438 @@
+"""The language server over real pipes: what requests are answered with, and when nobody asks.
+
+`test_protocol` says which check of an editor's server is tested where.
+"""
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.engine import Completion
+from language_client import (
+    PATIENCE_S,
+    URI,
+    GatedCompleter,
+    ProcessClient,
+    ThreadClient,
+    at,
+    texts,
+)
+
+COMPLETE = "textDocument/inlineCompletion"
+
+
+@pytest.fixture
+def completer() -> GatedCompleter:
+    return GatedCompleter()
+
+
+@pytest.fixture
+def editor(completer: GatedCompleter) -> Iterator[ThreadClient]:
+    client = ThreadClient(lambda: completer)
+    yield client
+    completer.gate.set()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "column"), [("utf-8", 9), ("utf-16", 6), ("utf-32", 5), (None, 6)]
+)
+def test_positions_are_counted_as_the_client_counts(
+    encoding: str | None, column: int, editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    """LSP-14 in all three units; edits are counted in `test_document` (LSP-5)."""
+    general = {"positionEncodings": [encoding]} if encoding else {}
+    editor.start("x\n\u00e9 \U0001f44b ab(c)\n", capabilities={"general": general})
+    (item, _) = editor.ready(1, column)["result"]["items"]
+    assert completer.calls[-1][1] == (1, 5)
+    # The word that ends at the cursor is replaced by itself and what goes on from it.
+    assert item["insertText"] == "a<\u00e9 \U0001f44b a>"
+    assert item["range"] == {
+        "start": {"line": 1, "character": column - 1}, "end": {"line": 1, "character": column}
+    }  # fmt: skip
+
+
+def test_drafts_stay_until_the_next_edit(editor: ThreadClient, completer: GatedCompleter) -> None:
+    """LSP-12, LSP-14: asked automatically, then by a key, the list is the same."""
+    editor.start("one\n  two\n")
+    first = editor.ready(1, 2)
+    # The line is blank before the cursor: its indentation is replaced with it.
+    assert texts(first) == ["  <  >", "  second 1"]
+    assert first["result"]["items"][0]["range"]["start"] == {"line": 1, "character": 0}
+    invoked = editor.ask(COMPLETE, at(1, 2, kind=1))
+    assert invoked["result"] == first["result"]
+    assert len(completer.calls) == 1
+    editor.change(2, 0, 0, 3, "1")
+    assert texts(editor.complete(1, 2)) == ["  <  >", "  second 2"]
+    assert completer.calls[-1][0] == "1\n  two\n"
+    assert [one["text"] for one in editor.command("explain", URI)["drafts"]] == ["<  >", "second 2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"), [("a.pri b\n", "print"), ("a.pri b\n", "x"), ("a.pri b\n", "p\n  q")]
+)
+def test_what_the_editors_list_has_chosen_is_gone_on_from(
+    text: str, chosen: str, editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    """LSP-14: each item is the choice and what follows it, in the range of the choice."""
+    editor.start(text)
+    plain = editor.ready(0, 5)["result"]
+    places = {"start": {"line": 0, "character": 2}, "end": {"line": 0, "character": 5}}
+    asked = at(0, 5, selectedCompletionInfo={"range": places, "text": chosen})
+    items = editor.ask(COMPLETE, asked)["result"]["items"]
+    before = ("a." + chosen).rpartition("\n")[2]
+    assert completer.calls[-1] == (f"a.{chosen} b\n", (chosen.count("\n"), len(before)))
+    assert [item["insertText"] for item in items] == [f"{chosen}<{before}>", f"{chosen}second 2"]
+    assert all(item["range"] == places for item in items)
+    # The document itself, and its list, are what they were.
+    assert editor.complete(0, 5)["result"] == plain
+    wrong = at(0, 5, selectedCompletionInfo={"text": "x"})
+    assert editor.ask(COMPLETE, wrong)["error"]["code"] == -32602
+
+
+def test_the_newest_request_wins_and_each_gets_one_answer(
+    editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    """LSP-11: superseded and cancelled in a pass, cancelled after its answer."""
+    editor.start("a\n")
+    editor.ready(0, 0)
+    completer.begun.acquire()
+    completer.gate.clear()
+    editor.change(2, 0, 0, 0, "b")
+    editor.send(COMPLETE, at(0, 1), 101)
+    assert completer.begun.acquire(timeout=PATIENCE_S)
+    editor.change(3, 0, 1, 1, "c")
+    editor.send(COMPLETE, at(0, 2), 102)
+    superseded = editor.read()
+    assert (superseded["id"], superseded["result"]) == (101, None)
+    assert completer.begun.acquire(timeout=PATIENCE_S)
+    editor.send("$/cancelRequest", {"id": 102})
+    cancelled = editor.read()
+    assert (cancelled["id"], cancelled["error"]["code"]) == (102, -32800)
+    editor.send("$/cancelRequest", {"id": 102})
+    editor.send("$/cancelRequest", {"id": 999})
+    completer.gate.set()
+    assert texts(editor.complete(0, 2))[0] == "bc<bc>"
+
+
+class OneStep(GatedCompleter):
+    """Does not hear of a cancel before its step is over."""
+
+    def complete(
+        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+    ) -> Completion:
+        return super().complete(document, place, cancel=lambda: False)
+
+
+def test_of_rapid_requests_the_newest_alone_is_completed() -> None:
+    """LSP-10, LSP-11: 200 edits, each with a request, and a cancel before its request begins."""
+    completer = OneStep()
+    with closing(ThreadClient(lambda: completer)) as client:
+        client.start("\n")
+        client.ready(0, 0)
+        completer.begun.acquire()
+        completer.gate.clear()
+        for number in range(200):
+            client.change(number + 2, 0, number, number, "x")
+            client.send(COMPLETE, at(0, number + 1), number)
+            if number == 0:
+                assert completer.begun.acquire(timeout=PATIENCE_S)
+        client.send("$/cancelRequest", {"id": 150})
+        # Whatever was sent before is taken once this is answered.
+        client.send("workspace/executeCommand", {"command": "kvq.explain"}, "taken")
+        answers = [client.read()]
+        completer.gate.set()
+        answers += [client.read() for _ in range(200)]
+        assert [one["id"] for one in answers] == ["taken", *range(200)]
+        assert answers[151]["error"]["code"] == -32800
+        assert [one["id"] for one in answers[1:] if one.get("result")] == [199]
+        assert texts(answers[-1])[0] == "x" * 200 + "<" + "x" * 200 + ">"
+        # One step that was superseded, and the newest.
+        assert [text for text, _ in completer.calls[1:]] == ["x\n", "x" * 200 + "\n"]
+
+
+def test_what_was_taken_is_counted(completer: GatedCompleter) -> None:
+    """A list counts once, as taken in part or wholly, whatever is reported of it."""
+    client = started(completer, "ab\n", initializationOptions={"fallbackCompletion": True})
+    with closing(client):
+        (item, _) = client.ready(0, 2)["result"]["items"]
+        assert item["command"]["command"] == "kvq.accepted"
+        accepted = item["command"]["arguments"]
+        assert client.command("explain", URI)["counts"] == {
+            "shown": 1, "accepted": 0, "partly": 0
+        }  # fmt: skip
+        client.complete(0, 2)  # shown already
+        part = {"item": item, "acceptedLength": 1}
+        for _ in range(2):
+            client.send("textDocument/didPartiallyAcceptCompletion", part)
+            client.command("accepted", URI, "part")
+        counts = client.command("explain", URI)["counts"]
+        assert counts == {"shown": 1, "accepted": 0, "partly": 1}
+        for _ in range(2):
+            client.command("accepted", *accepted)
+        client.command("accepted", URI, "part")
+        counts = client.command("explain", URI)["counts"]
+        assert counts == {"shown": 1, "accepted": 1, "partly": 0}
+        client.change(2, 0, 0, 0, "c")
+        listed = client.ask("textDocument/completion", at(0, 3))["result"]["items"]
+        assert listed[0]["command"]["arguments"] == [URI, "all"]
+        client.command("accepted", URI)
+        client.command("accepted", "file:///never-opened.py")
+        assert client.command("explain", URI)["counts"] == {
+            "shown": 2, "accepted": 2, "partly": 0
+        }  # fmt: skip
+        wrong = {"command": "kvq.accepted", "arguments": [URI, "much"]}
+        assert client.ask("workspace/executeCommand", wrong)["error"]["code"] == -32602
+
+
+def test_what_fails_is_logged_and_nothing_is_shown(
+    editor: ThreadClient, completer: GatedCompleter
+) -> None:
+    editor.start("a\n")
+    editor.ready(0, 1)
+    completer.fails = True
+    editor.change(2, 0, 0, 0, "b")
+    assert editor.complete(0, 1)["result"] is None
+    assert any("the engine broke" in line for line in editor.log)
+    completer.fails = False
+    assert editor.complete(0, 1)["result"] is not None
+    assert editor.command("toggle") is False
+    assert editor.complete(0, 0)["result"] is None
+    assert editor.why_not() == "completion is switched off"
+
+
+def gated(completer: GatedCompleter, loads: threading.Event) -> Callable[[], GatedCompleter]:
+    """What loads the completer once `loads` is set."""
+
+    def load() -> GatedCompleter:
+        assert loads.wait(PATIENCE_S)
+        return completer
+
+    return load
+
+
+def test_while_the_model_loads_the_answer_is_nothing(completer: GatedCompleter) -> None:
+    """LSP-18."""
+    loads = threading.Event()
+    with closing(ThreadClient(gated(completer, loads))) as client:
+        client.start("a\n")
+        assert client.complete(0, 1)["result"] is None
+        assert client.why_not() == "the model is loading"
+        loads.set()
+        assert texts(client.ready(0, 1))[0] == "a<a>"
+
+
+def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
+    def load() -> GatedCompleter:
+        raise OSError("no such bundle")
+
+    with closing(ThreadClient(load)) as client:
+        client.start("a\n")
+        reason, wanted = "", "there is no model: no such bundle"
+        for _ in range(100_000):
+            assert client.complete(0, 1)["result"] is None
+            if (reason := client.why_not()) == wanted:
+                break
+        assert reason == wanted
+
+
+def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:
+    client = ProcessClient(tmp_path, "--threads", "1", "--drafts", "2")
+    client.start("import os\n\ndef read(path):\n    with open(\n")
+    result = None
+    while result is None:
+        time.sleep(0.02)
+        result = client.complete(3, 14)["result"]
+    assert 1 <= len(result["items"]) <= 2
+    assert all(item["insertText"].strip() for item in result["items"])
+    assert client.close() == 1  # the editor went without a word
+
+
+def started(completer: GatedCompleter, text: str, **asked: Any) -> ThreadClient:
+    """An editor whose document is open; `asked` goes into `initialize`."""
+    client = ThreadClient(lambda: completer)
+    client.start(text, **asked)
+    return client
+
+
+def test_typing_a_draft_asks_no_engine(editor: ThreadClient, completer: GatedCompleter) -> None:
+    """LSP-13."""
+    editor.start("ab\nrest\n")
+    assert texts(editor.ready(0, 2)) == ["ab<ab>", "absecond 1"]
+    calls = len(completer.calls)
+    editor.change(2, 0, 2, 2, "<a")
+    assert texts(editor.complete(0, 4)) == ["ab>"]
+    editor.change(3, 0, 4, 4, "b")
+    assert texts(editor.complete(0, 5)) == ["ab>"]
+    editor.change(4, 0, 4, 5, "")  # and back
+    assert texts(editor.complete(0, 4)) == ["ab>"]
+    assert len(completer.calls) == calls
+    editor.change(5, 0, 4, 4, "X")
+    assert texts(editor.complete(0, 5))[0] == "aX<ab<aX>"
+    assert len(completer.calls) == calls + 1
+    # A change of another line makes drafts of another text.
+    editor.change(6, 1, 0, 0, "y")
+    editor.change(7, 0, 5, 5, "<")
+    editor.complete(0, 6)
+    assert len(completer.calls) == calls + 2
+
+
+def test_editors_without_inline_completion_may_ask_for_a_list(completer: GatedCompleter) -> None:
+    client = started(completer, "ab\n", initializationOptions={"fallbackCompletion": True})
+    answer = None
+    while answer is None:
+        answer = client.ask("textDocument/completion", at(0, 2))["result"]
+    first = answer["items"][0]
+    assert first["textEdit"]["newText"] == "ab<ab>"
+    assert first["textEdit"]["range"]["start"] == {"line": 0, "character": 0}
+    assert answer["isIncomplete"] is True
+    client.close()
+    plain = started(completer, "ab\n")
+    assert plain.ask("textDocument/completion", at(0, 2))["error"]["code"] == -32601
+    plain.close()
+
+
+def test_settings_are_pulled_and_a_bad_one_stays_as_it_was(completer: GatedCompleter) -> None:
+    """LSP-21."""
+    pulls = {"workspace": {"configuration": True}}
+    client = started(completer, "ab\n", capabilities=pulls)
+
+    def answer_pull(value: object) -> None:
+        asked = client.read()
+        assert asked["method"] == "workspace/configuration"
+        assert asked["params"] == {"items": [{"section": "kvq"}]}
+        client.send_message({"id": asked["id"], "result": [value]})
+
+    answer_pull({"drafts": 1})
+    assert len(texts(client.ready(0, 2))) == 1
+    client.send("workspace/didChangeConfiguration", {"settings": {"kvq": {"drafts": 2}}})
+    answer_pull(None)
+    assert len(texts(client.complete(0, 2))) == 2
+    client.send("workspace/didChangeConfiguration", {"settings": {"kvq": {"drafts": "x"}}})
+    answer_pull({"ignore": ["*.py"]})
+    assert client.complete(0, 2)["result"] is None
+    assert client.why_not() == "this file is ignored"
+    assert [line for line in client.log if "drafts" in line] == [
+        "drafts = 'x' is not possible and stays 2"
+    ]
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "says"),
+    [
+        ("file:///home/me/.env", "KEY=1\n", "this file is ignored"),
+        ("file:///home/me/server.pem", "x\n", "this file is ignored"),
+        ("git:/a.py?ref", "x\n", "git: documents are left alone"),
+        (
+            "vscode-notebook-cell:/a.ipynb#1",
+            "x\n",
+            "vscode-notebook-cell: documents are left alone",
+        ),
+        ("file:///a.bin", "x\0y\n", "the document is no text"),
+        ("file:///a.py", "x" * 1_000_000, "the line is too long"),
+    ],
+)
+def test_odd_files_are_left_alone_with_a_reason(
+    uri: str, text: str, says: str, completer: GatedCompleter
+) -> None:
+    """LSP-16."""
+    client = started(completer, "a\n")
+    client.ready(0, 1)
+    calls = len(completer.calls)
+    client.open(text, uri)
+    assert client.ask(COMPLETE, at(0, 1, uri=uri))["result"] is None
+    assert client.why_not(uri) == says
+    assert len(completer.calls) == calls
+    client.close()
+
+
+def test_a_long_file_is_completed_like_any_other(completer: GatedCompleter) -> None:
+    """LSP-16: 10 MB, held in less than three times that."""
+    line = "    a line of a program, as long as most are\n"
+    text = line * (10_000_000 // len(line))
+    tracemalloc.start()
+    document = Document(text)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert document.num_lines == text.count("\n") + 1
+    assert held < 3 * len(text)
+    with closing(ThreadClient(lambda: completer)) as client:
+        client.start(text)
+        assert texts(client.ready(100_000, 4))[0] == "    <    >"
+
+
+def test_loading_is_progress_that_ends(completer: GatedCompleter) -> None:
+    """LSP-18."""
+    loads = threading.Event()
+    client = ThreadClient(gated(completer, loads))
+    client.ask("initialize", {"capabilities": {"window": {"workDoneProgress": True}}})
+    client.send("initialized", {})
+    create = client.read()
+    assert create["method"] == "window/workDoneProgress/create"
+    client.send_message({"id": create["id"], "result": None})
+    begin = client.read()
+    assert begin["params"]["value"]["kind"] == "begin"
+    loads.set()
+    assert client.read()["params"] == {"token": "kvq-loading", "value": {"kind": "end"}}
+    client.close()
+
+
+def test_a_reader_that_does_not_read_stops_nobody(completer: GatedCompleter) -> None:
+    """LSP-17: far more than a pipe holds is answered, and the changes are all taken.
+
+    An answer waits for each request and nothing else does; of one that is superseded, it is null.
+    """
+    with closing(started(completer, "a\n")) as client:
+        client.ready(0, 1)
+        for number in range(3000):
+            client.change(number + 2, 0, 0, 0, "b")
+            client.send(
+                "workspace/executeCommand", {"command": "kvq.explain", "arguments": [URI]}, 7
+            )
+        client.send(COMPLETE, at(0, 3001), 8)
+        answers = [client.read() for _ in range(3001)]
+        assert [one["id"] for one in answers] == [7] * 3000 + [8]
+        assert texts(answers[-1])[0].startswith("b" * 3000 + "a<")
+
+
+def test_a_file_renamed_or_open_twice_is_another_document(completer: GatedCompleter) -> None:
+    """LSP-20, LSP-22: documents are apart; what is cached is found by its tokens, not its name."""
+    with closing(started(completer, "a\n")) as client:
+        client.ready(0, 1)
+        client.send("textDocument/didClose", {"textDocument": {"uri": URI}})
+        assert client.complete(0, 1)["result"] is None
+        client.open("a\n", "file:///b.py")
+        client.open("zz\n")
+        assert texts(client.ask(COMPLETE, at(0, 1, uri="file:///b.py")))[0] == "a<a>"
+        assert texts(client.complete(0, 2))[0] == "zz<zz>"
+
+
+def test_idle_time_makes_what_is_stale_exact_until_somebody_asks(completer: GatedCompleter) -> None:
+    left, cancels = [3], []
+
+    def refresh(max_tokens: int, cancel: Callable[[], bool]) -> int:
+        cancels.append(cancel())
+        left[0] -= 1
+        done.set()
+        return max(0, left[0])
+
+    done = threading.Event()
+    completer.refresh = refresh  # type: ignore[method-assign]
+    client = started(completer, "a\n")
+    client.ready(0, 1)
+    assert done.wait(PATIENCE_S)
+    while left[0] > 0:
+        done.clear()
+        assert done.wait(PATIENCE_S)
+    client.change(2, 0, 0, 0, "b")
+    assert client.complete(0, 2)["result"] is not None
+    assert cancels[0] is False
+    client.close()

@@ -1,0 +1,154 @@
+"""`kvq lsp --server`: drafts of a running server, which may die; over an address or a socket."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from environment import environment_in
+from kvq.errors import BackendError, UsageError
+from kvq_apps.bench.typing_sessions import PROGRAM
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.engine import CompletionEngine
+from kvq_apps.completion.served import ServedCompletions
+from kvq_apps.engine import Engine
+from kvq_specdraft import writer_named
+from language_client import URI, ProcessClient, ThreadClient, at, texts
+from serving import process
+
+TEXT = "import os\n\n\ndef read(path):\n    with open(\n"
+
+
+class Infill(BaseHTTPRequestHandler):
+    """`POST /infill` as `kvq serve` answers it; hangs up in the middle when told to."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    waits: ClassVar[Event] = Event()
+    dies = False
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        self.waits.wait(60)
+        if type(self).dies:
+            self.connection.close()
+            return
+        one = {"content": "path)\n", "x_kvq": {"prompt_tokens": 90, "cached_tokens": 88}}
+        # A server that does not make its answers distinct.
+        answer = [one] * body["n_cmpl"]
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Infill)
+    Thread(target=server.serve_forever, daemon=True).start()
+    served = ServedCompletions(f"http://127.0.0.1:{server.server_port}", tokens=9)
+    document = Document("def f(path):\n    open(\n")
+    Infill.waits.set()
+    found = served.complete(document, (1, 9), cancel=lambda: False)
+    assert [one.text for one in found.drafts] == ["path)"]
+    assert (found.reused_tokens, found.encoded_tokens, found.why_not) == (88, 2, None)
+    asked = Infill.asked[-1]
+    assert (asked["input_prefix"], asked["input_suffix"]) == ("def f(path):\n    open(", "\n")
+    assert (asked["n_predict"], asked["n_cmpl"]) == (9, 3)
+    Infill.waits.clear()
+    assert served.complete(document, (1, 9), cancel=lambda: True).why_not == "cancelled"
+    Infill.dies = True
+    Infill.waits.set()
+    with pytest.raises(BackendError, match="does not answer"):
+        served.complete(document, (1, 9), cancel=lambda: False)
+    Infill.dies = False  # and it is there again
+    assert served.complete(document, (1, 9), cancel=lambda: False).drafts
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(BackendError, match="does not answer"):
+        served.complete(document, (1, 9), cancel=lambda: False)
+
+
+@pytest.mark.parametrize("address", ["ftp://x", "http://", "http://h:99999", "https://h:1", ""])
+def test_addresses_that_are_none_are_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="give http://HOST:PORT or a socket's path"):
+        ServedCompletions(address)
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A real server of the embedded model: its address, and its socket."""
+    home = tmp_path_factory.mktemp("serve")
+    socket = str(home / "kvq.sock")
+    words = "--socket", socket, "--sessions", "2", "--kv", "fp"
+    with process("nano", environment_in(home), *words) as found:
+        yield [found.address, socket]
+
+
+def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str]) -> None:
+    """SRV-18: the greedy one first, then those that begin with the next likeliest tokens."""
+    document = Document(TEXT)
+    with Engine.open("nano", threads=1) as engine:
+        own = CompletionEngine(
+            engine, writer_named("branches"), session_options={"kv": "fp", "context_tokens": 1024}
+        )
+        found = own.complete(document, (4, 14))
+        own.close()
+    assert len(found.drafts) > 1
+    for address in addresses:
+        served = ServedCompletions(address).complete(document, (4, 14), cancel=lambda: False)
+        assert served.drafts[0].text == found.drafts[0].text
+        assert {one.text for one in served.drafts} == {one.text for one in found.drafts}
+
+
+def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> None:
+    """LSP-20: each has an arena, and a key of either is read alone."""
+    whole = PROGRAM.read_text("utf-8")
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                closing(ThreadClient(lambda address=address: ServedCompletions(address)))
+            )
+            for address in addresses
+        ]
+        for client, text in zip(clients, (whole[:2000], whole[2000:4000]), strict=True):
+            client.start(text)
+            client.ready(3, 0)
+        for number in range(3):
+            for client in clients:
+                client.change(number + 2, 3, number, number, "x")
+                client.complete(3, number + 1)
+                assert client.command("explain", URI)["encodedTokens"] < 16
+
+
+def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """LSP-19: nothing is shown, nothing lost; the next request finds the other server."""
+    home, socket = environment_in(tmp_path), str(tmp_path / "kvq.sock")
+    with closing(ProcessClient(tmp_path, "--server", socket, "--drafts", "2")) as client:
+        client.start(TEXT)
+        with process("nano", home, "--socket", socket) as first:
+            before = texts(client.ready(4, 14))
+            client.change(2, 4, 14, 14, "p")
+            # It takes the request, and dies before it answers.
+            first.process.send_signal(signal.SIGSTOP)
+            client.send("textDocument/inlineCompletion", at(4, 15), 99)
+            first.process.kill()
+            answer = client.read()
+            assert (answer["id"], answer["result"]) == (99, None)
+            assert "does not answer" in client.why_not()
+        client.change(3, 4, 14, 15, "")
+        client.change(4, 0, 0, 0, "x")
+        assert client.complete(4, 14)["result"] is None
+        assert "does not answer" in client.why_not()
+        client.change(5, 0, 0, 1, "")
+        with process("nano", home, "--socket", socket):
+            assert texts(client.ready(4, 14)) == before
