@@ -116,85 +116,22 @@ class _Builder:
 
     def layers(self, hidden: ir.Value) -> ir.Value:
         """All layers: [T, hidden] -> [R, hidden]."""
-        last = self.config.num_layers - 1
-        fused = self.layout.format.linear == "kvq" and not self.config.sandwich_norms
-        qkv = self._qkv(0, hidden)
-        for layer in range(last):
+        for layer in range(self.config.num_layers):
+            path, weights = f"/model/layers.{layer}", f"layers.{layer}"
+            qkv = self._linear(
+                f"{path}/attn/qkv", hidden, f"{weights}.qkv", norm=f"{weights}.attn_norm"
+            )
             attended = self._attention(layer, qkv)
-            if fused:
-                hidden, qkv = self._between(layer, attended, hidden)
-            else:
-                hidden = self._branches(layer, attended, hidden)
-                qkv = self._qkv(layer + 1, hidden)
-        attended, rows = self._attention(last, qkv), self.logit_rows
-        path = f"/model/layers.{last}"
-        attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
-        hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
-        return self._branches(last, attended, hidden)
-
-    def _qkv(self, layer: int, hidden: ir.Value) -> ir.Value:
-        path, weights = f"/model/layers.{layer}/attn/qkv", f"layers.{layer}"
-        return self._linear(path, hidden, f"{weights}.qkv", norm=f"{weights}.attn_norm")
-
-    def _branches(self, layer: int, attended: ir.Value, hidden: ir.Value) -> ir.Value:
-        """Hidden after both branches of a layer, from what its attention gave."""
-        path, weights = f"/model/layers.{layer}", f"layers.{layer}"
-        hidden = self._branch(f"{path}/attn/o", attended, f"{weights}.o", hidden)
-        inner = self._linear(
-            f"{path}/mlp/gate_up", hidden, f"{weights}.gate_up", norm=f"{weights}.mlp_norm"
-        )
-        return self._branch(f"{path}/mlp/down", inner, f"{weights}.down", hidden)
-
-    def _between(
-        self, layer: int, attended: ir.Value, hidden: ir.Value
-    ) -> tuple[ir.Value, ir.Value]:
-        """Hidden after a layer, and the next one's queries, keys and values: one node of ours."""
-        config, here, after = self.config, f"layers.{layer}", f"layers.{layer + 1}"
-        o, gate_up, down, qkv = (
-            self.layout.matrices[name]
-            for name in (f"{here}.o", f"{here}.gate_up", f"{here}.down", f"{after}.qkv")
-        )
-        inputs = [
-            attended,
-            hidden,
-            *self._panels_and_bias(f"{here}.o"),
-            self._stored(f"{here}.mlp_norm"),
-            *self._panels_and_bias(f"{here}.gate_up"),
-            *self._panels_and_bias(f"{here}.down"),
-            self._stored(f"{after}.attn_norm"),
-            *self._panels_and_bias(f"{after}.qkv"),
-            self.weights_view,
-            self.layer_modes,
-            *self.maps[layer + 1],
-        ]
-        results = self._nodes(
-            f"/model/layers.{layer}/Between",
-            inputs,
-            3,
-            domain="kvq",
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            block=o.block,
-            o_columns=o.columns,
-            o_bits=o.bits,
-            gate_up_bits=gate_up.bits,
-            down_bits=down.bits,
-            qkv_rows=qkv.rows,
-            qkv_bits=qkv.bits,
-            activation=ACTIVATIONS.index(config.activation),
-            layer=layer,
-            first_kept=config.num_heads * config.head_dim,
-            norm_eps=float(config.norm_eps),
-        )
-        for value, width in zip(results, (config.hidden_size, qkv.rows, gate_up.rows), strict=True):
-            value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape([None, width])
-        return results[0], results[1]
-
-    def _panels_and_bias(self, weight: str) -> tuple[ir.Value, ir.Value | None]:
-        panels = "embed.panels" if self._tied(weight) else f"{weight}.panels"
-        bias = f"{weight}_bias"
-        stored = self._stored(bias) if bias in self.layout.tensors else None
-        return self._stored(panels), stored
+            if layer == self.config.num_layers - 1:
+                rows = self.logit_rows
+                attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
+                hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
+            hidden = self._branch(f"{path}/attn/o", attended, f"{weights}.o", hidden)
+            inner = self._linear(
+                f"{path}/mlp/gate_up", hidden, f"{weights}.gate_up", norm=f"{weights}.mlp_norm"
+            )
+            hidden = self._branch(f"{path}/mlp/down", inner, f"{weights}.down", hidden)
+        return hidden
 
     def logits(self, hidden: ir.Value) -> ir.Value:
         """The final norm and the output head, with its soft cap where the model has one."""
@@ -263,12 +200,12 @@ class _Builder:
         residual: ir.Value | None,
     ) -> ir.Value:
         """One node of ours. It applies the view and the mode of its layer by itself."""
-        panels, bias = self._panels_and_bias(weight)
+        bias = f"{weight}_bias"
         inputs = [
             x,
-            panels,
+            self._stored("embed.panels" if self._tied(weight) else f"{weight}.panels"),
             self._stored(norm) if norm else None,
-            bias,
+            self._stored(bias) if bias in self.layout.tensors else None,
             residual,
             self.weights_view,
             self.exact_rows if weight == "head" else None,

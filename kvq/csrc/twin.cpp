@@ -247,8 +247,7 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     return status_;
 }
 
-int Twin::close_layer(PageTable& pages, const Tail& tail, int layer,
-                      const Tail::Closing& closed) {
+int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed) {
     std::lock_guard<std::mutex> turn(device_.turn);
     const int dim = config().head_dim;
     const int count = static_cast<int>(closed.rows.size()) / kPageTokens;
@@ -264,8 +263,7 @@ int Twin::close_layer(PageTable& pages, const Tail& tail, int layer,
             copy(scratch, closed.rows.data() + int64_t{p} * kPageTokens, sizeof(int) * kPageTokens);
             note(device_.calls().clear(of(const_cast<uint8_t*>(pages.constants(e))),
                                        arena_.sizes.constant_bytes, device_.facts().stream));
-            for (int side = 0; side < 2; side++)
-                pack(pages, stream, e, side, from[side], scratch);
+            for (int side = 0; side < 2; side++) pack(pages, stream, e, side, from[side], scratch);
         }
         for (int side = 0; side < 2; side++)
             keep_rows(tail, stream, side, from[side], closed.staying);

@@ -71,7 +71,8 @@ class Asked:
 
     A branch of the session holds `branch_rows`, its context `room` tokens more. `cancel` is asked
     before each pass: once it says yes what there is, is what there will be. `recorded` is the
-    method the model's bundle recommends.
+    method the model's bundle recommends. `exact`: log-probabilities are; else a writer may spend
+    less on the tokens that it does not choose.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Asked:
         generator: np.random.Generator,
         cancel: Cancel = never,
         recorded: str | None = None,
+        exact: bool = True,
     ) -> None:
         if count < 1:
             raise UsageError(f"{count} drafts are not possible: ask for 1 or more")
@@ -100,6 +102,7 @@ class Asked:
         self.generator = generator
         self.cancel = cancel
         self.recorded = recorded
+        self.exact = exact
         self._vocabulary = vocabulary
         self._stop_ids = options.ends(vocabulary)
         self._start = Line(beginning=options.beginning(vocabulary))
@@ -185,14 +188,21 @@ class Writer(Protocol):
         ...
 
 
-def step(branch: Branch[C], lines: list[Line]) -> Work[C, tuple[list[Line], NDArray[np.float32]]]:
-    """The lines with their last tokens run, and the logits float32 [len(lines), V] after each."""
+def step(
+    branch: Branch[C], lines: list[Line], exact_rows: int = 0
+) -> Work[C, tuple[list[Line], NDArray[np.float32]]]:
+    """The lines with their last tokens run, and the logits float32 [len(lines), V] after each.
+
+    `exact_rows`: see `Rows`.
+    """
     first = branch.rows
     if not any(line.ids for line in lines):
         passed = yield from branch.extend((), rows=[-1] * len(lines))
         return lines, passed.logits
     passed = yield from branch.extend(
-        [line.ids[-1] for line in lines], [line.row for line in lines]
+        [line.ids[-1] for line in lines],
+        [line.row for line in lines],
+        exact_rows=exact_rows,
     )
     return [replace(line, row=first + i) for i, line in enumerate(lines)], passed.logits
 

@@ -39,11 +39,10 @@ from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
 
 FORMAT = "kvq-bundle"
-# What this version writes, the one it still writes for a GGUF file alone, and one it reads, whose
-# products are a node each. Graphs of earlier versions have other weights and inputs.
-VERSION = 6
+# What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
+# versions have other weights and inputs.
+VERSION = 5
 GGUF_VERSION = 2
-UNFUSED_VERSION = 5
 # Those whose calibration was for older formats of pages.
 OLD_PAGES_VERSIONS = (3, 4)
 MANIFEST_FILE = "kvq.json"
@@ -625,7 +624,7 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, calibrated for pages that this kvq no "
             "longer writes; export the model again"
         )
-    if version not in (GGUF_VERSION, UNFUSED_VERSION, VERSION):
+    if version not in (GGUF_VERSION, VERSION):
         raise BundleError(
             f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
         )

@@ -19,7 +19,7 @@ from kvq.reference_linear import ACTIVATIONS
 from kvq_models.config import ModelConfig
 
 # Fields of onnx.proto's messages.
-_GRAPH, _OPERATOR_SETS, _DOMAIN = 7, 8, 1
+_GRAPH = 7
 _NODES, _OUTPUTS = 1, 12
 _NODE_NAME, _OPERATOR, _ATTRIBUTES = 3, 4, 5
 _ATTRIBUTE_NAME, _FLOAT, _INTEGER = 1, 2, 3
@@ -41,9 +41,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, b
     gives the bits of a matrix of a layer by its canonical name.
     """
     try:
-        model = _message(path.read_bytes())
-        domains = [_text(_message(one), _DOMAIN) for one in model[_OPERATOR_SETS]]
-        (graph,) = model[_GRAPH]
+        (graph,) = _message(path.read_bytes())[_GRAPH]
         fields = _message(graph)
         nodes = [_node(content) for content in fields[_NODES]]
         widths = [_last_dimension(content) for content in fields[_OUTPUTS]]
@@ -54,9 +52,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, b
     found = {name: (operator, attributes) for name, operator, attributes in nodes}
     own = linear == "kvq"
     wanted = _attention_nodes(config) | (
-        _own_nodes(config, width, block, fused=f"{_LAYER}0/Between" in found)
-        if own
-        else _matmul_nodes(config, width, block)
+        _own_nodes(config, width, block) if own else _matmul_nodes(config, width, block)
     )
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
     if wrong:
@@ -64,8 +60,6 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, b
     others = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
     if others - (set() if own else {_ORT_ACTIVATIONS[config.activation]}):
         raise _refused(path, "the activation")
-    if "kvq" not in domains:
-        raise _refused(path, "where its operators come from")
     if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
         raise _refused(path, "the number of layers")
     if widths != [config.vocab_size]:
@@ -87,52 +81,20 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     }
 
 
-def _own_nodes(config: ModelConfig, width: Width, block: int, *, fused: bool) -> dict[str, Node]:
-    """The products of our own, which also hold norms and activation.
-
-    `fused`: those between two attentions are one node, as version 6 of a bundle has them.
-    """
+def _own_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
+    """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
     size = {"rows": config.vocab_size, "columns": config.hidden_size, "block": block}
     nodes: dict[str, Node] = {"/model/Embed": ("Embed", size), "/model/head/Linear": (
         "Linear", size | {"activation": 0})}  # fmt: skip
     activation = ACTIVATIONS.index(config.activation)
-    between = range(config.num_layers - 1 if fused else 0)
-    for layer in between:
-        nodes[f"{_LAYER}{layer}/Between"] = _between(config, width, block, layer)
     for layer, (name, (columns, rows)) in _matrices(config):
-        if (layer - 1 if name == "attn/qkv" else layer) in between:
-            continue
         bits = width(_canonical(layer, name))
         facts = {"rows": rows, "columns": columns, "bits": bits, "block": block, "layer": layer}
         facts |= {"activation": activation if name == "mlp/down" else 0}
         facts |= {"norm_eps": float(config.norm_eps)}
-        facts |= {"first_kept": _heads_width(config) if name == "attn/qkv" else rows}
+        facts |= {"first_kept": config.num_heads * config.head_dim if name == "attn/qkv" else rows}
         nodes[f"{_LAYER}{layer}/{name}/Linear"] = ("Linear", facts)
     return nodes
-
-
-def _between(config: ModelConfig, width: Width, block: int, layer: int) -> Node:
-    """The products between the attentions of a layer and of the next."""
-    here, after, heads_width = f"layers.{layer}", f"layers.{layer + 1}", _heads_width(config)
-    return "Between", {
-        "hidden": config.hidden_size,
-        "inner": config.intermediate_size,
-        "block": block,
-        "o_columns": heads_width,
-        "o_bits": width(f"{here}.o"),
-        "gate_up_bits": width(f"{here}.gate_up"),
-        "down_bits": width(f"{here}.down"),
-        "qkv_rows": config.qkv_width,
-        "qkv_bits": width(f"{after}.qkv"),
-        "activation": ACTIVATIONS.index(config.activation),
-        "layer": layer,
-        "first_kept": heads_width,
-        "norm_eps": float(config.norm_eps),
-    }
-
-
-def _heads_width(config: ModelConfig) -> int:
-    return config.num_heads * config.head_dim
 
 
 def _matmul_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
@@ -153,7 +115,7 @@ def _canonical(layer: int, name: str) -> str:
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[int, tuple[str, tuple[int, int]]]]:
     """(layer, (name, (columns, rows))) of every linear layer but the head."""
-    hidden, heads_width = config.hidden_size, _heads_width(config)
+    hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
     shapes = {
         "attn/qkv": (hidden, config.qkv_width),
         "attn/o": (heads_width, hidden),

@@ -256,13 +256,15 @@ class Session(Generic[C]):
         begin_with: bytes = b"",
         constraint: Constraint | None = None,
         cancel: Cancel = never,
+        exact: bool = True,
     ) -> list[Alternative]:
         """Up to `count` ways to go on of up to `length` tokens each, the greedy one first.
 
         The session stays as it is; `prefill(found[i].ids)` takes one of them. `method` is a
         `Writer` or the name of one, such as branches, superposed or auto; `sampling` is for those
         that draw. The rows needed, about `count * length`, must fit the session's `draft_tokens`.
-        Other arguments as in `generate`: what is not cut short fits `constraint` as a whole.
+        `exact` False: log-probabilities may be some hundredths off, and it takes less time. Other
+        arguments as in `generate`: what is not cut short fits `constraint` as a whole.
         Raises `UsageError`, and what a pass raises.
         """
         options = GenerationOptions(
@@ -276,10 +278,16 @@ class Session(Generic[C]):
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):
             return []
-        return self.sequence.run(self.drafting(count, options, writer, cancel))
+        return self.sequence.run(self.drafting(count, options, writer, cancel, exact=exact))
 
     def drafting(
-        self, count: int, options: GenerationOptions, writer: Writer, cancel: Cancel = never
+        self,
+        count: int,
+        options: GenerationOptions,
+        writer: Writer,
+        cancel: Cancel = never,
+        *,
+        exact: bool = True,
     ) -> Work[C, list[Alternative]]:
         """The work of `drafts`, where nothing is pending."""
         self.begin(options)  # refuses what no answer could go on from
@@ -293,6 +301,7 @@ class Session(Generic[C]):
             generator=self._generator,
             cancel=cancel,
             recorded=self._backend.model.drafts_method,
+            exact=exact,
         )
         with self.sequence.branch() as branch:
             lines = yield from writer.writing(branch, asked)

@@ -40,8 +40,11 @@ class Branches:
         choose = KINDS[self.kind]
         going = [asked.start] * (asked.count if self.kind == "samples" else 1)
         done, enough = list[Line](), self.patience * asked.count if self.kind == "beam" else inf
+        # After a first token each line goes on with the likeliest one.
+        greedy = self.kind == "first" and asked.start.beginning.allowed is None
+        exact_rows = int(greedy and not asked.exact)
         while going and len(done) < enough and not asked.cancel():
-            going, logits = yield from step(branch, going)
+            going, logits = yield from step(branch, going, exact_rows)
             grown = choose(going, logits, asked)
             done += [line for line in grown if line.finish_reason is not None]
             going = [line for line in grown if line.finish_reason is None]

@@ -93,11 +93,7 @@ def attention(graph: ir.Graph) -> ir.Node:
 
 
 def down(graph: ir.Graph) -> ir.Node:
-    return next(node for node in graph if node.name == "/model/layers.1/mlp/down/Linear")
-
-
-def between(graph: ir.Graph) -> ir.Node:
-    return next(node for node in graph if node.op_type == "Between")
+    return next(node for node in graph if node.name == "/model/layers.0/mlp/down/Linear")
 
 
 def set_attribute(name: str, value: Any) -> Callable[[ir.Graph], object]:
@@ -122,13 +118,7 @@ GRAPHS: dict[str, Callable[[ir.Graph], object]] = {
         ir.AttrInt64("activation", 0)
     ),
     "a product of another layer": lambda graph: down(graph).attributes.add(
-        ir.AttrInt64("layer", 0)
-    ),
-    "products of another width": lambda graph: between(graph).attributes.add(
-        ir.AttrInt64("down_bits", 8)
-    ),
-    "products of another activation": lambda graph: between(graph).attributes.add(
-        ir.AttrInt64("activation", 2)
+        ir.AttrInt64("layer", 1)
     ),
 }
 

@@ -1,7 +1,4 @@
-"""`kvq::Linear`, `kvq::Between` and `kvq::Embed` in ONNX Runtime: the numbers of the C ABI, errors.
-
-That Between computes what Linears do is proved on whole models, in `tests/runtime/test_modes.py`.
-"""
+"""`kvq::Linear` and `kvq::Embed` in ONNX Runtime: the numbers of the C ABI, errors as sentences."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -61,8 +58,7 @@ def run_graph(
     node: Any, inputs: list[Any], stored: Any, threads: int, folder: Path | None
 ) -> ort.InferenceSession:
     output = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
-    weights = [] if stored is None else [stored]
-    graph = helper.make_graph([node], "linear", inputs, [output], weights)
+    graph = helper.make_graph([node], "linear", inputs, [output], [stored])
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvq", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
@@ -168,62 +164,6 @@ def test_options_out_of_range_are_exceptions(name: str, value: list[int]) -> Non
     expect(f"{name}.* out of range", run, {"x": activations(2), name: np.array(value)})
 
 
-def between(**attributes: int) -> ort.InferenceSession:
-    """A Between of 64 hidden channels without biases, all its matrices fed."""
-    given = ["attended", "hidden", "o", "", "norm", "gate_up", "", "down", "", "norm", "qkv", "",
-             "weights_view", "layer_modes", "map", "map_bias"]  # fmt: skip
-    plain = {"hidden": 64, "inner": 128, "block": 64, "o_columns": 64, "qkv_rows": 96, "layer": 0}
-    plain |= {f"{name}_bits": 4 for name in ("o", "gate_up", "down", "qkv")}
-    node = helper.make_node(
-        "Between", given, ["out", "qkv_out", "inner"], domain="kvq", norm_eps=1e-5,
-        **(plain | {"activation": 1, "first_kept": 64} | attributes),
-    )  # fmt: skip
-    types = TYPES | dict.fromkeys(("o", "gate_up", "down", "qkv", "map"), TensorProto.UINT8)
-    inputs = [
-        helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None)
-        for name in dict.fromkeys(filter(None, given))
-    ]
-    return run_graph(node, inputs, None, 2, None)
-
-
-def between_feeds() -> dict[str, np.ndarray]:
-    forms = {"o": (64, 64), "gate_up": (256, 64), "down": (64, 128), "qkv": (96, 64)}
-    stored = {
-        name: panels(PanelFormat(rows=rows, columns=columns, bits=4, block=64))
-        for name, (rows, columns) in forms.items()
-    }
-    rows = {"attended": activations(3, 64), "hidden": activations(3, 64)}
-    empty = {"map": np.zeros((0, 0), np.uint8), "map_bias": np.zeros(0, np.float32)}
-    modes = {"weights_view": np.array([0]), "layer_modes": np.array([0, 0])}
-    return stored | rows | empty | modes | {"norm": activations(1, 64)[0]}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("attended", activations(3, 63), "input shapes do not match"),
-        ("hidden", activations(2, 64), "input shapes do not match"),
-        ("norm", activations(1, 63)[0], "input shapes do not match"),
-        ("down", np.zeros((4, 100), np.uint8), "input shapes do not match"),
-        ("layer_modes", np.array([0]), "input shapes do not match"),
-        ("layer_modes", np.array([0, 3]), "layer_modes is out of range"),
-        ("weights_view", np.array([-1]), "weights_view or"),
-    ],
-)
-def test_wrong_inputs_of_between_are_exceptions(name: str, value: np.ndarray, message: str) -> None:
-    run, feeds = between(), between_feeds()
-    run.run(None, feeds)
-    expect(f"kvq::Between: .*{message}", run, feeds | {name: value})
-
-
-def test_a_map_of_another_product_is_an_exception() -> None:
-    feeds = between_feeds() | {"layer_modes": np.array([0, 2]), "map": np.ones((2, 9), np.uint8)}
-    expect("a map is none of this product's", between(), feeds)
-
-
 def test_impossible_attributes_are_refused_at_load() -> None:
-    for name, value in (("block", 48), ("down_bits", 5), ("inner", 1 << 31), ("hidden", 0)):
-        with pytest.raises(Exception, match=r"no matrix has these attributes|out of range"):
-            between(**{name: value})
     with pytest.raises(Exception, match="no matrix has these attributes"):
         session(["x"], block=48)

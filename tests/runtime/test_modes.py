@@ -1,22 +1,15 @@
 """Passes that read less than the whole model: fewer bits, fewer layers; and what shares a pass."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvq import native
 from kvq.errors import BackendError
-from kvq.native_linear import weight_bytes_read
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.export import export_model
-from kvq_export.graph import _Builder  # pyright: ignore[reportPrivateUsage]
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend
-from kvq_runtime.bundle import MANIFEST_FILE, UNFUSED_VERSION, checksum
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence import Call, Sequence, forward_all
@@ -101,46 +94,6 @@ def test_modes_a_model_cannot_have_are_refused(eight: Path, shelf: Shelf) -> Non
         engine.backend.check_mode(WHOLE)
         with pytest.raises(BackendError, match="--linear ort"):
             engine.backend.check_mode(HI)
-
-
-def passes(path: Path, threads: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Logits of passes of 1 to 17 rows in several modes, and the bytes of weights each read."""
-    with (
-        Engine.open(path, backend="onnx", threads=threads) as engine,
-        engine.session(kv="8:8", context_tokens=256, draft_tokens=17) as session,
-    ):
-        session.prefill(PROMPT)
-        with session.sequence.branch() as branch:
-            for mode in (WHOLE, HI, Mode(skipped=(1,)), Mode(skipped=(0, 2)), Mode(predicted=(2,))):
-                for rows in (1, 2, 5, 16, 17):
-                    before = weight_bytes_read()
-                    session.sequence.run(branch.extend([*range(7, 7 + rows)], mode=mode))
-                    yield branch.logits.copy(), weight_bytes_read() - before
-                    branch.rewind(0)
-
-
-@needs_native
-def test_a_node_between_layers_computes_what_its_products_do_alone(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, at any number of rows and threads; bundles of the version before still run."""
-    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
-    wide |= {"attention_bias": True, "mlp_bias": True}
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    fused, alone = shelf.bundle(options, **wide), tmp_path / "alone"
-
-    def unfused(builder: _Builder, layer: int, attended: Any, hidden: Any) -> tuple[Any, Any]:
-        hidden = builder._branches(layer, attended, hidden)
-        return hidden, builder._qkv(layer + 1, hidden)
-
-    monkeypatch.setattr(_Builder, "_between", unfused)
-    export_model(shelf.checkpoint(**wide), alone, options)
-    manifest = json.loads((alone / MANIFEST_FILE).read_text()) | {"version": UNFUSED_VERSION}
-    (alone / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
-    for threads in (1, 2, 3):
-        for one, other in zip(passes(fused, threads), passes(alone, threads), strict=True):
-            np.testing.assert_array_equal(one[0], other[0])
-            assert one[1] == other[1]
 
 
 def test_what_cannot_share_a_pass_gets_one_of_its_own() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.engine import Completion, Draft
+from kvq_apps.completion.drafts import Completion, Draft
 from kvq_apps.lsp.server import LanguageServer
 
 KNOWN = (

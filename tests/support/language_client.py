@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from environment import environment_in
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.engine import Completion, Draft
+from kvq_apps.completion.drafts import Completion, Draft
 from kvq_apps.lsp.frames import RpcError, read_frames
 from kvq_apps.lsp.server import Completer, LanguageServer
 

@@ -20,7 +20,7 @@ from kvq.cache import Cache
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq.errors import UsageError
 from kvq_apps import output
-from kvq_apps.bench import around
+from kvq_apps.bench import around, starting
 from kvq_apps.bench.engine_kvq import fill
 from kvq_apps.bench.engine_llamacpp import same_weights
 from kvq_apps.bench.typing_sessions import LONG, SHORT, Moment, TypingSession
@@ -29,7 +29,7 @@ from kvq_apps.completion.frozen import Frozen
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.output import Shown
-from kvq_models.infilling import fixed_tokens, infill_prompt
+from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.bundle import Bundle
@@ -114,6 +114,11 @@ def ways(tokenizer: Tokenizer) -> list[Way]:
     ]
 
 
+def _fixed_tokens(tokenizer: Tokenizer) -> int:
+    """Tokens that the prompts of every way begin with, in whichever order."""
+    return len(tokenizer.control.start) + 1
+
+
 def from_the_change_on(before: Ids, after: Ids) -> list[Hunk]:
     """A prefix cache: everything behind the first change anew."""
     start = common_prefix(before, after)
@@ -156,6 +161,7 @@ def measure(
         data: dict[str, Any] = {
             "model": engine.model.name,
             "around": around.measure(tokenizer),
+            "start": starting.measure(),
             "counts": [row for name in (*SHORT, LONG) for row in counts(name, tokenizer)],
         }
         if shape:
@@ -251,7 +257,7 @@ def _passes(
             prompts = [way.prompt(now) for now in moments]
             room: dict[str, Any] = {
                 "context_tokens": max(map(len, prompts)) + 512,
-                "sink_tokens": fixed_tokens(engine.tokenizer),
+                "sink_tokens": _fixed_tokens(engine.tokenizer),
             }
             wanted = _wanted(engine, prompts, job.every, {"kv": EXACT, **room})
             for kv in job.kv:
@@ -332,7 +338,7 @@ def _keys(engine: Engine, bundle: Bundle, tokenizer: Tokenizer, job: EditJob) ->
     room: dict[str, Any] = {
         "context_tokens": len(first) + 1024,
         "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS),
-        "sink_tokens": fixed_tokens(tokenizer),
+        "sink_tokens": _fixed_tokens(tokenizer),
     }
     with engine.session(kv=job.kv[-1], **room) as session:
         fill(cast(Cache, session.sequence.cache), bundle.config, len(first))
@@ -360,7 +366,7 @@ def _key(session: Session[Any], way: Way, now: Moment, tokens: int) -> tuple[flo
     session.align(way.prompt(now), edits=True)
     around = perf_counter() - since
     session.prefill()
-    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=())
+    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=(), exact=False)
     own = perf_counter() - since
     since = perf_counter()
     written = list(session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
@@ -396,6 +402,16 @@ def print_report(data: dict[str, Any]) -> None:
             f"ms (p95 {row['change_p95_ms']:.2f}), then the answer {row['answer_ms']:.2f} ms "
             f"(p95 {row['answer_p95_ms']:.2f})"
         )
+    _print_start(data["start"])
+
+
+def _print_start(start: dict[str, float | None]) -> None:
+    extension = start["extension_ms"]
+    built = "it is not built" if extension is None else f"active after {extension:.0f} ms"
+    output.print_data(
+        f"kvq lsp: its first answer {start['server_ms']:.0f} ms after it was started; the VS Code "
+        f"extension: {built}"
+    )
 
 
 def _pass_cells(row: dict[str, Any]) -> tuple[str, ...]:

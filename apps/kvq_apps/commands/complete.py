@@ -9,7 +9,7 @@ from kvq_apps import options, output, text_input
 from kvq_apps.completion import asked
 
 if TYPE_CHECKING:
-    from kvq_apps.completion.engine import Completion
+    from kvq_apps.completion.drafts import Completion
 
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?")
 # A file and what is written in it.

@@ -31,20 +31,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
-    from kvq_apps.completion.served import ServedCompletions
-    from kvq_apps.engine import Engine
     from kvq_apps.lsp.server import LanguageServer
 
     asked.check(arguments)
 
     def load() -> "Completer":
         if arguments.server is not None:
+            from kvq_apps.completion.served import ServedCompletions
+
             return ServedCompletions(
                 arguments.server,
                 exact=arguments.exact,
                 api_key=arguments.api_key,
                 **asked.drafts_and_tokens(arguments),
             )
+        from kvq_apps.engine import Engine
+
         engine = Engine.open(options.model_name(arguments), **options.engine_options(arguments))
         return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact)
 

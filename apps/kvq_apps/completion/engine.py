@@ -6,15 +6,21 @@ model.
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from kvq.errors import UsageError
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.filters import Around, shown
+from kvq_apps.completion.drafts import (
+    DEFAULT_DRAFTS,
+    DEFAULT_TOKENS,
+    Completion,
+    Draft,
+    distinct,
+    surroundings,
+)
+from kvq_apps.completion.filters import shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
 from kvq_models.infilling import FRONT_STEPS, fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
@@ -24,33 +30,10 @@ from kvq_runtime.healing import heal
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_DRAFTS = 3
-DEFAULT_TOKENS = 16
 # Rows that drafts may take; longer or more ones are cut to them.
 DRAFT_ROWS = 96
 # Of a long file so many characters a token of the context are looked at: code has 3 to 4.
 NEAR_CHARACTERS = 6
-# Lines after the cursor that a draft must not repeat.
-_LINES_BELOW = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """A completion to show, and the model's log-probability of all that it wrote."""
-
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """Drafts, the greedy one first, and what they cost: `why_not` says why there are none."""
-
-    drafts: tuple[Draft, ...]
-    reused_tokens: int = 0
-    encoded_tokens: int = 0
-    ms: float = 0.0
-    why_not: str | None = None
 
 
 class CompletionEngine:
@@ -108,7 +91,7 @@ class CompletionEngine:
         found = session.drafts(
             self._drafts, self._tokens, method=self._writer,
             stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
-            cancel=cancel,
+            cancel=cancel, exact=False,
         )  # fmt: skip
         kept = distinct(
             Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
@@ -142,20 +125,3 @@ class CompletionEngine:
     def close(self) -> None:
         """Frees the session."""
         self._session.close()
-
-
-def surroundings(document: Document, place: tuple[int, int]) -> Around:
-    """What the rules of `filters` are told of a place."""
-    line, column = place
-    own = document.line(line)
-    below = tuple(document.line(line + 1 + i) for i in range(_LINES_BELOW))
-    return Around(before=own[:column], rest=own[column:], next_lines=below)
-
-
-def distinct(drafts: Iterable[Draft]) -> list[Draft]:
-    """Those that show something, each text once."""
-    kept: dict[str, Draft] = {}
-    for draft in drafts:
-        if draft.text:
-            kept.setdefault(draft.text, draft)
-    return list(kept.values())

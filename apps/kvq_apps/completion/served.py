@@ -4,7 +4,7 @@ Standard library only: nothing is loaded here, and another editor's requests sha
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
 from select import select
 from time import perf_counter
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kvq.errors import BackendError, UsageError
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.engine import (
+from kvq_apps.completion.drafts import (
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
@@ -23,7 +23,6 @@ from kvq_apps.completion.engine import (
 )
 from kvq_apps.completion.filters import shown
 from kvq_apps.serve.reach import UnixConnection
-from kvq_runtime.generation import Cancel
 
 # Characters around the cursor; the server leaves out what does not fit its context.
 NEAR = 200_000
@@ -61,7 +60,9 @@ class ServedCompletions:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def complete(self, document: Document, place: tuple[int, int], *, cancel: Cancel) -> Completion:
+    def complete(
+        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+    ) -> Completion:
         """Drafts that go on at `place`. Raises `BackendError` where nobody answers."""
         since = perf_counter()
         prefix, suffix = document.around(place, NEAR)
@@ -86,14 +87,16 @@ class ServedCompletions:
             why_not=None if drafts else "filtered",
         )
 
-    def refresh(self, max_tokens: int, cancel: Cancel) -> int:
+    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
         """The server uses its own idle time."""
         return 0
 
     def close(self) -> None:
         """Connections live for one request only."""
 
-    def _asked(self, body: dict[str, Any], cancel: Cancel) -> Sequence[dict[str, Any]] | None:
+    def _asked(
+        self, body: dict[str, Any], cancel: Callable[[], bool]
+    ) -> Sequence[dict[str, Any]] | None:
         """The answers to `body`; None once they are not wanted. Raises `BackendError`."""
         connection = self._connection()
         try:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
 from kvq_apps.completion.document import Document, Encoding, Position
-from kvq_apps.completion.engine import Completion
+from kvq_apps.completion.drafts import Completion
 from kvq_apps.lsp.frames import (
     CANCELLED,
     INVALID_PARAMS,
@@ -145,7 +145,6 @@ class LanguageServer:
 
     def run(self) -> int:
         """Serves until `exit` or the end of input; the exit code."""
-        self._worker.start()
         code = 1
         for message in read_frames(self._source, self._log):
             if isinstance(message, RpcError):
@@ -160,7 +159,8 @@ class LanguageServer:
             for request in self._waiting.values():
                 request.cancelled = True
         self._work.put(None)
-        self._worker.join(10.0)
+        if self._initialized:
+            self._worker.join(10.0)
         self._writer.close()
         return code
 
@@ -233,6 +233,8 @@ class LanguageServer:
         if isinstance(parent := params.get("processId"), int):
             threading.Thread(target=self._watch, args=(parent,), daemon=True).start()
         self._initialized = True
+        # What loads a model imports much; the editor has its answer first.
+        self._worker.start()
         offers: dict[str, Any] = {
             "positionEncoding": self._encoding,
             "textDocumentSync": {"openClose": True, "change": 2},

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.engine import Completion
+from kvq_apps.completion.drafts import Completion
 
 
 class TypedThrough:

@@ -55,8 +55,9 @@ public:
         grid_size = grid;
         count_ = static_cast<size_t>(threads);
         while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
-        shared_.assign(shared_bytes / sizeof(Line), Line{});
-        std::memset(static_cast<void*>(shared_.data()), 0xff, shared_bytes);
+        Line unwritten;
+        std::memset(&unwritten, 0xff, sizeof unwritten);
+        shared_.assign((shared_bytes + sizeof unwritten - 1) / sizeof unwritten, unwritten);
         for (block.z = 0; block.z < grid.z; block.z++)
             for (block.y = 0; block.y < grid.y; block.y++)
                 for (block.x = 0; block.x < grid.x; block.x++) run_block();

@@ -4,6 +4,7 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "best.h"
+#include "evidence.h"
 #include "linear_tiles.h"
 #include "memory.h"
 #include "pack.h"
@@ -25,6 +26,30 @@ int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* st
     if (!tiled || a.splits > 1)
         launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
     return outcome();
+}
+
+template <int Dim>
+int observe_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, float* facts,
+                void* stream) {
+    if (const int status = attend_all<Dim>(a, s, stream)) return status;
+    launch(observe<Dim>, Dim3{s.view_count, a.kv_heads}, kEvidenceThreads,
+           sizeof(EvidenceRoom<Dim>), stream, a, s, facts);
+    return outcome();
+}
+
+// Calls with the channels of a head as a type.
+template <int Dim>
+struct Channels {
+    static constexpr int kDim = Dim;
+};
+template <class Call>
+int with_channels(int head_dim, const Call& call) {
+    if (head_dim == 64) return call(Channels<64>{});
+    if (head_dim == 80) return call(Channels<80>{});
+    if (head_dim == 96) return call(Channels<96>{});
+    if (head_dim == 128) return call(Channels<128>{});
+    if (head_dim == 256) return call(Channels<256>{});
+    return KVQ_BAD_ARGUMENT;
 }
 
 constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
@@ -98,20 +123,22 @@ KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
     const kvq_cuda_attention& a = *attention;
     const kvq_cuda_sequence& s = *sequence;
     if (const int status = kvq_cuda_store(attention, sequence, stream)) return status;
-    switch (a.head_dim) {
-        case 64:
-            return attend_all<64>(a, s, stream);
-        case 80:
-            return attend_all<80>(a, s, stream);
-        case 96:
-            return attend_all<96>(a, s, stream);
-        case 128:
-            return attend_all<128>(a, s, stream);
-        case 256:
-            return attend_all<256>(a, s, stream);
-        default:
-            return KVQ_BAD_ARGUMENT;
-    }
+    return with_channels(a.head_dim, [&](auto channels) {
+        return attend_all<decltype(channels)::kDim>(a, s, stream);
+    });
+}
+
+KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
+                                 const kvq_cuda_sequence* sequence, const uint16_t* probes,
+                                 float* facts, void* stream) {
+    const kvq_cuda_attention& a = *attention;
+    const kvq_cuda_sequence& s = *sequence;
+    if (s.tokens < 1 || s.tokens > kProbeRows || a.heads != a.kv_heads || s.view_count < 1)
+        return KVQ_BAD_ARGUMENT;
+    launch(turn_probes, Dim3{s.tokens, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s, probes);
+    return with_channels(a.head_dim, [&](auto channels) {
+        return observe_all<decltype(channels)::kDim>(a, s, facts, stream);
+    });
 }
 
 KVQ_EXPORT int kvq_cuda_pack(const kvq_cuda_page* page, void* stream) {

@@ -89,6 +89,16 @@ int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence*
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 
+/* What up to 16 probe rows see of every view: float32 facts [kv_heads, view_count, 6]. Of the rows
+   that see any of it: the sum of their attention weights, the largest weight, sums of the squared
+   changes of their output were the page's keys rounded to 8 bits, were its values, and were it
+   gone; last, how many rows they are. A row that gives a page less than 1/4096 counts in mass and
+   rows only. `probes`: float16 [kv_heads, tokens, head_dim], turned to their positions, whose
+   products with keys are natural logits. Every row is a token: heads = kv_heads. qkv, norms and
+   tail_stride's free rows are not read. */
+int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
+                      const uint16_t* probes, float* facts, void* stream);
+
 /* 64 float16 rows of keys or values, rows[i] of [stride, head_dim], as the 8-bit planes (hi4, then
    lo4: 64 * head_dim bytes) and the grid of a page. `scratch`: float32 [64 * head_dim]. `rotated`:
    keys stored as their Hadamard transform. */

@@ -1,12 +1,11 @@
-// Products, series of them and embeddings over a pool of threads: rounds the input once, divides
-// panels among threads.
+// Products and embeddings over a pool of threads: rounds the input once, divides panels among
+// threads.
 #include "linear.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <limits>
 #include <new>
@@ -27,9 +26,6 @@ constexpr int kRowBlock = 48;
 // Input values from which on preparing rows is worth a dispatch of its own.
 constexpr size_t kPrepareValues = 64 << 10;
 constexpr int kPrepareRows = 16;
-// Of its next panels, what a thread that waits for the others fetches: part of a core's own cache.
-constexpr size_t kFetchAheadBytes = 128 << 10;
-constexpr int kIdleRounds = 1 << 14;  // until a thread that waits lets others have its core
 // As reference_linear.py names them.
 constexpr int kFirstPanels = 128;
 constexpr float kMargin = 1.5f;
@@ -61,15 +57,13 @@ struct Scratch {
 class Lanes {
 public:
     explicit Lanes(size_t units)
-        : units_(units),
-          lanes_(std::min<size_t>({units, kMostLanes, cores()})) {
+        : lanes_(std::min<size_t>({units, kMostLanes, cores()})) {
         for (size_t lane = 0; lane < lanes_; lane++) {
-            next_[lane].place.store(begin(lane), std::memory_order_relaxed);
+            next_[lane].place.store(units * lane / lanes_, std::memory_order_relaxed);
             next_[lane].end = units * (lane + 1) / lanes_;
         }
     }
     size_t count() const { return lanes_; }
-    size_t begin(size_t lane) const { return units_ * (lane % lanes_) / lanes_; }
 
     template <class Work>
     void run(size_t first, Work& work) {
@@ -90,7 +84,7 @@ private:
         return count;
     }
 
-    const size_t units_, lanes_;
+    const size_t lanes_;
     Lane next_[kMostLanes];
 };
 
@@ -113,16 +107,12 @@ public:
           layout_(call.matrix),
           table_(chosen()),
           scratch_(scratch),
-          prepare_rows_(size_t(call.tokens) * call.matrix.columns < kPrepareValues
-                            ? std::max(call.tokens, 1)
-                            : kPrepareRows),
           first_panel_(call.first_row == call.matrix.rows ? layout_.panels
                                                           : call.first_row / kPanelRows) {
         const size_t tokens = call.tokens;
-        grown(scratch.levels, tokens * layout_.padded_columns());
-        grown(scratch.scales, tokens * layout_.blocks);
-        grown(scratch.sums, tokens * layout_.blocks);
-        grown(scratch.rows, prepare_units() * call.matrix.columns);
+        rounded_ = {grown(scratch.levels, tokens * layout_.padded_columns()),
+                    grown(scratch.scales, tokens * layout_.blocks),
+                    grown(scratch.sums, tokens * layout_.blocks)};
     }
 
     void run() {
@@ -135,52 +125,6 @@ public:
         float* tops = grown(scratch_.tops, size_t(call_.tokens) * layout_.panels);
         multiply_all(KVQ_HI, tops);
         multiply_best(tops);
-    }
-
-    // Norm or activation, then rounding, of every row. Allocates nothing, and without a dispatch
-    // where prepare_units() is 1.
-    void prepare() {
-        const size_t columns = call_.matrix.columns;
-        float* rows = scratch_.rows.data();
-        rounded_ = {scratch_.levels.data(), scratch_.scales.data(), scratch_.sums.data()};
-        dispatch(pool_, prepare_units(), [=](size_t unit) {
-            const int first = int(unit) * prepare_rows_;
-            const int end = std::min(first + prepare_rows_, call_.tokens);
-            for (int t = first; t < end; t++) prepare_row(t, rows + unit * columns);
-        });
-    }
-    size_t prepare_units() const { return (call_.tokens + prepare_rows_ - 1) / prepare_rows_; }
-
-    // How the panels that a view reads are divided: into units of so many panels and rows.
-    struct Units {
-        int view, panels, rows;
-        size_t columns, count;
-    };
-    Units units(int view) const {
-        const size_t left = layout_.panels - first_panel_, bytes = view_bytes(view);
-        const size_t unit_bytes = std::clamp(bytes * left / kUnits, kUnitBytesLow, kUnitBytesHigh);
-        const int panels = std::max<int>(1, int(unit_bytes / bytes));
-        const int fit = int(kRowBlockBytes / layout_.padded_columns());
-        const int rows = std::max(fit / kRowBlock * kRowBlock, kRowBlock);
-        const size_t columns = (left + panels - 1) / panels;
-        return {view, panels, rows, columns, columns * ((call_.tokens + rows - 1) / rows)};
-    }
-
-    void multiply_unit(const Units& units, size_t unit, float* tops) {
-        const int first = int(unit / units.columns) * units.rows,
-                  from = first_panel_ + int(unit % units.columns) * units.panels;
-        const int to = std::min(from + units.panels, layout_.panels);
-        const int count = std::min(units.rows, call_.tokens - first);
-        for (int p = from; p < to; p++) multiply(units.view, p, first, count, tops, nullptr);
-        g_bytes_read.fetch_add(int64_t(view_bytes(units.view) * (to - from)),
-                               std::memory_order_relaxed);
-    }
-
-    // Asks for byte `at` of what the units from `unit` on read.
-    void fetch(const Units& units, size_t unit, size_t at) const {
-        const size_t bytes = view_bytes(units.view);
-        const size_t panel = first_panel_ + unit % units.columns * units.panels + at / bytes;
-        __builtin_prefetch(call_.panels + panel * layout_.panel_bytes + at % bytes, 0, 2);
     }
 
 private:
@@ -196,6 +140,19 @@ private:
             else
                 std::memset(call_.out + at, 0, bytes);
         }
+    }
+
+    // Norm or activation, then rounding, of every row.
+    void prepare() {
+        const int columns = call_.matrix.columns;
+        const bool alone = size_t(call_.tokens) * columns < kPrepareValues;
+        const int step = alone ? call_.tokens : kPrepareRows;
+        const size_t units = (call_.tokens + step - 1) / step;
+        float* rows = grown(scratch_.rows, units * columns);
+        dispatch(pool_, units, [=](size_t unit) {
+            const int end = std::min(int(unit + 1) * step, call_.tokens);
+            for (int t = int(unit) * step; t < end; t++) prepare_row(t, rows + unit * columns);
+        });
     }
 
     void prepare_row(int t, float* room) {
@@ -217,8 +174,22 @@ private:
     }
 
     void multiply_all(int view, float* tops) {
-        const Units all = units(view);
-        dispatch(pool_, all.count, [=](size_t unit) { multiply_unit(all, unit, tops); });
+        const int begin = first_panel_, left = layout_.panels - begin;
+        const size_t bytes = view_bytes(view), all = bytes * left;
+        const size_t unit_bytes = std::clamp(all / kUnits, kUnitBytesLow, kUnitBytesHigh);
+        const int panels = std::max<int>(1, int(unit_bytes / bytes));
+        const int fit = int(kRowBlockBytes / layout_.padded_columns());
+        const int rows = std::max(fit / kRowBlock * kRowBlock, kRowBlock);
+        const size_t columns = (left + panels - 1) / panels;
+        const size_t blocks = (call_.tokens + rows - 1) / rows;
+        dispatch(pool_, blocks * columns, [=](size_t unit) {
+            const int first = int(unit / columns) * rows,
+                      from = begin + int(unit % columns) * panels;
+            const int to = std::min(from + panels, layout_.panels);
+            const int count = std::min(rows, call_.tokens - first);
+            for (int p = from; p < to; p++) multiply(view, p, first, count, tops, nullptr);
+            g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
+        });
     }
 
     void multiply(int view, int panel, int first, int count, float* tops, float* deviations) {
@@ -345,75 +316,8 @@ private:
     const PanelLayout layout_;
     const LinearKernels& table_;
     Scratch& scratch_;
-    const int prepare_rows_, first_panel_;
+    const int first_panel_;
     RoundedRows rounded_{};
-};
-
-// Products one after the other in one dispatch: a thread goes on to the next as soon as all are
-// done with the one before. Only threads that run take units, so one that comes late, or never,
-// keeps nobody waiting.
-class Series {
-public:
-    Series(const kvq_linear* calls, int count, const Dispatch& pool, Scratch& scratch)
-        : pool_(pool) {
-        for (int i = 0; i < count; i++) steps_.emplace_back(calls[i], pool, scratch);
-    }
-
-    void run() {
-        steps_[0].product.prepare();
-        size_t threads = 1;
-        for (const Step& step : steps_) threads = std::max(threads, step.lanes.count());
-        pool_.run(
-            pool_.context, [](void* user, size_t i) { static_cast<Series*>(user)->follow(i); },
-            threads, this);
-    }
-
-private:
-    struct Step {
-        Product product;
-        const Product::Units units;
-        Lanes lanes;
-        std::atomic<size_t> done{0};
-
-        Step(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
-            : product(call, pool, scratch), units(product.units(call.view)), lanes(units.count) {}
-    };
-
-    void follow(size_t lane) {
-        for (size_t i = 0; i < steps_.size(); i++) {
-            Step& step = steps_[i];
-            wait(i, lane);
-            size_t mine = 0;
-            auto work = [&](size_t unit) {
-                step.product.multiply_unit(step.units, unit, nullptr);
-                mine++;
-            };
-            step.lanes.run(lane, work);
-            if (!mine || step.done.fetch_add(mine) + mine < step.units.count) continue;
-            if (i + 1 == steps_.size()) return;
-            steps_[i + 1].product.prepare();
-            ready_.store(i + 1, std::memory_order_release);
-        }
-    }
-
-    // Until step `i` is prepared; meanwhile fetches weights, which depend on nobody.
-    void wait(size_t i, size_t lane) const {
-        const Step& step = steps_[i];
-        const size_t unit = step.lanes.begin(lane);
-        size_t at = 0;
-        for (int idle = 0; ready_.load(std::memory_order_acquire) < i;) {
-            if (at < kFetchAheadBytes) {
-                step.product.fetch(step.units, unit, at);
-                at += 64;
-            } else if (++idle > kIdleRounds) {
-                std::this_thread::yield();
-            }
-        }
-    }
-
-    const Dispatch& pool_;
-    std::deque<Step> steps_;
-    std::atomic<size_t> ready_{0};
 };
 
 bool sensible(const kvq_matrix& m) {
@@ -421,31 +325,19 @@ bool sensible(const kvq_matrix& m) {
            (m.block == 32 || m.block == 64 || m.block == 128);
 }
 
-bool sensible(const kvq_linear& call) {
-    const bool added = call.bias || call.residual || call.first_row;
-    return sensible(call.matrix) && call.tokens >= 0 && call.activation >= KVQ_PLAIN &&
-           call.activation <= KVQ_GELU_TANH && (call.view == KVQ_FULL || call.view == KVQ_HI) &&
-           !(call.activation && call.norm) && call.first_row >= 0 &&
-           call.first_row <= call.matrix.rows && call.exact_rows >= 0 &&
-           !(call.exact_rows && added);
-}
-
 }  // namespace
 
-int run_series(const kvq_linear* calls, int count, const Dispatch& pool) {
-    bool together = count > 1;
-    for (int i = 0; i < count; i++) {
-        if (!sensible(calls[i])) return KVQ_BAD_ARGUMENT;
-        together &= calls[i].tokens > 0 && calls[i].tokens <= kPrepareRows &&
-                    !calls[i].first_row && !calls[i].exact_rows;
-    }
+int run_linear(const kvq_linear& call, const Dispatch& pool) {
+    const bool added = call.bias || call.residual || call.first_row;
+    if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
+        call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
+        (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
+        call.exact_rows < 0 || (call.exact_rows && added))
+        return KVQ_BAD_ARGUMENT;
+    if (call.tokens == 0) return KVQ_OK;
     static thread_local Scratch scratch;
     try {
-        if (together)
-            Series(calls, count, pool, scratch).run();
-        else
-            for (int i = 0; i < count; i++)
-                if (calls[i].tokens) Product(calls[i], pool, scratch).run();
+        Product(call, pool, scratch).run();
     } catch (const std::bad_alloc&) {
         return KVQ_NO_MEMORY;
     }
@@ -477,7 +369,7 @@ int kvq_linear_run(const kvq_linear* call) {
                                    for (size_t i = 0; i < count; i++) work(user, i);
                                },
                                nullptr};
-    return kvq::run_series(call, 1, serial);
+    return kvq::run_linear(*call, serial);
 }
 
 int kvq_embed_run(const kvq_embed* call) {

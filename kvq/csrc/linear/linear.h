@@ -64,10 +64,8 @@ struct Dispatch {
     void* context;
 };
 
-// Products over a pool of threads, one after the other: each may read what those before it wrote,
-// and a few rows pass through all of them in a single dispatch.
-int run_series(const kvq_linear* calls, int count, const Dispatch& dispatch);
-// kvq_embed_run.
+// kvq_linear_run and kvq_embed_run over a pool of threads.
+int run_linear(const kvq_linear& call, const Dispatch& dispatch);
 int run_embed(const kvq_embed& call);
 
 }  // namespace kvq

@@ -114,16 +114,20 @@ inline size_t prefetch_bytes(const PanelLayout& layout) {
 }
 
 // A block's codes, one group after the other: of one plane, or of two made whole.
+// Fetched for one row, which reads it once, it goes past the larger caches: the products take 1 to
+// 3 % less. Five rows would take 2 % more.
+template <bool Once>
 struct Plane {
     const uint8_t* bytes;
     size_t ahead;
     CodePair group(int g) const {
-        prefetch(bytes + 64 * g + ahead);
+        __builtin_prefetch(bytes + 64 * g + ahead, 0, Once ? 0 : 3);
         return load_codes(bytes + 64 * g);
     }
 };
+template <bool Once>
 struct WholeCodes {
-    Plane upper, lower;
+    Plane<Once> upper, lower;
     CodePair group(int g) const { return merged(upper.group(g), lower.group(g)); }
 };
 
@@ -162,16 +166,18 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     const uint8_t* scales = panel + layout.plane_bytes;
     const uint8_t* low = scales + layout.scale_bytes;
     const size_t ahead = prefetch_bytes(layout);
+    constexpr bool kOnce = R == 1;
     constexpr bool kTwice = Read == kBothNibbles && !kWholeCodes;
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (int b = 0; b < layout.blocks; b++) {
         Dots upper[R], lower[kTwice ? R : 1];
         const int8_t* levels = x.levels + first * stride + size_t(b) * block;
-        const Plane first_plane{panel + size_t(b) * block_bytes, ahead};
-        const Plane second_plane{low + size_t(b) * block_bytes, ahead};
+        const Plane<kOnce> first_plane{panel + size_t(b) * block_bytes, ahead};
+        const Plane<kOnce> second_plane{low + size_t(b) * block_bytes, ahead};
         if constexpr (Read == kBothNibbles && kWholeCodes) {
-            add_block<R>(WholeCodes{first_plane, second_plane}, block, levels, stride, upper);
+            const WholeCodes<kOnce> both{first_plane, second_plane};
+            add_block<R>(both, block, levels, stride, upper);
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
             if constexpr (kTwice) add_block<R>(second_plane, block, levels, stride, lower);

@@ -134,10 +134,6 @@ inline Ints merged(const Ints& upper, const Ints& lower) {
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {merged(upper.first, lower.first), merged(upper.second, lower.second)};
 }
-inline void prefetch(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-}
-
 inline __m256i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);

@@ -104,10 +104,6 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {_mm512_or_si512(_mm512_slli_epi16(upper.first, 4), lower.first),
             _mm512_or_si512(_mm512_slli_epi16(upper.second, 4), lower.second)};
 }
-inline void prefetch(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-}
-
 inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);

@@ -146,8 +146,6 @@ inline CodePair load_codes(const uint8_t* p) {
 inline CodePair merged(const CodePair& upper, const CodePair&) {
     return upper;
 }  // never called
-inline void prefetch(const uint8_t*) {}
-
 // Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
 struct Dots {
     Ints total = set1(0);

@@ -129,10 +129,6 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     }
     return r;
 }
-inline void prefetch(const uint8_t* p) {
-    __builtin_prefetch(p);
-}
-
 struct Dots {
     Ints total = set1(0);
     inline void add(const CodePair& codes, const int8_t* x) {

@@ -65,11 +65,10 @@ inline OrtStatus* read(const OrtKernelContext* context, size_t index, Input& inp
     return status;
 }
 
-inline OrtStatus* output(OrtKernelContext* context, size_t index, int64_t rows, int64_t columns,
-                         float** out) {
+inline OrtStatus* output(OrtKernelContext* context, int64_t rows, int64_t columns, float** out) {
     const int64_t dims[2] = {rows, columns};
     OrtValue* value = nullptr;
-    if (OrtStatus* status = g_api->KernelContext_GetOutput(context, index, dims, 2, &value))
+    if (OrtStatus* status = g_api->KernelContext_GetOutput(context, 0, dims, 2, &value))
         return status;
     return g_api->GetTensorMutableData(value, reinterpret_cast<void**>(out));
 }

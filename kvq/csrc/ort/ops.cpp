@@ -104,7 +104,7 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
         (given[kKNorm].data && given[kKNorm].count != dim))
         return failed("input shapes do not match the attributes");
     float* out = nullptr;
-    if (OrtStatus* status = output(context, 0, tokens, a.heads * dim, &out)) return status;
+    if (OrtStatus* status = output(context, tokens, a.heads * dim, &out)) return status;
     a.rotary_pairs = static_cast<int32_t>(given[kInvFreq].count);
 
     const int64_t* rows = given[kSequenceRows].as<int64_t>();

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq_apps.bench import around, editing
+from kvq_apps.bench import around, editing, starting
 from kvq_apps.bench.editing import chunks_kept, counts
 from kvq_apps.bench.typing_sessions import LONG, SHORT, TEXTS, TypingSession
 from kvq_apps.cli import main
@@ -90,6 +90,7 @@ def test_the_suite_has_a_row_of_every_way_and_width(
     monkeypatch.setattr(editing, "SHORT", ("renaming",))
     monkeypatch.setattr(editing, "LONG", "renaming")
     monkeypatch.setattr(around, "measure", lambda tokenizer: [])
+    monkeypatch.setattr(starting, "measure", lambda: {"server_ms": 1.0, "extension_ms": None})
     words = ["--suite", "edit", "nano", "--repeat", "4", "--kv", "fp", "--threads", "1"]
     assert main(["bench", *words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -102,7 +103,9 @@ def test_the_suite_has_a_row_of_every_way_and_width(
     assert anew["kl_nats"] < 1e-6
     assert anew["same_top_1"] == 1
     editing.print_report(data)
-    assert "same top 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "same top 1" in printed
+    assert "its first answer 1 ms after it was started" in printed
 
 
 def test_what_an_editor_waits_for_is_measured_over_pipes(tokenizer: Tokenizer) -> None:
@@ -110,6 +113,13 @@ def test_what_an_editor_waits_for_is_measured_over_pipes(tokenizer: Tokenizer) -
     assert 300 <= row["lines"] < 500
     assert 0 < row["change_ms"] <= row["change_p95_ms"]
     assert 0 < row["answer_ms"] <= row["answer_p95_ms"]
+
+
+def test_how_long_a_server_takes_to_begin_is_measured() -> None:
+    """LSP-30."""
+    found = starting.measure(starts=1)
+    assert found["server_ms"] > 0
+    assert found["extension_ms"] is None or found["extension_ms"] > 0
 
 
 @pytest.mark.parametrize(

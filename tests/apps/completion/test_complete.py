@@ -78,6 +78,18 @@ def test_a_jump_costs_the_lines_between(engine: Engine) -> None:
     own.close()
 
 
+def test_drafts_cost_less_where_nobody_needs_their_exact_chances(engine: Engine) -> None:
+    with engine.session(context_tokens=1024, draft_tokens=96) as session:
+        session.prefill(engine.tokenizer.encode(TEXT[:150]))
+        writer = writer_named("branches")
+        every = session.drafts(3, 12, method=writer)
+        some = session.drafts(3, 12, method=writer, exact=False)
+        assert [one.ids for one in some] == [one.ids for one in every]
+        for one, other in zip(some, every, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=0.1)
+            assert one.logprobs != other.logprobs
+
+
 def test_exactly_what_a_fresh_session_says(engine: Engine) -> None:
     own, document = completions(engine, exact=True), Document(TEXT)
     own.complete(document, PLACE)

@@ -175,6 +175,14 @@ def test_a_server_that_is_ended_says_nothing(tmp_path: Path) -> None:
     assert log.read_text() == ""
 
 
+def test_a_server_begins_before_anything_slow_is_loaded() -> None:
+    """LSP-30: that makes it ready soon; how soon, `kvq bench --suite edit` says."""
+    slow = "numpy", "tokenizers", "onnxruntime"
+    check = "import sys, kvq_apps.cli, kvq_apps.commands.lsp, kvq_apps.lsp.server as _; "
+    check += f"print({{*{slow!r}}} & {{*sys.modules}})"
+    assert subprocess.check_output([sys.executable, "-c", check], text=True) == "set()\n"
+
+
 NOISY = """
 import os, subprocess, sys
 from kvq_apps import engine

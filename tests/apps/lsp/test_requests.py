@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.engine import Completion
+from kvq_apps.completion.drafts import Completion
 from language_client import (
     PATIENCE_S,
     URI,

@@ -1,0 +1,48 @@
+"""What a completion is, whoever wrote it. Loads nothing slow: `kvq lsp` begins with it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvq_apps.completion.document import Document
+from kvq_apps.completion.filters import Around
+
+DEFAULT_DRAFTS = 3
+DEFAULT_TOKENS = 16
+# Lines after the cursor that a draft must not repeat.
+_LINES_BELOW = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A completion to show, and the model's log-probability of all that it wrote."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """Drafts, the greedy one first, and what they cost: `why_not` says why there are none."""
+
+    drafts: tuple[Draft, ...]
+    reused_tokens: int = 0
+    encoded_tokens: int = 0
+    ms: float = 0.0
+    why_not: str | None = None
+
+
+def surroundings(document: Document, place: tuple[int, int]) -> Around:
+    """What the rules of `filters` are told of a place."""
+    line, column = place
+    own = document.line(line)
+    below = tuple(document.line(line + 1 + i) for i in range(_LINES_BELOW))
+    return Around(before=own[:column], rest=own[column:], next_lines=below)
+
+
+def distinct(drafts: Iterable[Draft]) -> list[Draft]:
+    """Those that show something, each text once."""
+    kept: dict[str, Draft] = {}
+    for draft in drafts:
+        if draft.text:
+            kept.setdefault(draft.text, draft)
+    return list(kept.values())
