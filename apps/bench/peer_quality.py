@@ -1,11 +1,13 @@
 """How far each engine's quantised KV cache moves its own predictions, and what the cache costs.
 
-    python apps/bench/peer_quality.py CHECKPOINT TEXT --context 2048 --json FILE
+    python apps/bench/peer_quality.py CHECKPOINT TEXT --context 2048 --out FOLDER
 
 Every engine runs the checkpoint with weights that its caches share and is compared with itself
 holding an unquantised cache, on the same windows of the same text, so that only the cache differs:
 the KL divergence over the second half of each window, as `kvq eval --task kld` measures it. All
-bytes a cache holds are counted; `COUNTED` says per engine what they are.
+bytes a cache holds are counted; `COUNTED` says per engine what they are. kvq is measured last, with
+fixed widths and once within the bytes of each peer; beside a peer stands how many times the
+divergence of that it has. FOLDER keeps the rows of every engine, and a run that finds it goes on.
 
 Engines: kvq pages; transformers' QuantizedCache with Quanto and HQQ, where they are installed,
 along both axes; llama.cpp's cache types; ONNX Runtime's GroupQueryAttention with int8 and int4 past
@@ -15,15 +17,15 @@ tensors, its static scales calibrated on the very windows that are measured.
 import argparse
 import importlib.util
 import json
-import os
 import sys
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,11 +33,13 @@ import onnx_ir as ir
 
 from kvq.config import KvPlan
 from kvq.errors import BudgetError, KvqError, UsageError
+from kvq.files import replace_file
 from kvq_apps import output, text_input
 from kvq_apps.bench.engine_onnxruntime import WEIGHT_FOLDER, rotary_tables
 from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
+from kvq_apps.evaluation.sweep_report import ratio_text, standard_error
 from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS, divergence, windows
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
@@ -46,6 +50,7 @@ from kvq_runtime.engine import Engine
 
 Windows = Sequence[Sequence[int]]
 Openers = Mapping[str, Callable[[], Any]]
+Row = dict[str, Any]
 
 # Groups must be closed at multiples of this many tokens, or Quanto refuses its per-channel axis.
 GROUP_TOKENS = 64
@@ -136,30 +141,34 @@ def engine_sessions(
     return {"f16": opener(UNQUANTIZED)} | openers
 
 
-def budget_sessions(engine: Engine, numbers: int, context_tokens: int) -> Openers:
-    """Openers of sessions that hold so many bits per number, by `numbers` of a token."""
+def budget_sessions(engine: Engine, held_bytes: Iterable[float], context_tokens: int) -> Openers:
+    """Openers of sessions within so many bytes per token, whatever else they would need."""
     setting = CacheSetting(k_bits=8, v_bits=8, policy="budget")
     return {
-        f"budget, {bits} bits": setting.opener(
-            engine.session, context_tokens, int(bits * numbers * context_tokens / 8)
+        budget_name(held): setting.opener(
+            engine.session, context_tokens, int(held * context_tokens)
         )
-        for bits in BUDGET_BITS
+        for held in sorted(held_bytes, reverse=True)
     }
 
 
+def budget_name(held_bytes: float) -> str:
+    """What the kvq cache within a peer's bytes per token is called."""
+    return f"budget, {held_bytes:.0f} bytes"
+
+
 def allocated_bytes(openers: Openers) -> dict[str, int]:
-    """What each cache reserves when it is opened."""
+    """What each cache reserves when it is opened, but for those that are refused."""
     found: dict[str, int] = {}
     for name, open_session in openers.items():
-        with open_session() as session:
+        with suppress(BudgetError), open_session() as session:
             found[name] = session.stats().kv_budget
     return found
 
 
-KVQ_WIDTHS = ((8, 8), (6, 6), (8, 4), (6, 4), (4, 4), (4, 2), (2, 4), (2, 2))
+KVQ_WIDTHS = ((8, 8), (6, 6), (4, 4), (4, 2), (2, 2))
 KVQ_CACHES = {f"K{k}V{v}": (k, v) for k, v in KVQ_WIDTHS}
-# Bits per number that peers hold, all counted: what `budget` makes of the same bytes.
-BUDGET_BITS = (8.5, 6.5, 5.0, 4.5, 3.25)
+UNQUANTIZED_CACHES = ("f16", "f32")
 LLAMA_CACHES = {"q8_0": (8, 8), "K q8_0, V q4_0": (8, 4), "q4_0": (4, 4)}
 
 
@@ -221,8 +230,13 @@ def _quantized_bytes(tensor: Any) -> int:
 
 
 # What each back-end calls the axes, (along a token, along a channel), and its widths. HQQ's second
-# one takes 64 rows of equal distance as a group, across heads: one channel, tokens far apart.
-TRANSFORMERS_BACKENDS = {"quanto": ((0, -1), (4, 2)), "hqq": ((1, 0), (8, 4, 2))}
+# one takes 64 rows of equal distance as a group, across heads: one channel, tokens far apart, so
+# that along a token is its better one. Quanto's is the other, and along tokens is left out.
+BY_TOKEN, BY_CHANNEL, MIXED = "K token, V token", "K channel, V channel", "K channel, V token"
+TRANSFORMERS_BACKENDS = {
+    "quanto": ((0, -1), {BY_CHANNEL: (4, 2), MIXED: (4, 2)}),
+    "hqq": ((1, 0), {BY_TOKEN: (8, 4, 2), BY_CHANNEL: (4, 2)}),
+}
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
@@ -246,19 +260,14 @@ def transformers_sessions(checkpoint: str, threads: int) -> Openers:
         if not _installed(PACKAGES[backend]):
             output.print_note(f"no {backend}: it is not installed")
             continue
-        axes = {
-            "K token, V token": (by_token, by_token),
-            "K channel, V channel": (by_channel, by_channel),
-            "K channel, V token": (by_channel, by_token),
-        }
-        for bits in widths:
-            for name, (axis_key, axis_value) in axes.items():
-                openers[f"{backend} {bits}, {name}"] = partial(
+        for axes, axis_widths in widths.items():
+            for bits in axis_widths:
+                openers[f"{backend} {bits}, {axes}"] = partial(
                     open_quantized,
                     backend=backend,
                     nbits=bits,
-                    axis_key=axis_key,
-                    axis_value=axis_value,
+                    axis_key=by_token if axes == BY_TOKEN else by_channel,
+                    axis_value=by_channel if axes == BY_CHANNEL else by_token,
                     q_group_size=GROUP_TOKENS,
                 )
     return openers
@@ -278,11 +287,11 @@ def _installed(package: str) -> bool:
 class StaticCache:
     """GroupQueryAttention's quantised past: one width, symmetric codes, scales fixed beforehand.
 
-    `scales`: float32 per layer for keys and for values, [1] or [1, Hk, 1, D].
+    `scales`: float32 [1, Hk, 1, D] per layer for keys and for values: one scale for a whole tensor
+    loses about twice as much.
     """
 
     bits: int
-    kind: str
     scales: Sequence[tuple[np.ndarray, np.ndarray]]
 
     @property
@@ -353,7 +362,7 @@ def _storage(config: ModelConfig, cache: StaticCache | None) -> tuple[type[np.ge
 def onnxruntime_sessions(
     bundle: Bundle, texts: Windows, context_tokens: int, threads: int
 ) -> Openers:
-    """Openers of the float32 cache and of calibrated static ones, per tensor and per channel."""
+    """Openers of the float32 cache and of calibrated static ones."""
 
     def opener(cache: StaticCache | None) -> Callable[[], OnnxRuntimeSession]:
         session = _gqa_session(bundle, cache, threads)
@@ -363,9 +372,7 @@ def onnxruntime_sessions(
     seen = _keys_and_values(exact, bundle.config.num_layers, texts)
     openers: dict[str, Callable[[], Any]] = {"f32": exact}
     for bits in (8, 4):
-        for kind in ("PER_TENSOR", "PER_CHANNEL"):
-            cache = calibrated(seen, bits, kind)
-            openers[f"int{bits}, {kind.lower().replace('_', ' ')}"] = opener(cache)
+        openers[f"int{bits}, per channel"] = opener(calibrated(seen, bits))
     return openers
 
 
@@ -388,28 +395,26 @@ def _keys_and_values(
     ]
 
 
-def calibrated(seen: Sequence[tuple[np.ndarray, np.ndarray]], bits: int, kind: str) -> StaticCache:
+def calibrated(seen: Sequence[tuple[np.ndarray, np.ndarray]], bits: int) -> StaticCache:
     """The cache whose scales have the least squared error on `seen`."""
-    scales = [(best_scale(key, bits, kind), best_scale(value, bits, kind)) for key, value in seen]
-    return StaticCache(bits=bits, kind=kind, scales=scales)
+    scales = [(best_scale(key, bits), best_scale(value, bits)) for key, value in seen]
+    return StaticCache(bits=bits, scales=scales)
 
 
-def best_scale(x: np.ndarray, bits: int, kind: str) -> np.ndarray:
-    """The scale of least squared error for x [1, Hk, T, D]: float32 [1] or [1, Hk, 1, D].
+def best_scale(x: np.ndarray, bits: int) -> np.ndarray:
+    """Each channel's scale of least squared error for x [1, Hk, T, D]: float32 [1, Hk, 1, D].
 
     Candidates are shares of the scale that clips nothing.
     """
-    axes = 2 if kind == "PER_CHANNEL" else None
     largest = 2 ** (bits - 1) - 1
-    whole = np.abs(x).max(axis=axes, keepdims=True) / largest + np.finfo(np.float32).tiny
+    whole = np.abs(x).max(axis=2, keepdims=True) / largest + np.finfo(np.float32).tiny
     candidates = [(whole * share).astype(np.float32) for share in np.linspace(0.2, 1.0, 33)]
     errors = []
     for scale in candidates:
         codes = np.clip(np.rint(x / scale), -largest - 1, largest)
-        errors.append(np.square(codes * scale - x).mean(axis=axes, keepdims=True))
+        errors.append(np.square(codes * scale - x).mean(axis=2, keepdims=True))
     best = np.argmin(errors, axis=0)[None]
-    scale = np.take_along_axis(np.stack(candidates), best, axis=0)[0]
-    return scale if kind == "PER_CHANNEL" else scale.reshape(1)
+    return np.take_along_axis(np.stack(candidates), best, axis=0)[0]
 
 
 def _gqa_session(bundle: Bundle, cache: StaticCache | None, threads: int) -> Any:
@@ -441,7 +446,7 @@ def quantized_gqa(model_bytes: bytes, config: ModelConfig, cache: StaticCache) -
             model.graph.register_initializer(value)
             node.replace_input_with(12 + index, value)
             node.attributes[f"{letter}_quant_type"] = ir.AttrString(
-                f"{letter}_quant_type", cache.kind
+                f"{letter}_quant_type", "PER_CHANNEL"
             )
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", cache.bits)
         for stored in (*node.inputs[3:5], *node.outputs[1:3]):
@@ -466,7 +471,7 @@ def compare(
     texts: Windows,
     config: ModelConfig,
     allocated: Mapping[str, int] = NOTHING_AHEAD,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row per cache; the first opener is the reference, and a row of its own.
 
     `allocated` has the bytes of caches that are allocated before the first token.
@@ -486,7 +491,8 @@ def compare(
     rows = []
     for name, outcome in zip(openers, outcomes, strict=True):
         if isinstance(outcome, BudgetError):
-            raise outcome
+            output.print_note(f"{engine} {name}: {outcome}")
+            continue
         held_bytes = allocated.get(name, outcome.kv_bytes)
         columns = _columns(outcome, held_bytes / tokens, numbers)
         rows.append({"engine": engine, "cache": name} | columns)
@@ -498,7 +504,7 @@ def _numbers(config: ModelConfig) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def _columns(measured: Measurement, held: float, numbers: int) -> dict[str, Any]:
+def _columns(measured: Measurement, held: float, numbers: int) -> Row:
     """`held` bytes per token of a whole window; `*_next` are of one token more."""
     return {
         "bytes_per_token": held,
@@ -509,82 +515,123 @@ def _columns(measured: Measurement, held: float, numbers: int) -> dict[str, Any]
         "kld_99": measured.details["kld_99"],
         "same_top_1": measured.details["same_top_1"],
         "perplexity": measured.details["perplexity"],
+        "window_nats": measured.details["window_nats"],
     }
 
 
 HEADER = (
-    "engine", "cache", "bytes/token", "bits", "next token", "bits",
-    "KLD", "KLD 99 %", "top 1", "perplexity",
+    "engine", "cache", "bits", "next", "KLD", "+-", "KLD 99 %", "top 1", "to kvq within its bytes",
 )  # fmt: skip
 
 
 def print_report(report: Mapping[str, Any]) -> None:
     """What was measured on, the table, and what the bytes are."""
+    subject = report["subject"]
     output.print_table(
-        (name, report[name]) for name in ("checkpoint", "text", "context", "windows", "versions")
+        (name, subject[name]) for name in ("checkpoint", "text", "context", "windows", "versions")
     )
     output.print_data("")
-    output.print_table(map(_cells, report["rows"]), header=HEADER)
+    kvq = {row["cache"]: row for row in report["rows"] if row["engine"] == "kvq"}
+    output.print_table((_cells(row, kvq) for row in report["rows"]), header=HEADER)
     output.print_data("")
-    output.print_table(report["counted"].items())
+    output.print_table(COUNTED.items())
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Row, kvq: Mapping[str, Row]) -> tuple[str, ...]:
+    ours = None if row["engine"] == "kvq" else kvq.get(budget_name(row["bytes_per_token"]))
     return (
         row["engine"],
         row["cache"],
-        f"{row['bytes_per_token']:.1f}",
         f"{row['bits']:.2f}",
-        f"{row['bytes_per_token_next']:.1f}",
         f"{row['bits_next']:.2f}",
         f"{row['kld']:.6f}",
+        f"{standard_error(row['window_nats']):.6f}",
         f"{row['kld_99']:.5f}",
         f"{row['same_top_1']:.2%}",
-        f"{row['perplexity']:.4f}",
+        "" if ours is None else ratio_text(row["window_nats"], ours["window_nats"]),
     )
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The whole comparison; the exported weights live in a temporary folder."""
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole comparison; `folder` keeps the exported weights and every engine's rows."""
     context_tokens, threads = arguments.context, arguments.threads
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="kvq-peers-") as folder:
-        output.print_note("exporting the weights: 8 bits for both graphs, f16 for llama.cpp")
-        options = ExportOptions(
-            weights=WeightFormat(bits=8, block=32, embedding_bits=8, linear="ort"),
-            format="both",
-            gguf_type="f16",
-            kv=KvPlan(k_bits=8, v_bits=8),
-            quality=False,
-            threads=threads,
-        )
-        exported = export_model(arguments.checkpoint, Path(folder) / "bundle", options)
-        bundle = with_float_activations(exported)
-        config = bundle.config
-        with Engine(bundle, threads=threads, backend="onnx") as engine:
-            ids = engine.tokenizer.encode(text_input.read_text(arguments.text))
-            start = engine.tokenizer.control.start
-            texts = windows(ids, start, context_tokens)[: arguments.windows]
-            openers = engine_sessions(engine, KVQ_CACHES, "uniform", context_tokens)
-            openers = {**openers, **budget_sessions(engine, _numbers(config), context_tokens)}
-            rows += compare("kvq", openers, texts, config, allocated_bytes(openers))
-        rows += compare(
-            "transformers", transformers_sessions(arguments.checkpoint, threads), texts, config
-        )
-        with Engine(bundle, threads=threads, backend="llama.cpp") as engine:
-            openers = engine_sessions(engine, LLAMA_CACHES, None, context_tokens)
-            rows += compare("llama.cpp", openers, texts, config, allocated_bytes(openers))
-        openers = onnxruntime_sessions(bundle, texts, context_tokens, threads)
-        rows += compare("onnxruntime", openers, texts, config)
-    return {
+    bundle = exported(arguments.checkpoint, folder / "bundle", threads)
+    config = bundle.config
+    with Engine(bundle, threads=threads, backend="onnx") as engine:
+        ids = engine.tokenizer.encode(text_input.read_text(arguments.text))
+        start = engine.tokenizer.control.start
+        texts = windows(ids, start, context_tokens)[: arguments.windows]
+    subject = {
         "checkpoint": arguments.checkpoint,
         "text": arguments.text,
         "context": context_tokens,
         "windows": len(texts),
         "versions": _versions(),
-        "rows": rows,
-        "counted": COUNTED,
     }
+    path = folder / "rows.json"
+    report = resumed(path, subject)
+    rows = report["rows"]
+
+    def transformers_rows() -> list[Row]:
+        openers = transformers_sessions(arguments.checkpoint, threads)
+        return compare("transformers", openers, texts, config)
+
+    def llama_rows() -> list[Row]:
+        with Engine(bundle, threads=threads, backend="llama.cpp") as engine:
+            openers = engine_sessions(engine, LLAMA_CACHES, None, context_tokens)
+            return compare("llama.cpp", openers, texts, config, allocated_bytes(openers))
+
+    def onnxruntime_rows() -> list[Row]:
+        openers = onnxruntime_sessions(bundle, texts, context_tokens, threads)
+        return compare("onnxruntime", openers, texts, config)
+
+    def kvq_rows() -> list[Row]:
+        held = {row["bytes_per_token"] for row in rows if row["cache"] not in UNQUANTIZED_CACHES}
+        with Engine(bundle, threads=threads, backend="onnx") as engine:
+            openers = {
+                **engine_sessions(engine, KVQ_CACHES, "uniform", context_tokens),
+                **budget_sessions(engine, held, context_tokens),
+            }
+            return compare("kvq", openers, texts, config, allocated_bytes(openers))
+
+    measurers = {
+        "llama.cpp": llama_rows,
+        "onnxruntime": onnxruntime_rows,
+        "transformers": transformers_rows,
+        "kvq": kvq_rows,
+    }
+    for name, measurer in measurers.items():
+        if not any(row["engine"] == name for row in rows):
+            rows += measurer()
+            with replace_file(path, private=False) as stream:
+                stream.write(f"{json.dumps(report, indent=1)}\n".encode())
+    return report
+
+
+def exported(checkpoint: str, path: Path, threads: int) -> Bundle:
+    """The weights all engines read: 8 bits for both graphs, f16 for llama.cpp; made once."""
+    if path.exists():
+        return Bundle.open(path, verify="size")
+    output.print_note("exporting the weights: 8 bits for both graphs, f16 for llama.cpp")
+    options = ExportOptions(
+        weights=WeightFormat(bits=8, block=32, embedding_bits=8, linear="ort"),
+        format="both",
+        gguf_type="f16",
+        kv=KvPlan(k_bits=8, v_bits=8),
+        quality=False,
+        threads=threads,
+    )
+    return with_float_activations(export_model(checkpoint, path, options))
+
+
+def resumed(path: Path, subject: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run measured. Raises `UsageError` where that was something else."""
+    if not path.exists():
+        return {"subject": dict(subject), "rows": []}
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if report["subject"] != subject:
+        raise UsageError(f"{path} holds another comparison: give another --out, or delete it")
+    return report
 
 
 def _versions() -> str:
@@ -600,14 +647,14 @@ def _versions() -> str:
 
 
 def main() -> int:
-    """Runs the comparison, prints it and writes it; the exit code."""
+    """Runs the comparison, prints it and keeps it; the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("checkpoint", help="Hugging Face folder")
     parser.add_argument("text", help="UTF-8 file the checkpoint was not trained on")
     parser.add_argument("--context", type=int, default=2048, help="tokens per window")
-    parser.add_argument("--windows", type=int, default=3, help="how many of them")
+    parser.add_argument("--windows", type=int, default=16, help="how many of them at most")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="file to write the rows to")
+    parser.add_argument("--out", help="folder for weights and rows, to write or to go on with")
     arguments = parser.parse_args()
     try:
         for name, least in (("context", SHORTEST_CONTEXT), ("windows", 1), ("threads", 1)):
@@ -615,15 +662,12 @@ def main() -> int:
                 raise UsageError(
                     f"--{name} {getattr(arguments, name)} is not possible: give {least} or more"
                 )
-        report = measure(arguments)
+        with ExitStack() as stack:
+            held = arguments.out or stack.enter_context(TemporaryDirectory(prefix="kvq-peers-"))
+            report = measure(arguments, Path(held))
     except KvqError as error:
         output.print_note(f"error: {error}")
         return 2
-    if arguments.json:
-        path = Path(arguments.json)
-        partial_path = path.with_name(f".{path.name}.{os.getpid()}")
-        partial_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        partial_path.replace(path)
     print_report(report)
     return 0
 

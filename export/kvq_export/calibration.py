@@ -6,7 +6,8 @@ sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). S
 once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
 fewer bits, its values, or half of its pages are evicted, and the divergence of the following
 tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
-of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says.
+of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says. The
+price is a layer's; of its heads each pays by how much of an error the output projection passes on.
 
 The graph rounds activations, and answers every change of the cache with noise of its own, next to
 which all but the dearest layers look alike. A small model is therefore computed exactly, over as
@@ -228,14 +229,14 @@ def calibrate(
         noise = nats[..., 1].min()
         paid, gone = (np.maximum(found - noise, 0.05 * noise) for found in (nats[..., -1], evict))
         # A layer that looks at the newest tokens alone gives old pages no error to divide by.
-        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)
+        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)[:, None]
+        shares = _output_shares(bundle)
         lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
-        heads = attention.key_error.shape[:2]
         key_norm, value_norm = _weight_norms(bundle)
         return Sensitivity(
-            key=_of_heads(paid[:, 0] / (narrow * _total(attention.key_error)), heads),
-            value=_of_heads(paid[:, 1] / (narrow * _total(attention.value_error)), heads),
-            evict=_of_heads(gone / (len(half) * lost), heads),
+            key=shares * (paid[:, :1] / (narrow * _total(attention.key_error))),
+            value=shares * (paid[:, 1:] / (narrow * _total(attention.value_error))),
+            evict=shares * (gone[:, None] / (len(half) * lost)),
             key_bits_nats=nats[:, 0],
             value_bits_nats=nats[:, 1],
             key_norm=key_norm,
@@ -246,13 +247,21 @@ def calibrate(
 
 
 def _total(error: NDArray[np.float32]) -> Floats:
-    """Sum over a layer's heads and pages; what no probe saw counts as next to nothing."""
-    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)
+    """Sum [L, 1] over a layer's heads and pages; what no probe saw counts as next to nothing."""
+    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)[:, None]
 
 
-def _of_heads(prices: Floats, shape: tuple[int, ...]) -> Floats:
-    """A layer's price for each of its heads."""
-    return np.broadcast_to(prices[:, None], shape)
+def _output_shares(bundle: Bundle) -> Floats:
+    """What the output projection passes on of a unit of error [L, Hk], 1 on average over a layer.
+
+    That is the squared norm of its columns for the query heads of each KV head.
+    """
+    config = bundle.config
+    shares = np.zeros((config.num_layers, config.num_kv_heads))
+    for layer, row in enumerate(shares):
+        squares = np.square(bundle.read_weight(f"layers.{layer}.o"), dtype=np.float64).sum(axis=0)
+        row[:] = squares.reshape(len(row), -1).sum(axis=1)
+    return shares / np.maximum(shares.mean(axis=1, keepdims=True), 1e-12)
 
 
 def _weight_norms(bundle: Bundle) -> tuple[Floats, Floats]:

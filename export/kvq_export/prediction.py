@@ -5,8 +5,9 @@ the former to the keys and values of the latter, before key norm and rotation: r
 towards the layer's own matrix, over Gram matrices summed in float64 text by text (Horton et al.,
 arXiv 2410.08391, train such maps; a closed form needs seconds). Tokens weigh as much as they are
 looked at, and the first ones, which are computed, weigh nothing. In memory are one text's streams,
-keys and values, per candidate a square matrix of the hidden size, and at most one of the model's
-matrices beside its embedding, as float32; `Fit.peak_bytes` says it.
+keys and values, one layer's attention weights and inner products with their temporaries, per
+candidate a square matrix of the hidden size, and at most one of the model's matrices beside its
+embedding, as float32; `Fit.peak_bytes` says it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,7 +128,8 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
                 crosses[count, layer] += weighted.T @ attention.kept[layer]
         tokens += len(ids)
         held = [*streams.values(), *attention.kept.values(), *attention.kept.values()]
-        text_bytes = max(text_bytes, sum(array.nbytes for array in held))
+        passing = 3 * 4 * len(ids) * (config.num_heads * len(ids) + 2 * config.intermediate_size)
+        text_bytes = max(text_bytes, passing + sum(array.nbytes for array in held))
     sums = sum(array.nbytes for array in (*grams.values(), *crosses.values()))
     maps: dict[int, Maps] = {}
     for count in counts:

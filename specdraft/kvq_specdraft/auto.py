@@ -15,8 +15,8 @@ MARGIN = 1.02
 # Of the passes' time this share may go into looking and, for each drafter, this one into wrong
 # guesses; at first what so many passes take. What is gained is put by for no more than so many
 # passes, so that good times do not pay for long bad ones.
-_LOOK_SHARE, _GUESS_SHARE = 0.004, 0.003
-_FIRST_LOOKS, _FIRST_GUESSES = 0.3, 0.3
+_LOOK_SHARE, _GUESS_SHARE = 0.003, 0.003
+_FIRST_LOOKS, _FIRST_GUESSES = 0.1, 0.3
 _MOST_PASSES = 4.0
 # Of a rewritten text no more is made out than is right with this chance in the drafter's own eyes.
 _LEAST = 0.02
@@ -29,7 +29,7 @@ _NEWEST_TIME = 0.2
 # A pass reads its weights once for so many guesses and the token before them.
 _MOST_GUESSES = 15
 # Rounds without a look at most; a patient drafter misses up to 2 to the power of so many looks.
-_MOST_PAUSE = 16
+_MOST_PAUSE = 64
 _MOST_MISSES = 6
 # What asking a drafter that makes a tree takes at first, and the weight of the newest such look.
 _TREE_S = 2e-4
@@ -77,6 +77,8 @@ class Auto:
             self._lookup,
             Candidate(Recycle(), _AS_THOUGHT, takes_s=_TREE_S),
         )
+        # Both guess from the same repeats, and pay from one account.
+        self._lookup.guesses = self._candidates[0].guesses
         self._costs = PassCosts()
         self._rows = 1  # of a pass without a draft of ours
         self._plain_s = self._passed_s = 0.0  # of such a pass, of all passes so far

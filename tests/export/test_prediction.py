@@ -1,6 +1,7 @@
 """Maps that predict later layers: fitted, stored, read by both backends, and reported."""
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -64,11 +65,15 @@ def test_ridge_finds_a_linear_teacher_and_gains_by_every_feature() -> None:
 def test_a_fit_recovers_the_layers_own_matrix_where_the_stream_is_its_own(fitted: Path) -> None:
     """KVP-1: the first layer after those computed gets exactly what its own matrix makes."""
     bundle = Bundle.open(fitted)
+    tracemalloc.start()
     found = fit(bundle, [prompt(300, seed) for seed in range(3)], (2, 3))
+    allocated = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert sorted(found.maps) == [2, 3]
     assert sorted(found.maps[2]) == [2, 3]
     assert found.tokens == 900
     assert found.peak_bytes > 2 * 129**2 * 8
+    assert 0.6 * allocated < found.peak_bytes < 2 * allocated
     kept = slice(bundle.config.num_heads * bundle.config.head_dim, None)
     for layer in (2, 3):
         own = bundle.read_weight(f"layers.{layer}.qkv", kept)

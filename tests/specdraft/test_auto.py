@@ -196,7 +196,7 @@ def test_a_dear_drafter_is_asked_the_rarer_the_less_it_helps() -> None:
 
 
 def test_a_look_is_the_rarer_the_shorter_a_pass_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks that take a fifth of a pass take one of 16 rounds; those of a thousandth, all."""
+    """Looks that take a fifth of a pass take one of 64 rounds; those of a thousandth, all."""
     clock = [0.0]
     monkeypatch.setattr(auto, "perf_counter", lambda: clock[0])
     follow = Rewrite.follow
@@ -215,7 +215,7 @@ def test_a_look_is_the_rarer_the_shorter_a_pass_is(monkeypatch: pytest.MonkeyPat
             pauses.append(drafter.propose(3).pause)
             drafter.observe(outcome((11 + place,), 1, pass_s))
         looks.append(pauses)
-    assert looks[0][3:] == [16] * 7
+    assert looks[0][3:] == [64] * 7
     assert looks[1] == [0] * 10
 
 

@@ -62,8 +62,7 @@ def print_sweep(data: Mapping[str, Any]) -> None:
 def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
     """Of every cache of a budget by how much it diverges more than the best, window by window.
 
-    `1.31 x/ 1.05`: the geometric mean of the ratios and its standard error as a factor, over the
-    same windows; `tie` where the mean is within two of these of the best.
+    As `ratio_text` says it.
     """
     said: dict[tuple[str, str | None], str] = {}
     measured = [cell for cell in cells if cell["task"] == "kld" and "window_nats" in cell]
@@ -71,15 +70,29 @@ def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
         beside = [cell for cell in measured if cell["budget"] == budget]
         best = min(beside, key=lambda cell: cell["value"])
         for cell in beside:
-            logs = [
-                log(max(own, LEAST_NATS) / max(other, LEAST_NATS))
-                for own, other in zip(cell["window_nats"], best["window_nats"], strict=True)
-            ]
-            error = stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else inf
-            tied = abs(mean(logs)) <= 2 * error
-            ratio = f"{exp(mean(logs)):.2f} x/ {exp(min(error, 9)):.2f}"
-            said[line_name(cell), budget] = "best" if cell is best else "tie" if tied else ratio
+            text = ratio_text(cell["window_nats"], best["window_nats"])
+            said[line_name(cell), budget] = "best" if cell is best else text
     return said
+
+
+def ratio_text(window_nats: Sequence[float], others: Sequence[float]) -> str:
+    """How many times the divergence of the others, over the same windows.
+
+    `1.31 x/ 1.05`: the geometric mean of the ratios and its standard error as a factor; with
+    `, tie` where it is within two of these of 1.
+    """
+    logs = [
+        log(max(own, LEAST_NATS) / max(other, LEAST_NATS))
+        for own, other in zip(window_nats, others, strict=True)
+    ]
+    error = standard_error(logs)
+    text = f"{exp(mean(logs)):.2f} x/ {exp(min(error, 9)):.2f}"
+    return f"{text}, tie" if abs(mean(logs)) <= 2 * error else text
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of `values`; infinite where there is one alone."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else inf
 
 
 def draw_sweep(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,14 +1,18 @@
 """`kvq bench --suite ttft` and `kvq eval --task predict`: what they say, never how fast it is."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvq import native
+from kvq.errors import UsageError
+from kvq_apps import options
 from kvq_apps.bench.plot import check_plot
 from kvq_apps.cli import main
+from kvq_export import prediction
 from kvq_export.config import ExportOptions, WeightFormat
 from shelf import Shelf
 
@@ -63,9 +67,37 @@ def test_quality_is_told_for_every_number_of_layers(
         assert row["share"] == pytest.approx(lost / way if way > 0 else 0)
         assert row["time_saved"] < 1
     assert plot.exists() == drawn
+    found = told(capsys, *words, "--kv-predict", "prefix:sink=2,tail=200")
+    assert [row["kld"] for row in found["rows"]] == [0, 0, 0]  # all of it is computed
+    assert main([*words, "--kv-predict", "off"]) == 2
+    assert "off predicts nothing" in capsys.readouterr().err
     text.write_text("short")
     assert main(words) == 2
     assert "no text has 264 tokens" in capsys.readouterr().err
+
+
+def test_a_model_that_reads_prompts_has_its_row(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = shelf.bundle(ExportOptions(quality=False, calibrate=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "FIT_TOKENS", 600)
+        patch.setattr(prediction, "PASSAGES", 1)
+        source, out = str(shelf.checkpoint(num_hidden_layers=3)), str(tmp_path / "read")
+        words = ("export", source, "-o", out, "--no-quality", "--no-calibrate", "--json")
+        assert main([*words, "--kv-predict-with", str(small)]) == 0
+    capsys.readouterr()
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 90)
+    asked = ("eval", out, str(text), "--task", "predict", "--context", "200", "--limit", "1")
+    found = told(capsys, *asked, "--kv-predict-with", str(small))
+    assert [(row["layers"], row["maps"]) for row in found["rows"]] == [
+        (1, "own"), (2, "own"), (0, "auxiliary"),
+    ]  # fmt: skip
+    assert found["rows"][2]["kld"] > 0
+    assert found["auxiliary_nll"] != found["exact_nll"]
+    with pytest.raises(UsageError, match=r"auxiliary, not for .*50%"):
+        options.predictor(Namespace(kv_predict="50%", kv_predict_with=str(small)))
 
 
 def _can_draw(path: Path) -> bool:

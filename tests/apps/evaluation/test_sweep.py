@@ -306,5 +306,5 @@ def test_caches_are_compared_window_by_window_and_ties_are_called_so() -> None:
     assert said == {
         ("a 8:8", "1/4"): "best",
         ("b 8:8", "1/4"): f"{math.exp(0.5):.2f} x/ {error:.2f}",
-        ("c 8:8", "1/4"): "tie",
+        ("c 8:8", "1/4"): "1.01 x/ 1.33, tie",
     }

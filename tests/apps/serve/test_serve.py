@@ -568,6 +568,8 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         assert (found["x_kvq"]["predicted_tokens"], found["x_kvq"]["exact"]) == (0, True)
         refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
         assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.predict")
+        named = body | {"x_kvq": {"predict": "auxiliary:path=/etc"}}
+        assert "names no model" in ask(server, COMPLETIONS, named).json["error"]["message"]
 
 
 # The command line

@@ -175,7 +175,7 @@ def test_keys_in_a_file_longer_than_the_context_cost_their_own_tokens(tiny: Serv
         told = ask(tiny, "/infill", body).json["x_kvq"]
         assert told["edited"] > 0
         read.append(told["prompt_tokens"] - told["cached_tokens"])
-        (slot,) = [slot for slot in tiny.pool.served.slots.all if slot.transient]
+        slot = max(tiny.pool.served.slots.all, key=lambda slot: slot.released_at)
         beginnings.add(slot.tokens[:64].tobytes())
     assert max(read) < 508 // 8
     assert len(beginnings) <= 2
