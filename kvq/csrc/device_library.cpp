@@ -70,6 +70,7 @@ bool Device::load(const char* path, std::string& why) {
     find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
     find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_pack", calls_.pack);
     find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
+    find("kvq_cuda_gather", calls_.gather);
     if (!whole || calls_.abi() != KVQ_ABI)
         return why = "it belongs to another version of kvq: reinstall kvq-runtime", false;
     if (calls_.open(&facts_)) return why = calls_.error(), false;

@@ -46,6 +46,7 @@ public:
         decltype(&kvq_cuda_pack) pack;
         decltype(&kvq_cuda_narrow) narrow;
         decltype(&kvq_cuda_linear_run) linear;
+        decltype(&kvq_cuda_gather) gather;
     };
 
     // Number of the device whose library lies at `path`, from 1 on: opened once, for as long as the

@@ -91,14 +91,17 @@ int Tail::stretches(const int32_t* rows, int count, int start, int stop, int by)
 
 void Tail::keep(const int32_t* rows, int count) {
     const int dim = config().head_dim;
+    // Paths rise: one without gaps stays where it is.
+    const bool stays = !rows || rows[count - 1] == count - 1;
+    if (!stays && arena_.twin) arena_.twin->keep_path(*this, rows, count);
     // A row's new place is never behind its old one, so ascending copies lose nothing.
     for (int i = 0; i < count; i++) {
         put(used() + i, place_of(used() + (rows ? rows[i] : i)));
-        if (!rows || rows[i] == i) continue;
+        if (stays || rows[i] == i || arena_.twin) continue;
         for (int s = 0; s < arena_.streams(); s++)
             for (int side = 0; side < 2; side++)
-                arena_.move(this->rows(s, side) + int64_t{used() + i} * dim,
-                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, 2 * dim);
+                std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
+                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, size_t{2} * dim);
     }
     arena_.state->tail_used += count;
     forget();

@@ -247,6 +247,22 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     return status_;
 }
 
+void Twin::keep_path(const Tail& tail, const int32_t* rows, int count) {
+    std::lock_guard<std::mutex> turn(device_.turn);
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(int32_t));
+    uint8_t* from = device_.scratch.at_least(bytes);
+    if (!from) return note(KVQ_NO_MEMORY);
+    copy(from, rows, bytes);
+    const kvq_cuda_rows call{of(arena_.tail),
+                             int64_t{config().tail_rows} * config().head_dim,
+                             2 * static_cast<int32_t>(arena_.streams()),
+                             config().head_dim,
+                             tail.used(),
+                             count,
+                             reinterpret_cast<const int32_t*>(from)};
+    note(device_.calls().gather(&call, device_.facts().stream));
+}
+
 int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed) {
     std::lock_guard<std::mutex> turn(device_.turn);
     const int dim = config().head_dim;

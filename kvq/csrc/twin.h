@@ -45,6 +45,8 @@ public:
     // Calls `run`, which returns a status, with `in` of the host on the device; `out` comes back.
     template <class Run>
     int take(const kvq_attention& a, const Inputs& in, Run&& run);
+    // As Tail::keep, of all streams: rows of the branch follow the tail's.
+    void keep_path(const Tail& tail, const int32_t* rows, int count);
     // As Tail::close_layer.
     int close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed);
     // As PageTable::lower_side, of the two granules that become one.

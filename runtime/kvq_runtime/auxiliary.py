@@ -122,7 +122,7 @@ class Auxiliary:
     @property
     def held_bytes(self) -> int:
         """What its cache takes beside the base model's; its weights are the process's."""
-        return self.sequence.cache.budget_bytes
+        return self.sequence.config.budget_bytes
 
     @property
     def sequence(self) -> Sequence[Cache]:

@@ -15,8 +15,9 @@ class SessionStats:
     Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
     them, `tokens_per_round` tokens each on average, 1 without drafts; of the time of these rounds
     `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
-    kept. `draft_bytes` is what the drafter holds beside the cache. `bandwidth_gb_s` is (weight
-    bytes + KV bytes) read per decode step over its time. `kv_bytes` is what the cache uses now,
+    kept. `draft_bytes` is what the drafter holds beside the cache, `auxiliary_bytes` the cache of
+    the model that reads prompts. `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step
+    over its time. `kv_bytes` is what the cache uses now,
     `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
     `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`. `kv_read_share`: of the pages
     steps could see the share they read.
@@ -34,6 +35,7 @@ class SessionStats:
     pass_ms: float
     choose_ms: float
     draft_bytes: int
+    auxiliary_bytes: int
     kv_bytes: int
     kv_bytes_peak: int
     kv_budget: int
@@ -142,6 +144,7 @@ class Meter:
         holdings: Holdings,
         edits: EditCounts,
         draft_bytes: int = 0,
+        auxiliary_bytes: int = 0,
     ) -> SessionStats:
         """Everything measured so far, with the cache's own counts."""
         decode_s = self._draft_s + self._pass_s + self._choose_s
@@ -154,6 +157,7 @@ class Meter:
             **asdict(self.rounds),
             tokens_per_round=_rate(self._decoded_tokens, self._rounds),
             draft_bytes=draft_bytes,
+            auxiliary_bytes=auxiliary_bytes,
             kv_bytes=kv_bytes,
             kv_bytes_peak=kv_bytes_peak,
             kv_budget=kv_budget,

@@ -138,6 +138,12 @@ class Session(Generic[C]):
         return self._drafting.held_bytes
 
     @property
+    def auxiliary_bytes(self) -> int:
+        """What its auxiliary model holds beside the cache; any thread may ask."""
+        reader = self._reader
+        return 0 if reader is None else reader.held_bytes
+
+    @property
     def kv_bytes_peak(self) -> int:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
@@ -483,6 +489,7 @@ class Session(Generic[C]):
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
             draft_bytes=self.draft_bytes,
+            auxiliary_bytes=self.auxiliary_bytes,
         )
 
     def close(self) -> None:
@@ -508,6 +515,7 @@ class Session(Generic[C]):
     def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
+            self._reader = None
 
     def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""

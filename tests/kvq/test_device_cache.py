@@ -57,14 +57,16 @@ class Both:
 
     def run(
         self, count: int, view: str = "full", at: int | None = None, tree: bool = False
-    ) -> None:
+    ) -> list[int]:
+        """Both attend alike; returns the path to the last row."""
         rows, cache = packed_rows(SHAPE, self.rng, count), self.caches[0]
         parents = [self.chance.randint(-1, i - 1) for i in range(count)] if tree else None
-        depths: list[int] = []
+        paths: list[list[int]] = []
         for i in range(count):
             parent = i - 1 if parents is None else parents[i]
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        positions = (cache.tokens if at is None else at) + np.array(depths)
+            paths.append([*(paths[parent] if parent >= 0 else []), i])
+        depths = np.array([len(path) - 1 for path in paths])
+        positions = (cache.tokens if at is None else at) + depths
         outs = []
         for one in self.caches:
             one.begin(count, parents, view=view, at=at)
@@ -73,6 +75,7 @@ class Both:
         tolerance = max(self.tolerance, TOLERANCE[4] if view == "hi" else 0)
         for want, got in zip(*outs, strict=True):
             assert relative_rms(got, want) < tolerance
+        return paths[-1]
 
     def append(self, count: int | None = None) -> None:
         count = count or self.chance.choice((1, 30, 64, 200))
@@ -84,8 +87,8 @@ class Both:
         count, kept = self.chance.randint(1, 8), self.chance.randint(0, 1)
         self.run(count, self.chance.choice(("full", "hi")))
         self.every(lambda cache: cache.rewind())
-        self.run(count, tree=True)
-        self.every(lambda cache: cache.commit(kept))
+        path = self.run(count, tree=True)
+        self.every(lambda cache: cache.commit(path[: kept * len(path)]))
 
     def trim(self) -> None:
         tokens = self.chance.randint(self.caches[0].tokens * 2 // 3, self.caches[0].tokens)

@@ -10,10 +10,12 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from kvq import native
+from emulated import emulated_library
+from kvq import devices, native
 from kvq import reference_linear as reference
 from kvq.native_linear import embed, linear, weight_bytes_read
 from kvq.reference_linear import Bytes, PanelFormat
+from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -39,23 +41,33 @@ def panels(form: PanelFormat = FORM) -> Bytes:
 
 
 def session(
-    names: list[str], threads: int = 2, folder: Path | None = None, **attributes: Any
+    names: list[str],
+    threads: int = 2,
+    folder: Path | None = None,
+    form: PanelFormat = FORM,
+    library: Path | None = None,
+    **attributes: Any,
 ) -> ort.InferenceSession:
     """One Linear node with these inputs beside the weights, which lie in a file in `folder`."""
     order = ["x", "panels", *list(TYPES)[1:]]
     given = [name if name in names or name == "panels" else "" for name in order]
     while not given[-1]:
         given.pop()
-    stored = onnx.numpy_helper.from_array(panels(), "panels")
+    stored = onnx.numpy_helper.from_array(panels(form), "panels")
     node = helper.make_node(
-        "Linear", given, ["out"], domain="kvq", **(asdict(FORM) | PLAIN | attributes)
+        "Linear", given, ["out"], domain="kvq", **(asdict(form) | PLAIN | attributes)
     )
     inputs = [helper.make_tensor_value_info(name, TYPES[name], None) for name in names]
-    return run_graph(node, inputs, stored, threads, folder)
+    return run_graph(node, inputs, stored, threads, folder, library)
 
 
 def run_graph(
-    node: Any, inputs: list[Any], stored: Any, threads: int, folder: Path | None
+    node: Any,
+    inputs: list[Any],
+    stored: Any,
+    threads: int,
+    folder: Path | None,
+    library: Path | None = None,
 ) -> ort.InferenceSession:
     output = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
     graph = helper.make_graph([node], "linear", inputs, [output], [stored])
@@ -64,7 +76,7 @@ def run_graph(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.register_custom_ops_library(str(native.library_path()))
+    options.register_custom_ops_library(str(library or native.library_path()))
     source: Any = model.SerializeToString()
     if folder is not None:
         source = str(folder / "model.onnx")
@@ -102,6 +114,29 @@ def test_activation_and_exact_rows() -> None:
     for rows in (0, 7, 10_000):
         (found,) = run.run(None, {"x": x, "exact_rows": np.array([rows])})
         np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_rows=rows))
+
+
+def test_a_device_computes_many_tokens_and_the_head_in_two_passes(shelf: Shelf) -> None:
+    """On the emulated device: a chunk as the processor, and a head exact where it has to be."""
+    emulated_library(shelf)
+    form = PanelFormat(rows=3008, columns=64, bits=8, block=32)
+    names = ["x", "weights_view", "exact_rows"]
+    run = session(names, form=form, library=devices.opened("emulated").library)
+
+    def products(x: np.ndarray, view: int = 0, exact_rows: int = 0) -> np.ndarray:
+        feeds = {"weights_view": np.array([view]), "exact_rows": np.array([exact_rows])}
+        return np.asarray(run.run(None, {"x": x} | feeds)[0])
+
+    x = activations(19, 64)
+    for view, name in enumerate(("full", "hi")):
+        np.testing.assert_array_equal(products(x, view), linear(form, panels(form), x, view=name))
+    x = x[:3]
+    whole, scores, found = products(x), products(x, 1), products(x, 0, 20)
+    read = found == whole
+    np.testing.assert_array_equal(found[~read], scores[~read])
+    assert 128 * 16 <= read.sum(axis=1).min() <= read.sum(axis=1).max() < 0.8 * form.rows
+    best = np.argsort(-whole, axis=1)[:, :20]
+    assert np.take_along_axis(read, best, axis=1).all()
 
 
 @pytest.mark.parametrize(

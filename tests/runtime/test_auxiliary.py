@@ -202,7 +202,8 @@ def test_weights_are_shared_and_a_cache_of_its_own_is_given_back(base: Path, sma
         with opened(engine, small) as session:
             assert open_auxiliary(str(small), backend) is open_auxiliary(str(small), backend)
             reader = session.sequence.reader
-            assert reader.held_bytes > 0
+            assert session.stats().auxiliary_bytes == reader.sequence.cache.budget_bytes > 0
             session.predict = "off"
+            assert session.stats().auxiliary_bytes == 0
             with pytest.raises(UsageError, match="closed"):
                 _ = reader.sequence.cache

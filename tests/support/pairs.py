@@ -210,3 +210,33 @@ def relative_max(got: Float, want: Float) -> float:
     """Largest error over the largest value."""
     error = np.abs(got.astype(np.float64) - want).max()
     return float(error / max(float(np.abs(want).max()), 1e-30))
+
+
+# A cache small enough to fill in every test.
+SMALL = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+LAYERS = [attention(SMALL, layer) for layer in range(SMALL.num_layers)]
+
+
+def numbered_rows(rng: np.random.Generator, count: int) -> list[Float]:
+    """Random rows of each layer of `SMALL`."""
+    return [pack_heads(*random_heads(rng, SMALL, count)) for _ in range(SMALL.num_layers)]
+
+
+def filled_cache(use_native: bool, tokens: int = 300, **options: int) -> Cache:
+    """A cache of `SMALL` that holds so many tokens."""
+    plan = KvPlan(k_bits=8, v_bits=4)
+    cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native, **options)
+    rng = np.random.default_rng(2)
+    for start in range(0, tokens, 100):
+        count = min(100, tokens - start)
+        forward(cache, LAYERS, numbered_rows(rng, count), np.arange(start, start + count))
+        cache.commit(count)
+    return cache
+
+
+def step(cache: Cache, count: int = 1) -> list[Float]:
+    """One more forward pass that must work."""
+    rows = numbered_rows(np.random.default_rng(3), count)
+    outputs = forward(cache, LAYERS, rows, np.arange(count) + cache.tokens)
+    cache.commit(count)
+    return outputs

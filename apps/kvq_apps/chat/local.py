@@ -275,6 +275,7 @@ class LocalClient:
             decode_tok_s=stats.decode_tok_s,
             context_tokens=len(session.tokens),
             kv_bytes=stats.kv_bytes,
+            auxiliary_bytes=stats.auxiliary_bytes,
             mean_k_bits=stats.mean_k_bits,
             mean_v_bits=stats.mean_v_bits,
             evicted_share=stats.evicted_share,

@@ -38,7 +38,8 @@ class ReplyStats:
 
     Of `prompt_tokens` the cache held `cached_tokens`; `context_tokens` is what it holds now, in
     `kv_bytes` bytes at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known), but for
-    `evicted_share` of them; `predicted_tokens` of them were predicted and not computed. Of
+    `evicted_share` of them; a model that reads prompts holds `auxiliary_bytes` beside.
+    `predicted_tokens` of them were predicted and not computed. Of
     `drafted_tokens` that were guessed `accepted_tokens` were right.
     """
 
@@ -49,6 +50,7 @@ class ReplyStats:
     decode_tok_s: float = 0.0
     context_tokens: int = 0
     kv_bytes: int = 0
+    auxiliary_bytes: int = 0
     mean_k_bits: float = 0.0
     mean_v_bits: float = 0.0
     evicted_share: float = 0.0

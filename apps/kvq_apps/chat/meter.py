@@ -37,11 +37,16 @@ def meter_line(
 
 
 def kv_part(facts: Facts, stats: ReplyStats) -> str:
-    """Bytes held now against the budget, the plan's widths: `KV 1.2 MiB/64.0 MiB K4V2`."""
+    """Bytes held now against the budget, the plan's widths: `KV 1.2 MiB/64.0 MiB K4V2`.
+
+    What a model that reads prompts holds beside the budget follows: `+ 3.0 MiB auxiliary`.
+    """
     widths = ""
     if facts.k_bits:
         text = output.kv_text(facts.k_bits, facts.v_bits)
         widths = " fp16" if text == "fp" else f" K{facts.k_bits}V{facts.v_bits}"
+    if stats.auxiliary_bytes:
+        widths += f" + {format_bytes(stats.auxiliary_bytes)} auxiliary"
     if not facts.kv_budget:
         return f"KV {format_bytes(stats.kv_bytes)}{widths}" if stats.kv_bytes else ""
     return f"KV {format_bytes(stats.kv_bytes)}/{format_bytes(facts.kv_budget)}{widths}"

@@ -249,6 +249,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         decode_tok_s=timings.get("predicted_per_second") or 0.0,
         context_tokens=kvq.get("context_tokens") or prompt + new,
         kv_bytes=kvq.get("kv_bytes") or 0,
+        auxiliary_bytes=kvq.get("auxiliary_bytes") or 0,
         mean_k_bits=kvq.get("mean_k_bits") or 0.0,
         mean_v_bits=kvq.get("mean_v_bits") or 0.0,
         evicted_share=kvq.get("evicted_share") or 0.0,

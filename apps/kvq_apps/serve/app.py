@@ -464,11 +464,13 @@ def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, floa
     saved, count = slots.saved, len(slots.all)
     used = sum(slot.session.kv_bytes_peak for slot in slots.all)
     drafters = sum(slot.session.draft_bytes for slot in slots.all)
+    auxiliaries = sum(slot.session.auxiliary_bytes for slot in slots.all)
     return {
         "sessions": ("Sessions, each of the KV budget.", count),
         "kv_budget_bytes": ("Bytes of all sessions together.", slot_bytes * count),
         "kv_peak_bytes": ("Most bytes ever used in them.", used),
         "draft_bytes": ("Bytes that their drafters hold beside.", drafters),
+        "auxiliary_bytes": ("Bytes that models reading their prompts hold beside.", auxiliaries),
         "sessions_saved_total": ("Sessions written to disk.", saved.saved),
         "sessions_restored_total": ("Sessions read from disk.", saved.restored),
         "session_files_failed_total": (

@@ -4,10 +4,10 @@ Each shape turns the same events into JSON objects, whole or streamed. Knows no 
 
 Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 
-    {kv, kv_bytes, kv_bytes_peak, kv_budget, mean_k_bits, mean_v_bits, evicted_share,
-     prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens, accepted_tokens, draft_ms,
-     pass_ms, choose_ms, context_tokens, context_limit, queued_ms, ttft_ms, prefill_tok_s,
-     decode_tok_s}
+    {kv, kv_bytes, kv_bytes_peak, kv_budget, auxiliary_bytes, mean_k_bits, mean_v_bits,
+     evicted_share, prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens,
+     accepted_tokens, draft_ms, pass_ms, choose_ms, context_tokens, context_limit, queued_ms,
+     ttft_ms, prefill_tok_s, decode_tok_s}
 
 `kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
 `kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
@@ -451,6 +451,7 @@ def _measures(answered: Answered, report: Report) -> Json:
             "kv_bytes": report.kv_bytes,
             "kv_bytes_peak": report.kv_bytes_peak,
             "kv_budget": report.kv_budget,
+            "auxiliary_bytes": report.auxiliary_bytes,
             "mean_k_bits": report.mean_k_bits,
             "mean_v_bits": report.mean_v_bits,
             "evicted_share": report.evicted_share,

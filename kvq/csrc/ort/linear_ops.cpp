@@ -68,7 +68,7 @@ bool holds(const Input& panels, const PanelLayout& layout) {
 // Room for what a device makes of the inputs of a product, and for products and residuals of a part
 // of the rows, which come to lie apart from the others.
 struct DeviceScratch {
-    int64_t inputs, tops, levels, steps, products, residuals, bytes;
+    int64_t inputs, tops, levels, steps, products, residuals, panel_tops, deviations, marks, bytes;
 
     DeviceScratch(const kvq_linear& call, const PanelLayout& layout) {
         const int64_t tokens = call.tokens, columns = int64_t(layout.blocks) * call.matrix.block;
@@ -82,6 +82,8 @@ struct DeviceScratch {
         inputs = take(2 * tokens * columns), tops = take(4 * tokens), levels = take(tokens * columns);
         steps = take(8 * tokens * int64_t(layout.blocks));
         products = take(apart), residuals = take(call.residual ? apart : 0);
+        const int64_t ranked = call.exact_rows ? tokens * layout.panels : 0;
+        panel_tops = take(4 * ranked), deviations = take(4 * tokens), marks = take(ranked);
     }
 };
 
@@ -96,17 +98,20 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
     part.bias = call.bias ? call.bias + call.first_row : nullptr;
     part.out = products, part.residual = residuals;
     part.tokens = call.tokens, part.activation = call.activation;
-    part.view = call.exact_rows ? int{KVQ_FULL} : call.view;
+    part.view = call.view, part.exact_rows = call.exact_rows;
     part.inputs = reinterpret_cast<uint16_t*>(scratch + at.inputs);
     part.tops = reinterpret_cast<float*>(scratch + at.tops);
     part.levels = reinterpret_cast<int8_t*>(scratch + at.levels);
     part.steps = reinterpret_cast<float*>(scratch + at.steps);
+    part.panel_tops = reinterpret_cast<float*>(scratch + at.panel_tops);
+    part.deviations = reinterpret_cast<float*>(scratch + at.deviations);
+    part.marks = scratch + at.marks;
     return device.calls().linear(&part, device.facts().stream);
 }
 
-// As run_linear, of numbers on the device. `exact_rows` asks for less than all being exact, which
-// they are.
+// As run_linear, of numbers on the device.
 int run_linear_on(Device& device, const kvq_linear& call) {
+    if (call.exact_rows && call.first_row) return KVQ_BAD_ARGUMENT;
     if (!call.tokens) return KVQ_OK;
     std::lock_guard<std::mutex> turn(device.turn);
     const PanelLayout layout(call.matrix);

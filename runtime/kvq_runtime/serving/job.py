@@ -139,6 +139,7 @@ class Job:
             kv_bytes=stats.kv_bytes,
             kv_bytes_peak=stats.kv_bytes_peak,
             kv_budget=stats.kv_budget,
+            auxiliary_bytes=stats.auxiliary_bytes,
             **asdict(session.rounds.since(self._rounds_before)),
             edited_tokens=stats.edited_tokens - self._edited_before,
             context_tokens=len(session.tokens),

@@ -59,6 +59,7 @@ class Report:
     kv_bytes: int = 0
     kv_bytes_peak: int = 0
     kv_budget: int = 0
+    auxiliary_bytes: int = 0
     context_tokens: int = 0
     mean_k_bits: float = 0.0
     mean_v_bits: float = 0.0

@@ -15,11 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caches import budget_for_tokens, open_cache
+from kvq import devices
 from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
-from kvq_apps.bench.engines import ENGINES, PEERS, Setting, check_peers, open_engine
+from kvq_apps.bench.engines import (
+    ENGINES,
+    OURS_ON_CUDA,
+    PEERS,
+    Setting,
+    check_peers,
+    open_engine,
+)
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
 from kvq_apps.bench.plot import log_ticks
@@ -80,7 +88,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def need(engine: str) -> None:
-    """Skips a test whose engine is not installed."""
+    """Skips a test whose engine is not installed, or whose device is not here."""
+    if engine == OURS_ON_CUDA and (reason := devices.why_not("cuda")):
+        pytest.skip(reason)
     try:
         check_peers([engine] if engine in PEERS else [])
     except BackendError as error:

@@ -21,6 +21,7 @@ from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
+from kvq_apps.chat.meter import kv_part
 from kvq_apps.chat.remote import RemoteClient
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
@@ -447,6 +448,7 @@ def test_a_reply_over_http() -> None:
         "timings": {"prompt_ms": 12.5, "predicted_per_second": 40.0},
         "x_kvq": {
             "kv_bytes": 1000,
+            "auxiliary_bytes": 2048,
             "mean_k_bits": 6.5,
             "mean_v_bits": 4.25,
             "evicted_share": 0.125,
@@ -463,6 +465,7 @@ def test_a_reply_over_http() -> None:
         assert news.text == "Hello 👋"
         assert news.stats is not None
         assert (news.stats.encoded_tokens, news.stats.cached_tokens) == (5, 4)
+        assert kv_part(facts, news.stats).endswith("K4V2 + 2.0 KiB auxiliary")
         assert (news.stats.ttft_ms, news.stats.decode_tok_s, news.stats.kv_bytes) == (
             12.5,
             40,

@@ -66,6 +66,7 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
         "--kv-budget",
         "--kv-policy",
         "--kv-predict",
+        "--kv-predict-with",
         "--kv-read",
     }
     assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}

@@ -15,7 +15,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +61,6 @@ def kinds(*pieces: bytes, log: Callable[[str], None] = print) -> list[Any]:
     """The numbers of the messages in a stream, or the code of what is none."""
     found = read_frames(io.BufferedReader(Pieces(*pieces)), log)
     return [one.code if isinstance(one, RpcError) else one["id"] for one in found]
-
-
-@pytest.fixture
-def completer() -> GatedCompleter:
-    return GatedCompleter()
-
-
-@pytest.fixture
-def editor(completer: GatedCompleter) -> Iterator[ThreadClient]:
-    client = ThreadClient(lambda: completer)
-    yield client
-    completer.gate.set()
-    client.close()
 
 
 def test_frames_come_through_however_they_are_cut() -> None:

@@ -6,7 +6,7 @@
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,6 @@ from language_client import (
 )
 
 COMPLETE = "textDocument/inlineCompletion"
-
-
-@pytest.fixture
-def completer() -> GatedCompleter:
-    return GatedCompleter()
-
-
-@pytest.fixture
-def editor(completer: GatedCompleter) -> Iterator[ThreadClient]:
-    client = ThreadClient(lambda: completer)
-    yield client
-    completer.gate.set()
-    client.close()
 
 
 @pytest.mark.parametrize(

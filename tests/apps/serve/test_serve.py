@@ -26,6 +26,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Ground
 from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.saving import as_ids
+from kvq_runtime.session import Session
 from kvq_specdraft.lookup import Lookup
 from serving import (
     CHAT,
@@ -545,6 +546,16 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
         for name in ("model", "suffix:store=9"):
             refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": name}})
             assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
+
+
+def test_what_reads_prompts_is_told_beside_the_budget(
+    bundle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "auxiliary_bytes", 700)
+    with running(loaded(bundle, context_tokens=64), saved_bytes=0, sessions=2) as server:
+        answer = ask(server, COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json
+        assert answer["x_kvq"]["auxiliary_bytes"] == 700
+        assert metric(server, "auxiliary_bytes") == 1400
 
 
 def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) -> None:
