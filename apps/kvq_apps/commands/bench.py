@@ -86,6 +86,10 @@ def run(arguments: Namespace) -> int:
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
+    if arguments.suite != "ttft" and (arguments.kv_predict or arguments.kv_predict_with):
+        raise UsageError(
+            "--kv-predict needs --suite ttft, which reads prompts with it and without, in turn"
+        )
     if arguments.suite in suites:
         _refuse(arguments, "device")
     return suites.get(arguments.suite, _run_speed)(arguments)

@@ -667,6 +667,7 @@ def test_a_shape_is_made_once() -> None:
         (["--rows", "257"], "--rows 257 is not possible: give 1 to 256"),
         (["--linear", "blas"], "--linear blas is not possible: choose kvq, ort or hi"),
         (["--chats", "1,4"], "--chats needs --suite serve"),
+        (["--kv-predict", "50%"], "--kv-predict needs --suite ttft"),
         (["--repeat", "0"], "--repeat 0"),
         (["--context", "64,-1"], "--context -1"),
         (["--kv", "4:2,3:3"], "choose 8, 6, 4 or 2"),
