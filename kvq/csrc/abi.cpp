@@ -74,7 +74,7 @@ int kvq_device_open(const char* path, int32_t* device, kvq_device* facts) {
     std::copy(found.name, found.name + sizeof found.name, facts->name);
     facts->memory_bytes = found.memory_bytes, facts->free_bytes = found.free_bytes;
     facts->stream = reinterpret_cast<int64_t>(found.stream);
-    facts->capability = found.capability, facts->on_host = found.on_host;
+    facts->capability = found.capability;
     return KVQ_OK;
 }
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,

@@ -90,7 +90,6 @@ typedef struct {
     int64_t memory_bytes, free_bytes; /* when it was opened */
     int64_t stream;             /* of CUDA, on which all its work is queued */
     int32_t capability;         /* 90: sm_90 */
-    int32_t on_host;            /* 1: an emulator, whose memory is the host's */
 } kvq_device;
 KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *facts);
 

@@ -147,15 +147,14 @@ bool Twin::gather_chunk(const Tail& tail, int layer) {
     return true;
 }
 
-bool Twin::tell_entries(const PageTable& pages, int layer) {
+void Twin::tell_entries(const PageTable& pages, int layer) {
     uint64_t& told = told_[static_cast<size_t>(layer)];
-    if (told == entries_ || !pages.columns()) return true;
+    if (told == entries_ || !pages.columns()) return;
     const int first = layer * config().kv_heads;
     const int64_t step = arena_.sizes.max_columns * static_cast<int64_t>(sizeof(Entry));
     copy_rows(of(&pages.entry(first, 0)), step, &pages.entry(first, 0), step,
               pages.columns() * static_cast<int64_t>(sizeof(Entry)), config().kv_heads);
     told = entries_;
-    return true;
 }
 
 bool Twin::tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
@@ -207,9 +206,9 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
                  bool silent) {
     std::lock_guard<std::mutex> turn(device_.turn);
     const bool staged = tail.branch().staged;
-    if ((staged && !gather_chunk(tail, a.layer)) || !tell_tables(pages, tail, a, in) ||
-        !tell_entries(pages, a.layer))
+    if ((staged && !gather_chunk(tail, a.layer)) || !tell_tables(pages, tail, a, in))
         return KVQ_NO_MEMORY;
+    tell_entries(pages, a.layer);
     const int stream = a.layer * a.kv_heads, rows = in.tokens * (a.heads / a.kv_heads);
     const int split = splits(a, rows, pages.views() + pass_.tiles);
     const int64_t queries = int64_t{1 + pass_.turns} * a.heads * in.tokens * a.head_dim;

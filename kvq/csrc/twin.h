@@ -86,7 +86,7 @@ private:
     bool gather_chunk(const Tail& tail, int layer);
     bool tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
                      const Inputs& in);
-    bool tell_entries(const PageTable& pages, int layer);
+    void tell_entries(const PageTable& pages, int layer);
     void pack(const PageTable& pages, int stream, const Entry& e, bool values, const uint16_t* rows,
               uint8_t* scratch);
     int splits(const kvq_attention& a, int rows, int work) const;

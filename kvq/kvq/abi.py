@@ -95,7 +95,6 @@ class DeviceFacts(Structure):
         ("free_bytes", c_int64),
         ("stream", c_int64),
         ("capability", c_int32),
-        ("on_host", c_int32),
     )
 
 

@@ -40,10 +40,10 @@ KVQ_DEVICE float over_row(float x, bool largest) {
     return x;
 }
 
-// Which slots of a page that starts at `start` a token sees: visibility.h in one line.
 KVQ_DEVICE uint64_t low_bits(int64_t count) {
     return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
 }
+// Which slots of a view's page a token sees, as visibility.h has it.
 KVQ_DEVICE uint64_t sees(int64_t position, const View& view, int window) {
     const int64_t start = int64_t{view.pos0} + view.delta;
     const uint64_t outside = window > 0 ? low_bits(position - window + 1 - start) : 0;
@@ -242,7 +242,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
     sync_warp();
 }
 
-// Joins the warps of a block, one after the other, into row 8-row block's partial results.
+// Joins the warps of a block, one after the other, into the partial results of its 8 rows.
 template <int Dim>
 KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[Dim + 2],
                      int warp) {
@@ -308,7 +308,7 @@ KVQ_DEVICE int next_seen(const kvq_cuda_attention& a, const kvq_cuda_sequence& s
     return end;
 }
 
-// A page whose keys are on their way; leaves the keys of item `ahead` so.
+// A page whose keys are on their way. `stage_next` sends the next item's, once these are read.
 template <int Dim, class Stage>
 KVQ_DEVICE void attend_page(const kvq_cuda_attention& a, const kvq_cuda_sequence& s,
                             const Lane& lane, int kv_head, int index, uint64_t seen,

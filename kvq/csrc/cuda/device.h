@@ -38,9 +38,6 @@ KVQ_DEVICE int thread_count() {
 KVQ_DEVICE int3 block_index() {
     return make_int3(int(blockIdx.x), int(blockIdx.y), int(blockIdx.z));
 }
-KVQ_DEVICE int3 grid_size() {
-    return make_int3(int(gridDim.x), int(gridDim.y), int(gridDim.z));
-}
 KVQ_DEVICE void sync_block() {
     __syncthreads();
 }

@@ -52,7 +52,6 @@ public:
 
     void launch(Dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
-        grid_size = grid;
         count_ = static_cast<size_t>(threads);
         while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
         Line unwritten;
@@ -102,7 +101,7 @@ public:
 
     int thread() const { return static_cast<int>(current_); }
     int threads() const { return static_cast<int>(count_); }
-    Dim3 block, grid_size;
+    Dim3 block;
 
 private:
     enum class Waits { kNothing, kWarp, kBlock, kEnded };
@@ -217,9 +216,6 @@ inline int thread_count() {
 }
 inline Dim3 block_index() {
     return Emulator::now().block;
-}
-inline Dim3 grid_size() {
-    return Emulator::now().grid_size;
 }
 inline void sync_block() {
     Emulator::now().wait(true);

@@ -95,7 +95,7 @@ int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence
    gone; last, how many rows they are. A row that gives a page less than 1/4096 counts in mass and
    rows only. `probes`: float16 [kv_heads, tokens, head_dim], turned to their positions, whose
    products with keys are natural logits. Every row is a token: heads = kv_heads. qkv, norms and
-   tail_stride's free rows are not read. */
+   tail_stride's free rows are not read. Tested, not called. */
 int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                       const uint16_t* probes, float* facts, void* stream);
 
@@ -138,7 +138,8 @@ typedef struct {
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
 
 /* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix, as kvq_embed
-   in kvq.h; an id that is no row adds nothing. */
+   in kvq.h; an id that is no row adds nothing. Tested, not called: the op computes on the
+   processor. */
 typedef struct {
     int32_t rows, columns, bits, block;
     const uint8_t* panels;
@@ -150,7 +151,8 @@ typedef struct {
 int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
 
 /* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
-   the first: places and values [rows, count]; -1 where a row has fewer numbers. */
+   the first: places and values [rows, count]; -1 where a row has fewer numbers. Tested,
+   not called. */
 int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
                   int32_t* places, float* values, void* stream);
 

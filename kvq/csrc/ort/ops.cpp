@@ -146,7 +146,7 @@ Op attention_op(Device* device) {
     return o;
 }
 
-// The domain of a device, made once: it lives as long as the process, like the library.
+// Adds a domain for the device, which lives as long as the process, like the library.
 OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
     struct Domain {
         std::vector<Op> ops;
