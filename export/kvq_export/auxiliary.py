@@ -23,13 +23,14 @@ from kvq_export.prediction import (
     calibration_texts,
     held_out_passages,
     ridge,
+    store_arrays,
 )
 from kvq_export.writer import write_manifest
 from kvq_models.reference import forward
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.auxiliary import RULES, Reader, open_auxiliary
 from kvq_runtime.backends.paged import PagedBackend
-from kvq_runtime.bundle import AUXILIARY_FILE, Bundle, FileInfo, Manifest, file_sha256
+from kvq_runtime.bundle import AUXILIARY_FILE, Bundle, FileInfo, Manifest
 from kvq_runtime.engine import Engine
 
 Floats = NDArray[np.float64]
@@ -43,13 +44,13 @@ def fit(
 ) -> list[NDArray[np.float32]]:
     """Of each layer of `base` W [n, 2 Hk D], from what `served_by` of the auxiliary's makes."""
     config, made = base.config, list(texts)
-    kept = config.num_heads * config.head_dim
+    first_kept = config.num_heads * config.head_dim
     reader = Reader(auxiliary, max(map(len, made)))
     gram: dict[int, Any] = dict.fromkeys(set(served_by), 0.0)
     cross: list[Any] = [0.0] * config.num_layers
     for ids in made:
         reader.sequence.run(reader.reading(ids))
-        watched = Watched(kept)
+        watched = Watched(first_kept)
         positions, last = np.arange(len(ids)), slice(-1, None)
         forward(config, base.read_weight, np.array(ids), positions, watched, last)
         weights = watched.weights()[:, None]
@@ -111,12 +112,8 @@ def fitting(
 
 def store(folder: Path, maps: Sequence[NDArray[np.float32]]) -> FileInfo:
     """Writes `maps` as float16 into `folder`; size and hash of the file."""
-    path = folder / AUXILIARY_FILE
     arrays = {f"layers.{layer}.map": w.astype(np.float16) for layer, w in enumerate(maps)}
-    with path.open("wb") as stream:
-        write: Any = np.savez  # its keywords are names of arrays
-        write(stream, **arrays)
-    return FileInfo(num_bytes=path.stat().st_size, sha256=file_sha256(path))
+    return store_arrays(folder / AUXILIARY_FILE, arrays)
 
 
 def _cost(folder: Path, passages: Sequence[Passage], path: Path, threads: int) -> dict[str, float]:

@@ -26,8 +26,7 @@ class Cost:
     """Of one way to read prompts: nats per token that follows, divergence from the truth in nats.
 
     `share`: how far that is on the way from the computed prompt to none, 0 where a prompt is worth
-    nothing. `prefill_s`: seconds of
-    all prompts together.
+    nothing. `prefill_s`: seconds of all prompts together.
     """
 
     nll: float

@@ -173,7 +173,11 @@ def store(folder: Path, bundle: Bundle, maps: Maps) -> FileInfo:
         codes, scales = quantize(weights, form.bits, form.block)
         arrays[f"layers.{layer}.map"] = pack(form, codes, half_scales(scales))
         arrays[f"layers.{layer}.map_bias"] = bias
-    path = folder / MAPS_FILE
+    return store_arrays(folder / MAPS_FILE, arrays)
+
+
+def store_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> FileInfo:
+    """Writes a file of named arrays; its size and hash."""
     with path.open("wb") as stream:
         write: Any = np.savez  # its keywords are names of arrays
         write(stream, **arrays)

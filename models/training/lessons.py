@@ -1,7 +1,7 @@
 """Short texts that each teach one thing: a whole function, an edit that repeats its input, JSON.
 
-Generators of plain text, endless, in an order that the given random state fixes. What is nearly the
-same as an earlier one (equal but for white space) is left out.
+Generators of plain text, in an order that the given random state fixes; those that read no sources
+are endless.
 """
 
 from __future__ import annotations
@@ -48,20 +48,6 @@ JSON_WORDS = (
 )  # fmt: skip
 
 
-class Fresh:
-    """Knows what was given out before."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def __call__(self, text: str) -> bool:
-        """Whether `text` is new but for its white space; it is then known."""
-        known = hash(" ".join(text.split()))
-        new = known not in self._seen
-        self._seen.add(known)
-        return new
-
-
 def definitions(text: str) -> list[str]:
     """The short functions and classes of a source file, each from column 0, without decorators."""
     try:
@@ -87,12 +73,17 @@ def documented(definition: str) -> bool:
 
 
 def functions(rng: random.Random, sources: Iterable[Source]) -> Iterator[str]:
-    """Whole functions and small classes; those with a docstring four times as often as others."""
-    fresh = Fresh()
+    """Whole functions and small classes; those with a docstring four times as often as others.
+
+    What equals an earlier one but for white space is left out.
+    """
+    seen = set[int]()
     for _, text in sources:
         found = [one for one in definitions(text) if documented(one) or rng.random() < 0.25]
         for one in rng.sample(found, min(len(found), 12)):
-            if fresh(one):
+            known = hash(" ".join(one.split()))
+            if known not in seen:
+                seen.add(known)
                 yield one
 
 

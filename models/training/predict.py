@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from kvq_export import prediction
 from kvq_export.writer import write_manifest
+from kvq_runtime.auxiliary import consistent
 from kvq_runtime.bundle import MAPS_FILE, Bundle
 
 SINK_TOKENS, TAIL_TOKENS, FOLLOWING_TOKENS = 4, 32, 64
@@ -137,9 +138,7 @@ class Predictor(nn.Module):
         features = base.weight(0, "input_layernorm").shape[0]
         if auxiliary is not None:
             features = 2 * auxiliary.kv_heads * auxiliary.dim
-            each, more = divmod(base.layers, auxiliary.layers)
-            counts = [each + (layer < more) for layer in range(auxiliary.layers)]
-            self.served_by = np.repeat(np.arange(auxiliary.layers), counts).tolist()
+            self.served_by = consistent(base.layers, auxiliary.layers)
         layers = range(first, base.layers)
         device = base.inv_freq.device
         self.maps = nn.ParameterDict(
@@ -152,9 +151,9 @@ class Predictor(nn.Module):
 
         def watch(layer: int, stream: Tensor, own: Tensor) -> Tensor:
             if self.auxiliary is not None:
-                found[layer] = _with_ones(own)
+                found[layer] = with_ones(own)
             elif layer == self.first:
-                found[layer] = _with_ones(base.normed(stream))
+                found[layer] = with_ones(base.normed(stream))
             return own
 
         if self.auxiliary is not None:
@@ -170,7 +169,8 @@ class Predictor(nn.Module):
         return {layer: x @ self.maps[str(layer)] for layer, x in given.items()}
 
 
-def _with_ones(x: Tensor) -> Tensor:
+def with_ones(x: Tensor) -> Tensor:
+    """Features that an affine map is given: the last one is 1."""
     return functional.pad(x, (0, 1), value=1.0)
 
 
@@ -250,6 +250,15 @@ def distil(
 
 
 @torch.no_grad()
+def following_nats(
+    model: Llama, ids: Tensor, change: Change = computed, sees: Sees = all_before
+) -> float:
+    """Mean nats of the last `FOLLOWING_TOKENS` of `ids` int64 [1, T]."""
+    rows = model.log_probabilities(model(ids, change, sees)[:, -FOLLOWING_TOKENS - 1 : -1])
+    return -float(rows.gather(-1, ids[:, -FOLLOWING_TOKENS:, None]).mean())
+
+
+@torch.no_grad()
 def shares(predictor: Predictor, base: Llama, texts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Mean nats of the last `FOLLOWING_TOKENS` of each text after the rest of it.
 
@@ -270,9 +279,7 @@ def shares(predictor: Predictor, base: Llama, texts: Sequence[Sequence[int]]) ->
         if predictor.auxiliary is not None:
             ways["auxiliary"] = (predictor.auxiliary, ids, computed)
         for name, (model, given, change) in ways.items():
-            rows = model.log_probabilities(model(given, change)[:, -FOLLOWING_TOKENS - 1 : -1])
-            told = rows.gather(-1, given[:, -FOLLOWING_TOKENS:, None])
-            nats.setdefault(name, []).append(-float(told.mean()))
+            nats.setdefault(name, []).append(following_nats(model, given, change))
     found = {name: float(np.mean(values)) for name, values in nats.items()}
     way = found["none"] - found["exact"]
     return found | {"share": (found["predicted"] - found["exact"]) / way if way > 0 else math.nan}

@@ -23,8 +23,10 @@ from predict import (
     TAIL_TOKENS,
     Llama,
     Predictor,
+    following_nats,
     ridge,
     windows,
+    with_ones,
 )
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -49,8 +51,7 @@ class Pruning:
         if layer < self._predictor.first:
             return own
         if layer == self._predictor.first:
-            ones = torch.ones(*stream.shape[:2], 1)
-            self._stream = torch.cat([self._base.normed(stream), ones], -1)
+            self._stream = with_ones(self._base.normed(stream))
         made = self._stream @ self._predictor.maps[str(layer)]
         return torch.where(self.pruned[:, None], made, own)
 
@@ -80,14 +81,6 @@ class Pruning:
         return (causal & ~self.pruned) | torch.eye(len(causal), dtype=torch.bool)
 
 
-@torch.no_grad()
-def nats(base: Llama, ids: Tensor, change: object = None, sees: object = None) -> float:
-    """Mean nats of the last `FOLLOWING_TOKENS` of `ids` int64 [1, T]."""
-    given = {name: one for name, one in (("change", change), ("sees", sees)) if one is not None}
-    rows = base.log_probabilities(base(ids, **given)[:, -FOLLOWING_TOKENS - 1 : -1])
-    return -float(rows.gather(-1, ids[:, -FOLLOWING_TOKENS:, None]).mean())
-
-
 def main() -> None:
     """A line for each way: how far on the way from the computed prompt (0) to none (1)."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
@@ -102,9 +95,9 @@ def main() -> None:
     fitted = [torch.tensor([text]) for text in windows(tokenizer, asked.fit, 1024, 20)]
     length = asked.context + FOLLOWING_TOKENS
     held = [torch.tensor([text]) for text in windows(tokenizer, asked.held, length, asked.texts)]
-    exact = sum(nats(base, ids) for ids in held) / len(held)
+    exact = sum(following_nats(base, ids) for ids in held) / len(held)
     alone = [torch.cat([ids[:, :1], ids[:, asked.context :]], dim=1) for ids in held]
-    none = sum(nats(base, ids) for ids in alone) / len(held)
+    none = sum(following_nats(base, ids) for ids in alone) / len(held)
     print(f"{len(held)} prompts, {exact:.3f} nats after them, {none:.3f} without")
     for first in range(1, base.layers - 1):
         predictor = Predictor(base, first)
@@ -115,8 +108,8 @@ def main() -> None:
                 lost = {"kept": 0.0, "drop": 0.0}
                 for ids in held:
                     way = Pruning(predictor, base, asked.context, keep, pieces=pieces)
-                    lost["kept"] += nats(base, ids, way.predicting) / len(held)
-                    lost["drop"] += nats(base, ids, way.choosing, way.sees) / len(held)
+                    lost["kept"] += following_nats(base, ids, way.predicting) / len(held)
+                    lost["drop"] += following_nats(base, ids, way.choosing, way.sees) / len(held)
                 found = {name: (value - exact) / (none - exact) for name, value in lost.items()}
                 print(
                     f"behind layer {first} {keep:.0%} by {'piece' if pieces else 'last'}, cost "

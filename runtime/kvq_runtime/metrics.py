@@ -17,10 +17,9 @@ class SessionStats:
     `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
     kept. `draft_bytes` is what the drafter holds beside the cache, `auxiliary_bytes` the cache of
     the model that reads prompts. `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step
-    over its time. `kv_bytes` is what the cache uses now,
-    `kv_bytes_peak` the most so far; for `mean_k_bits`, `mean_v_bits` and `evicted_share` see
-    `kvq.cache.Holdings`, for `edits` and what follows `EditCounts`. `kv_read_share`: of the pages
-    steps could see the share they read.
+    over its time. `kv_bytes` is what the cache uses now, `kv_bytes_peak` the most so far; for
+    `mean_k_bits`, `mean_v_bits` and `evicted_share` see `kvq.cache.Holdings`, for `edits` and what
+    follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read.
     """
 
     prompt_tokens: int

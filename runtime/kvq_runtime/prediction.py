@@ -90,9 +90,9 @@ class WithAuxiliary(_Stretch):
 class Prefix(_Stretch):
     """Predicts a `share` of the layers, the last ones, or all but the first `layers`.
 
-    `maps` auto: later layers'
-    keys and values are made by the bundle's fitted matrices where it has those of so many layers;
-    own: by the layers' own. `AUTO` predicts as the bundle was measured to do well.
+    `maps` auto: later layers' keys and values are made by the bundle's fitted matrices where it has
+    those of so many layers; own: by the layers' own. `AUTO` predicts as the bundle was measured to
+    do well.
     """
 
     share: float = 0.5

@@ -394,7 +394,7 @@ class Sequence(Generic[C]):
             branch.commit(range(count))
         return passed.seconds
 
-    def _taking(self, reader: "PromptReader", start: int, stop: int) -> Work[Any, float]:
+    def _taking(self, reader: PromptReader, start: int, stop: int) -> Work[Any, float]:
         """The keys and values of tokens `start` to `stop` are those that `reader` makes."""
         ids = self._tokens[:stop]
         seconds = yield from reader.taking(self.cache, ids, start, rope_long=self.rope_long)

@@ -15,13 +15,12 @@ from kvq.cache import Cache, KeyForm
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.reference import ancestry
-from pairs import Float, attention, frequencies, packed_rows
+from pairs import BOTH, Float, attention, frequencies, packed_rows
 from tolerances import BETWEEN_SPLITS, RANDOM, Tolerance
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32)
-BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=40)
 INV_FREQ = frequencies(8)
 

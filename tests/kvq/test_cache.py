@@ -12,7 +12,7 @@ from caches import budget_for_tokens, minimum_budget, open_cache
 from environment import ROOTS
 from kvq import native
 from kvq.cache import Cache, Holdings
-from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
+from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
     BudgetError,
@@ -24,9 +24,12 @@ from kvq.formats import page_bytes
 from kvq.policies import Evidence, Relief
 from kvq.sizing import tight_plan
 from pairs import (
+    ALL,
+    BOTH,
     LAYERS,
     SMALL,
     UNROTATED,
+    WIDTHS,
     Float,
     Pair,
     attention,
@@ -40,10 +43,6 @@ from pairs import (
 )
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
-
-ALL = (1 << 64) - 1
-WIDTHS = [(k_bits, v_bits) for k_bits in PAGE_WIDTHS for v_bits in PAGE_WIDTHS]
-BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from caches import budget_for_tokens, minimum_budget
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import PAGE_WIDTHS, CacheShape, KvPlan
+from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     CacheError,
 )
@@ -34,6 +34,8 @@ from kvq.formats import constant_bytes, grid_bytes, page_bytes
 from kvq.policies import policy_named
 from kvq.reference import KEYS, VALUES, Grid, ancestry, codes_of, planes
 from pairs import (
+    ALL,
+    WIDTHS,
     Float,
     Pair,
     attention,
@@ -44,9 +46,6 @@ from pairs import (
 from tolerances import TRACE_ERROR
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
-
-ALL = (1 << 64) - 1
-WIDTHS = [(k_bits, v_bits) for k_bits in PAGE_WIDTHS for v_bits in PAGE_WIDTHS]
 
 
 def recorded(cache: Cache) -> list[list[list[int]]]:

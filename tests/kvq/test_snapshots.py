@@ -19,6 +19,7 @@ from kvq.errors import (
     SnapshotError,
 )
 from pairs import (
+    BOTH,
     LAYERS,
     SMALL,
     attention,
@@ -31,8 +32,6 @@ from pairs import (
 )
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
-
-BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 
 
 @BOTH

@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from caches import open_cache
 from kvq.cache import Cache
-from kvq.config import AttentionParams, CacheShape, KvPlan
+from kvq.config import PAGE_WIDTHS, AttentionParams, CacheShape, KvPlan
 
 Float = NDArray[np.float32]
 
 UNROTATED: Float = np.zeros(0, np.float32)
+# The mask of a page that is seen whole.
+ALL = (1 << 64) - 1
+WIDTHS = [(k_bits, v_bits) for k_bits in PAGE_WIDTHS for v_bits in PAGE_WIDTHS]
+BOTH = pytest.mark.parametrize("use_native", [True, False], ids=["native", "numpy"])
 
 
 def adversarial(tokens: int, dim: int) -> dict[str, Float]:

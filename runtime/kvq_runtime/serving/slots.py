@@ -118,8 +118,8 @@ class Slots:
         a slot holds is copied, to be saved, before something else takes its place; None while
         that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
         sends one with every key, is never saved, and takes the place of one that it is an edit of,
-        or else of any other where no slot is empty. What was predicted
-        is only shared with a text that would be predicted as well; `predict` as in a request.
+        or else of any other where no slot is empty. What was predicted is only shared with a text
+        that would be predicted as well; `predict` as in a request.
         """
         wanted = as_ids(ids)
         exact = not self.all[0].session.predicts if predict is None else predict == OFF
