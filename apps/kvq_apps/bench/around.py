@@ -4,7 +4,6 @@ The server runs as it does in an editor, over two pipes; its completer makes pro
 has changed in them, as the real one does, and answers at once.
 """
 
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion, Draft
 from kvq_apps.completion.engine import NEAR_CHARACTERS
-from kvq_apps.lsp.frames import read_frames
+from kvq_apps.lsp.frames import framed, read_frames
 from kvq_apps.lsp.server import LanguageServer
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
@@ -75,10 +74,9 @@ class _Editor:
         self._frames = read_frames(self._reader, lambda _: None)
 
     def send(self, method: str, params: object, number: int | None = None) -> None:
-        message = {"jsonrpc": "2.0", "method": method, "params": params}
-        body = json.dumps(message | ({} if number is None else {"id": number})).encode()
+        message = {"method": method, "params": params}
         with open(self._to, "wb", closefd=False) as file:
-            file.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            file.write(framed(message | ({} if number is None else {"id": number})))
 
     def ask(self, method: str, params: object, number: int = 1) -> Any:
         self.send(method, params, number)

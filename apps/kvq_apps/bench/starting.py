@@ -4,7 +4,6 @@ Both are measured from nothing: a process is started each time. The model loads 
 not waited for.
 """
 
-import json
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import BinaryIO, cast
 
-from kvq_apps.lsp.frames import read_frames
+from kvq_apps.lsp.frames import framed, read_frames
 
 STARTS = 7
 # In a checkout, beside this package.
@@ -29,8 +28,7 @@ def measure(starts: int = STARTS) -> dict[str, float | None]:
 
 
 def _server_s() -> float:
-    asked = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"capabilities": {}}}
-    body = json.dumps(asked).encode()
+    asked = {"id": 1, "method": "initialize", "params": {"capabilities": {}}}
     command = [sys.executable, "-c", "from kvq_apps.entry import main; main()", "lsp"]
     pipe, since = subprocess.PIPE, perf_counter()
     with subprocess.Popen(  # noqa: S603  this very program
@@ -38,7 +36,7 @@ def _server_s() -> float:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        process.stdin.write(framed(asked))
         process.stdin.flush()
         next(read_frames(cast(BinaryIO, process.stdout), lambda _: None))
         seconds = perf_counter() - since

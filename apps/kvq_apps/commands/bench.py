@@ -309,8 +309,9 @@ def _widths(arguments: Namespace) -> tuple[int, ...]:
     widths = arguments.wbits or (4,)
     # The environment gives a single number.
     widths = (widths,) if isinstance(widths, int) else tuple(dict.fromkeys(widths))
-    if not {4, 8} >= set(widths):
-        raise UsageError(f"--wbits {max(widths)} is not possible: choose 4, 8 or both")
+    for bits in widths:
+        if bits not in (4, 8):
+            raise UsageError(f"--wbits {bits} is not possible: choose 4, 8 or both")
     return widths
 
 

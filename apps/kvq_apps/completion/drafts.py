@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.filters import Around
+from kvq_apps.completion.filters import Around, shown
 
 DEFAULT_DRAFTS = 3
 DEFAULT_TOKENS = 16
@@ -31,7 +31,7 @@ class Completion:
     why_not: str | None = None
 
 
-def surroundings(document: Document, place: tuple[int, int]) -> Around:
+def _surroundings(document: Document, place: tuple[int, int]) -> Around:
     """What the rules of `filters` are told of a place."""
     line, column = place
     own = document.line(line)
@@ -39,10 +39,13 @@ def surroundings(document: Document, place: tuple[int, int]) -> Around:
     return Around(before=own[:column], rest=own[column:], next_lines=below)
 
 
-def distinct(drafts: Iterable[Draft]) -> list[Draft]:
-    """Those that show something, each text once."""
+def to_show(
+    document: Document, place: tuple[int, int], written: Iterable[tuple[str, float]]
+) -> list[Draft]:
+    """What is shown of texts and their log-probabilities, each text once, those that are any."""
+    around = _surroundings(document, place)
     kept: dict[str, Draft] = {}
-    for draft in drafts:
-        if draft.text:
-            kept.setdefault(draft.text, draft)
+    for text, logprob in written:
+        if left := shown(text, around):
+            kept.setdefault(left, Draft(text=left, logprob=logprob))
     return list(kept.values())

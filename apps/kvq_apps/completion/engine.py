@@ -16,11 +16,8 @@ from kvq_apps.completion.drafts import (
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
-    Draft,
-    distinct,
-    surroundings,
+    to_show,
 )
-from kvq_apps.completion.filters import shown
 from kvq_apps.completion.frozen import MOST_TYPED, Frozen
 from kvq_models.infilling import FRONT_STEPS, fixed_tokens, infill_prompt, infill_tokens
 from kvq_runtime.alternatives import Writer
@@ -93,10 +90,7 @@ class CompletionEngine:
             stop_strings=("\n",), stop_ids=self._ends, begin_with=begin_with,
             cancel=cancel, exact=False,
         )  # fmt: skip
-        kept = distinct(
-            Draft(text=shown(one.text, surroundings(document, place)), logprob=one.logprob)
-            for one in found
-        )
+        kept = to_show(document, place, ((one.text, one.logprob) for one in found))
         return Completion(
             drafts=tuple(kept),
             reused_tokens=len(ids) - encoded,

@@ -17,11 +17,8 @@ from kvq_apps.completion.drafts import (
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
-    Draft,
-    distinct,
-    surroundings,
+    to_show,
 )
-from kvq_apps.completion.filters import shown
 from kvq_apps.serve.reach import UnixConnection
 
 # Characters around the cursor; the server leaves out what does not fit its context.
@@ -74,9 +71,7 @@ class ServedCompletions:
         answers = self._asked(body, cancel)
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
-        around = surroundings(document, place)
-        texts = [shown(str(one.get("content", "")), around) for one in answers]
-        drafts = distinct(Draft(text=text, logprob=0.0) for text in texts)
+        drafts = to_show(document, place, ((str(one.get("content", "")), 0.0) for one in answers))
         own = answers[0].get("x_kvq") or {}
         cached = int(own.get("cached_tokens", 0))
         return Completion(

@@ -80,6 +80,14 @@ def _skip(stream: BinaryIO, length: int) -> None:
         length -= len(part)
 
 
+def framed(message: dict[str, Any]) -> bytes:
+    """One message as it stands in a stream."""
+    body = json.dumps({"jsonrpc": "2.0", **message}, ensure_ascii=False).encode(
+        "utf-8", "backslashreplace"
+    )
+    return b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
 class FrameWriter:
     """Whole frames to one stream, from any thread, in order.
 
@@ -94,10 +102,7 @@ class FrameWriter:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queues one message."""
-        body = json.dumps({"jsonrpc": "2.0", **message}, ensure_ascii=False).encode(
-            "utf-8", "backslashreplace"
-        )
-        self._waiting.put(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self._waiting.put(framed(message))
 
     def close(self, within_s: float = 2.0) -> None:
         """Waits until all is written, but not for a reader that does not read."""

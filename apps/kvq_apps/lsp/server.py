@@ -327,10 +327,10 @@ class LanguageServer:
         text = change["text"]
         if not isinstance(text, str):
             raise TypeError("the text of a change is not a string")
-        known.binary |= "\0" in text
         if change.get("range") is None:
             known.document, known.typed, known.binary = Document(text), None, "\0" in text
             return True
+        known.binary |= "\0" in text
         start, end = (_position(change["range"][side]) for side in ("start", "end"))
         if known.typed and not known.typed.survives(start.line, end.line, text):
             known.typed = None
