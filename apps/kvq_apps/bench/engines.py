@@ -166,7 +166,7 @@ def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[
         return (OURS_ON_CUDA,)
     for name in linear:
         if name not in OWN:
-            raise UsageError(f"--linear {name} is not possible: choose {', '.join(OWN)}")
+            raise UsageError(f"--linear {name} is not possible: choose kvq, ort or hi")
     if linear and files.weights_json().get("linear") != "kvq":
         raise UsageError(
             f"--linear {','.join(linear)} is not possible: the weights of {files.path} are not "
