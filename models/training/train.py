@@ -29,11 +29,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaModel
+from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from vocabulary import END, MIDDLE, PREFIX, SUFFIX
 
 # Logits of this many rows exist at once.
-LOSS_ROWS = {"cpu": 1024, "cuda": 16384}
+LOSS_ROWS = {"cpu": 512, "cuda": 16384}
+# Queries of this many positions meet all keys before them at once on a processor: about the size
+# at which their scores stay in its caches.
+ATTENTION_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,88 @@ class Data:
         return torch.from_numpy(np.stack(cut).astype(np.int64))
 
 
+class CausalAttention(torch.autograd.Function):
+    """Causal attention as bf16 products of blocks, for processors.
+
+    A layer forwards and backwards over 8192 tokens in 55 ms where torch's own for processors takes
+    106, and in 190 for 300 where texts are of 4096 (two cores, bf16). It keeps the probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Query [heads, group, length, channels] and key, value [heads, length, channels], bf16."""
+        heads, group, length, channels = query.shape
+        out = torch.empty_like(query)
+        kept = []
+        for first in range(0, length, ATTENTION_ROWS):
+            stop = min(length, first + ATTENTION_ROWS)
+            rows = query[:, :, first:stop].reshape(heads, -1, channels)
+            scores = torch.bmm(rows, key[:, :stop].transpose(1, 2))
+            shares = _probabilities(scores, scale, first, group)
+            block = torch.bmm(shares, value[:, :stop])
+            out[:, :, first:stop] = block.view(heads, group, stop - first, channels)
+            kept.append(shares)
+        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, out, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        """The gradients of query, key and value."""
+        query, key, value, out, *kept = ctx.saved_tensors
+        heads, group, length, channels = query.shape
+        mean = (grad.float() * out.float()).sum(-1, keepdim=True)
+        of_query = torch.empty_like(query)
+        of_key, of_value = torch.zeros(key.shape), torch.zeros(value.shape)
+        for first, shares in zip(range(0, length, ATTENTION_ROWS), kept, strict=True):
+            stop = min(length, first + ATTENTION_ROWS)
+            part = slice(first, stop)
+            rows = query[:, :, part].reshape(heads, -1, channels)
+            grads = grad[:, :, part].reshape(heads, -1, channels)
+            of_value[:, :stop] += torch.bmm(shares.transpose(1, 2), grads)
+            of_shares = torch.bmm(grads, value[:, :stop].transpose(1, 2))
+            means = mean[:, :, part].reshape(heads, -1, 1)
+            of_scores = _score_gradient(shares, of_shares, means, ctx.scale)
+            block = torch.bmm(of_scores, key[:, :stop])
+            of_query[:, :, part] = block.view(heads, group, stop - first, channels)
+            of_key[:, :stop] += torch.bmm(of_scores.transpose(1, 2), rows)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None
+
+
+@torch.compile(dynamic=True)
+def _probabilities(scores: Tensor, scale: float, first: int, group: int) -> Tensor:
+    """Softmax of bf16 [heads, group * rows, keys] over the keys not after each row's own."""
+    keys = scores.shape[-1]
+    own = torch.arange(scores.shape[1] // group) + first
+    seen = (torch.arange(keys)[None] <= own[:, None]).repeat(group, 1)
+    scaled = torch.where(seen, scores.float() * scale, -1e30)
+    powers = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    return (powers / powers.sum(-1, keepdim=True)).to(scores.dtype)
+
+
+@torch.compile(dynamic=True)
+def _score_gradient(shares: Tensor, grad: Tensor, mean: Tensor, scale: float) -> Tensor:
+    return (shares.float() * (grad.float() - mean) * scale).to(shares.dtype)
+
+
+@torch.compiler.disable
+def blockwise_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **settings: Any
+) -> tuple[Tensor, None]:
+    """`CausalAttention` as transformers calls an attention: [rows, heads, length, channels]."""
+    del module
+    rows, heads, length, channels = query.shape
+    own = (rows * key.shape[1], length, channels)
+    # The rotation leaves float32.
+    query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
+    grouped = query.reshape(own[0], heads // key.shape[1], length, channels)
+    out = CausalAttention.apply(grouped, key.reshape(own), value.reshape(own), settings["scaling"])
+    return out.view(query.shape).transpose(1, 2), None
+
+
+AttentionInterface.register("blockwise", blockwise_attention)
+
+
 class Trainer:
     """Model, optimisers and the step between them."""
 
@@ -110,7 +195,8 @@ class Trainer:
         """`infilling`: prefix, suffix, middle and end tokens; `teacher`: a checkpoint folder."""
         torch.manual_seed(recipe.seed)
         self._infilling = infilling
-        config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
+        attention = "blockwise" if device == "cpu" else "sdpa"
+        config = LlamaConfig(**settings, use_cache=False, attn_implementation=attention)
         self.model = LlamaModel(config).to(device)
         self._initialise(config)
         self.recipe, self.device, self.step = recipe, device, 0
