@@ -1,10 +1,11 @@
 """Measures a trained model and writes its card: README.md and card.json in the model's folder.
 
     python models/training/card.py MODEL PACKED CORPUS.jsonl.xz [--infilling HUMANEVAL.jsonl.gz]
+        [--drafts-for LARGER]
 
-Bits per byte are the checkpoint's own (bf16, every token of windows scored); everything else is
-what `kvq eval` and `kvq run` print for a bundle exported from it, so that each figure in the card
-stands beside the command that gives it.
+Bits per byte, and the share of a larger model's own greedy tokens that this one guesses, are the
+checkpoint's (bf16); everything else is what `kvq eval` and `kvq run` print for a bundle exported
+from it, so that each figure in the card stands beside the command that gives it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,20 @@ PROMPTS = (
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self",
     "The purpose of this proposal is to",
+    "def is_prime(n):\n",
+    "import json\nfrom pathlib import Path\n\n\ndef read_settings(path):\n",
+    '{"name": "kvq", "version": "0.1.0", "dependencies": [',
+    "@dataclass\nclass Point:\n",
+    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def test_",
+    'def count_words(text):\n    """',
 )
 NEW_TOKENS = 110
 WINDOWS = 12
+# A text loops where a piece of so many tokens at most stands three times in a row or more often,
+# and fills so many tokens; looked for in the first tokens of a sample.
+LOOP_PIECE, LOOP_TOKENS, LOOP_WITHIN = 16, 12, 48
+# Places in held-out code where the larger model goes on, tokens before them, tokens it writes.
+DRAFT_PLACES, DRAFT_BEFORE, DRAFT_TOKENS = 24, 512, 128
 
 
 def kvq(*words: str) -> dict[str, Any]:
@@ -60,6 +72,37 @@ def bits_per_byte(folder: Path, text: str, length: int) -> float:
     return nats / math.log(2) / size
 
 
+def loops(ids: list[int]) -> bool:
+    """Whether a piece of `ids` is said over and over."""
+    for piece in range(1, LOOP_PIECE + 1):
+        needed = max(2 * piece, LOOP_TOKENS - piece)  # of tokens that equal the one a piece before
+        equal = 0
+        for before, after in zip(ids, ids[piece:], strict=False):
+            equal = equal + 1 if before == after else 0
+            if equal >= needed:
+                return True
+    return False
+
+
+@torch.no_grad()
+def guessed(folder: Path, larger: Path, text: str) -> float:
+    """Share of what `larger` writes greedily behind places of `text` that is likeliest here too."""
+    small, large = (
+        LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        for path in (folder, larger)
+    )
+    tokenizer = Tokenizer.from_file(str(larger / "tokenizer.json"))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    span = (len(ids) - DRAFT_BEFORE) // DRAFT_PLACES
+    starts = torch.arange(DRAFT_PLACES)[:, None] * span + torch.arange(DRAFT_BEFORE)
+    written = large.generate(
+        torch.tensor(ids)[starts], max_new_tokens=DRAFT_TOKENS, min_new_tokens=DRAFT_TOKENS,
+        do_sample=False,
+    )  # fmt: skip
+    likeliest = small(written).logits[:, DRAFT_BEFORE - 1 : -1].argmax(-1)
+    return float((likeliest == written[:, DRAFT_BEFORE:]).float().mean())
+
+
 def measure(arguments: argparse.Namespace, bundle: str) -> dict[str, Any]:
     """Every figure of the card."""
     folder, packed = arguments.model, arguments.packed
@@ -87,6 +130,12 @@ def measure(arguments: argparse.Namespace, bundle: str) -> dict[str, Any]:
     )  # fmt: skip
     run = ("run", "-m", bundle, "--temp", "0", "-n", str(NEW_TOKENS))
     found["samples"] = {prompt: kvq(*run, prompt)["text"] for prompt in PROMPTS}
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    starts = (tokenizer.encode(text).ids[:LOOP_WITHIN] for text in found["samples"].values())
+    found["loops"] = sum(map(loops, starts))
+    if arguments.drafts_for is not None:
+        code = texts["python"].read_text(encoding="utf-8")
+        found["guessed"] = round(guessed(folder, arguments.drafts_for, code), 4)
     return found
 
 
@@ -128,6 +177,12 @@ def card(about: dict[str, Any], found: dict[str, Any], manifest: dict[str, Any])
         for prompt, text in found["samples"].items()
     )
     device = "one CUDA GPU" if about["device"] == "cuda" else "two CPU cores"
+    drafts = ""
+    if "guessed" in found:
+        drafts = f"""
+As a drafter: of {DRAFT_TOKENS} tokens that the larger model writes greedily behind each of
+{DRAFT_PLACES} places in held-out Python, {found["guessed"]:.1%} are the likeliest here too.
+"""
     return f"""---
 license: apache-2.0
 ---
@@ -138,7 +193,8 @@ A small Llama trained from nothing for kvq: {about["parameters"] / 1e6:.1f} M pa
 {shape["num_attention_heads"]} query and {shape["num_key_value_heads"]} KV heads of
 {shape["head_dim"]} channels, {shape["vocab_size"]} tokens, context
 {shape["max_position_embeddings"]}. Trained on {device} for {about["tokens"] / 1e6:.1f} M tokens
-({recipe["steps"]} steps, the last {recipe["long_steps"]} on texts of {recipe["long_length"]}).
+({"the last run: " if "earlier" in about else ""}{recipe["steps"]} steps, the last
+{recipe["long_steps"]} of them on texts of {recipe["long_length"]}).
 {about.get("note", "")}
 It completes Python and fills in lines; it knows next to nothing about the world, and what it says
 in a chat is the shape of an answer, not an answer.
@@ -165,9 +221,11 @@ KV settings (`kvq eval --table --context {found["table"].get("context", "")}`), 
 Passkey with an unquantised cache (`kvq eval --task passkey --kv fp`), by length and depth:
 
 {rows_of(found["passkey"]["rows"])}
-
+{drafts}
 ## What it writes
-Greedily, as it is, from the mark on:
+Greedily, as it is, from the mark on. Of these {len(PROMPTS)}, {found["loops"]} say one thing over
+and over within {LOOP_WITHIN} tokens: a piece of at most {LOOP_PIECE} tokens, three times in a row
+or more often, {LOOP_TOKENS} tokens or more in all.
 
 {samples}
 """
@@ -182,6 +240,7 @@ def main() -> None:
     parser.add_argument("--infilling", type=Path)
     parser.add_argument("--baseline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--drafts-for", type=Path, help="a larger model that this one drafts for")
     arguments = parser.parse_args()
     about = json.loads((arguments.model / "training.json").read_text())
     manifest = json.loads(arguments.corpus.with_suffix(".manifest.json").read_text())

@@ -3,6 +3,8 @@
     python models/training/train.py coder.json PACKED TOKENIZER --out RUN [--start MODEL]
     python models/training/train.py nano.json PACKED TOKENIZER --out RUN --teacher CODER
 
+On a processor a quarter of the time goes by with giving memory back and asking for it again, unless
+GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592 is set.
 RUN gets checkpoint.pt (weights, optimiser states, step: everything a resumed run needs, since the
 order of the data depends on the seed and the step alone), log.jsonl, and at the end the checkpoint
 folder `model`. Matrices inside the layers are trained by Muon (arXiv 2502.16982), the embedding and
@@ -215,10 +217,12 @@ class Trainer:
         ]  # fmt: skip
         for number, layer in enumerate(layers):
             layers[number] = torch.compile(layer)
-        self._loss = torch.compile(_loss_sum)
+        self._loss, self._taught_loss = torch.compile(_loss_sum), torch.compile(_taught_loss_sum)
         self._teacher: LlamaModel | None = None
         if teacher is not None:
-            read = LlamaModel.from_pretrained(teacher, dtype=torch.bfloat16)
+            read = LlamaModel.from_pretrained(
+                teacher, dtype=torch.bfloat16, attn_implementation=attention
+            )
             self._teacher = read.to(device).eval().requires_grad_(requires_grad=False)
 
     def _initialise(self, config: LlamaConfig) -> None:
@@ -272,16 +276,20 @@ class Trainer:
         # The head is differentiated by rows, so that the logits of all never exist together.
         rows = hidden.detach().to(torch.bfloat16).requires_grad_()
         head = self._embedding.detach().to(torch.bfloat16).requires_grad_()
-        taught = self._taught(batch[:, :-1])
+        if self._teacher is not None:
+            with torch.no_grad():
+                taught = self._teacher(batch[:, :-1], use_cache=False).last_hidden_state
+                taught = taught.flatten(0, 1)
         nats = 0.0
         size = LOSS_ROWS[self.device]
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
-            loss = self._loss(rows[part], head, targets[part], weights[part]) / total
-            if taught is not None:
-                share = self.recipe.distilled
-                divergence = self._divergence(rows[part], head, taught[part], weights[part])
-                loss = (1 - share) * loss + share * divergence / total
+            given = (rows[part], head, targets[part], weights[part])
+            if self._teacher is None:
+                loss = self._loss(*given) / total
+            else:
+                known = (taught[part], self._teacher.embed_tokens.weight)
+                loss = self._taught_loss(*given, *known, self.recipe.distilled) / total
             loss.backward()
             nats += float(loss.detach())
         assert rows.grad is not None
@@ -290,20 +298,6 @@ class Trainer:
         assert self._embedding.grad is not None
         self._embedding.grad += head.grad.float()
         return nats
-
-    @torch.no_grad()
-    def _taught(self, ids: Tensor) -> Tensor | None:
-        """The teacher's hidden rows, bf16 [rows * length, its width]."""
-        if self._teacher is None:
-            return None
-        return self._teacher(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-
-    def _divergence(self, rows: Tensor, head: Tensor, taught: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum of the rows' KL divergence of the model from its teacher, in nats."""
-        assert self._teacher is not None
-        wanted = (taught @ self._teacher.embed_tokens.weight.T).float().log_softmax(-1)
-        given = (rows @ head.T).float().log_softmax(-1)
-        return torch.dot((wanted.exp() * (wanted - given)).sum(-1), weights)
 
     @torch.no_grad()
     def bits_per_byte(self, tokenizer: Tokenizer, text: str, length: int, windows: int) -> float:
@@ -349,6 +343,18 @@ class Trainer:
 def _loss_sum(rows: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     nats = functional.cross_entropy((rows @ head.T).float(), targets, reduction="none")
     return torch.dot(nats, weights)
+
+
+def _taught_loss_sum(
+    rows: Tensor, head: Tensor, targets: Tensor, weights: Tensor,
+    taught: Tensor, taught_head: Tensor, distilled: float,
+) -> Tensor:  # fmt: skip
+    """`_loss_sum`, of which the divergence from what `taught` rows foretell takes a share."""
+    given = (rows @ head.T).float().log_softmax(-1)
+    wanted = (taught @ taught_head.T).float().log_softmax(-1)
+    divergence = (wanted.exp() * (wanted - given)).sum(-1)
+    nats = functional.nll_loss(given, targets, reduction="none")
+    return torch.dot(distilled * divergence + (1 - distilled) * nats, weights)
 
 
 def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -473,6 +479,9 @@ def main() -> None:
         "device": arguments.device,
         "torch": torch.__version__,
     }
+    if arguments.start is not None:
+        about["earlier"] = earlier = json.loads((arguments.start / "training.json").read_text())
+        about["tokens"] += earlier["tokens"]
     write_model(trainer, arguments.tokenizer, arguments.out / "model", about)
 
 
