@@ -296,10 +296,11 @@ class Cache:
         wanted = (shape.num_layers, tokens, shape.num_kv_heads, shape.head_dim)
         if keys.shape != wanted or values.shape != wanted or len(layers) != wanted[0]:
             raise CacheError(f"{keys.shape} keys and {values.shape} values are not the {wanted}")
-        queries = np.zeros((tokens, shape.num_heads * shape.head_dim), np.float32)
+        queries = np.zeros((tokens, shape.num_heads, shape.head_dim), np.float32)
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         rows: list[NDArray[np.float32]] = []
         for layer, k, v in zip(layers, keys, values, strict=True):
-            rows.append(np.hstack([queries, k.reshape(tokens, -1), v.reshape(tokens, -1)]))
+            rows.append(np.concatenate([queries, k, v], axis=1).reshape(tokens, width))
             self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
             # A chunk closes a layer's pages as it passes: there is no way back from the second one.
             stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)

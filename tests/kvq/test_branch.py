@@ -493,6 +493,8 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
     for bad in (np.nan, np.inf, 1e5):
         with pytest.raises(CacheError, match="not finite"):
             cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)
+    with pytest.raises(BudgetError, match="takes 1 to"):
+        cache.append(keys[:, :0], values[:, :0], at[:0], good)
     wide = KeyForm(params=layers()[1], inv_freq=frequencies(17))
     with pytest.raises(CacheError, match="frequencies do not fit"):
         cache.append(keys, values, at, [good[0], wide])
