@@ -166,6 +166,14 @@ def test_a_server_that_is_ended_says_nothing(tmp_path: Path) -> None:
     assert log.read_text() == ""
 
 
+def test_a_server_ends_though_nobody_reads_its_answers(tmp_path: Path) -> None:
+    """LSP-3: more than a pipe holds waits to be read when the editor goes."""
+    client = ProcessClient(tmp_path, "--server", "http://127.0.0.1:9")
+    for number in range(2000):
+        client.send("nosuch/method", number=number)
+    assert client.close() == 1
+
+
 def test_a_server_begins_before_anything_slow_is_loaded() -> None:
     """LSP-30: that makes it ready soon; how soon, `kvq bench --suite edit` says."""
     slow = "numpy", "tokenizers", "onnxruntime"
