@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from kvq_models.tokenizer import Tokenizer
 
+# Of the blocks whose ids are remembered.
 MOST_CHARACTERS = 1 << 18
 # What stands before the cursor and what behind it, now and before.
 LAST_TEXTS = 3

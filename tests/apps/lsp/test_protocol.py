@@ -119,7 +119,9 @@ def test_what_is_wrong_has_its_code_and_ends_nothing(
     editor.changes(2, [{"text": "x"}], "file:///unknown.py")
     editor.send("$/unknown", {})
     editor.send("$/cancelRequest", {"id": "unknown"})
-    editor.send("textDocument/didPartiallyAcceptCompletion", {"item": {"command": {"arguments": []}}})
+    editor.send(
+        "textDocument/didPartiallyAcceptCompletion", {"item": {"command": {"arguments": []}}}
+    )
     endless = b'{"method": "textDocument/didChange", "params": {"textDocument": '
     endless += b'{"uri": "file:///a.py", "version": 1e999}, "contentChanges": []}}'
     editor.raw(b"Content-Length: %d\r\n\r\n%s" % (len(endless), endless))
