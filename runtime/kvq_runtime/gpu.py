@@ -53,6 +53,4 @@ def _why_no_provider() -> str:
     onnxruntime = import_module("onnxruntime")
     if PROVIDER in onnxruntime.get_available_providers():
         return ""
-    return (
-        f"onnxruntime {onnxruntime.__version__} here knows no CUDA; {INSTALL}"
-    )
+    return f"onnxruntime {onnxruntime.__version__} here knows no CUDA; {INSTALL}"

@@ -1,6 +1,7 @@
 """A cache on a device does what the same cache on the processor does, to the byte where it stores.
 
-The device is emulated, and with `-m gpu` a real one. Nothing is rotated where bytes must be equal: two cosines need not agree.
+The device is emulated, and with `-m gpu` a real one. Nothing is rotated where bytes must be equal:
+two cosines need not agree.
 """
 
 import ctypes
@@ -186,8 +187,9 @@ def test_a_device_that_fails_says_why(device: str, opened: Callable[..., Both]) 
     both = opened(1, (8, 8))
     library = ctypes.CDLL(str(devices.opened(device).library))
     library.kvq_cuda_fail(b"cudaErrorIllegalAddress", None)
+    told = r"failed \(cudaErrorIllegalAddress\).* open the model"
     try:
-        with pytest.raises(CacheError, match=r"failed \(cudaErrorIllegalAddress\).* open the model"):
+        with pytest.raises(CacheError, match=told):
             both.append(3)
     finally:
         library.kvq_cuda_fail(b"", None)
