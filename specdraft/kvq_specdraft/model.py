@@ -47,7 +47,8 @@ class Model(Guessing):
     @property
     def held_bytes(self) -> int:
         """Its cache's budget; its weights are the process's, whoever drafts with them."""
-        return 0 if self._sequence is None else self._sequence.cache.budget_bytes
+        sequence = self._sequence
+        return 0 if sequence is None else sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
         """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""

@@ -376,6 +376,13 @@ def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
             use()
 
 
+def test_a_session_of_a_closed_engine_says_so(bundle: str) -> None:
+    with Engine.open(bundle, threads=1) as engine, engine.session() as session:
+        engine.close()
+        with pytest.raises(BackendError, match="this model is closed; open it again"):
+            session.prefill([7])
+
+
 def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:
     with Engine.open(bundle, threads=1) as engine:
         for wrong, complaint in (
