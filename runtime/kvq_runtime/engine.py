@@ -129,6 +129,7 @@ class Engine:
         check_text("complete", text)
         check_names("complete", generation, Session[Any].generate)
         ids, begin_with = heal(self.tokenizer, self.tokenizer.encode(text, start=True))
+        begin_with += generation.get("begin_with", b"")
         generation |= {"max_tokens": max_tokens, "begin_with": begin_with}
         return self._answer(ids, session, generation, stream=stream)
 

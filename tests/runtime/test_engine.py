@@ -331,6 +331,11 @@ def test_completing_a_text_heals_it_as_a_session_would(engine: Engine) -> None:
         step.text for step in steps
     )
     assert list(engine.complete(text, 12, stream=True, sampling=GREEDY)) == steps
+    with engine.session() as session:
+        session.prefill(ids)
+        forced = list(session.generate(12, sampling=GREEDY, begin_with=begin_with + b"q"))
+    asked = {"sampling": GREEDY, "begin_with": b"q", "stream": True}
+    assert list(engine.complete(text, 12, **asked)) == forced != steps
 
 
 def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
