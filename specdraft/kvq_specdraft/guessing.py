@@ -63,6 +63,8 @@ class Guessing(ComputingDrafter):
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """See `ComputingDrafter`."""
         room, goes_on = self._pace.begin(ground.room), True
+        if not room:
+            return NO_DRAFT
         foresight, ids, drawn = ground.foresight(), list[int](), list[NDArray[np.float64]]()
         new = ground.due
         while goes_on and len(ids) < room:
@@ -97,8 +99,7 @@ class SelfGuessing(Guessing):
     _mode: Mode = WHOLE
 
     def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
-        passed = yield from ground.branch.extend(list(new), mode=self._mode)
-        return passed
+        return (yield from ground.branch.extend(list(new), mode=self._mode))
 
 
 def likelihood(logits: NDArray[np.float32]) -> float:

@@ -77,8 +77,7 @@ class Model(Guessing):
         """See `ComputingDrafter`; nothing where its context is full."""
         if self._opened.room < ground.room:
             return NO_DRAFT
-        draft = yield from super().drafting(ground)
-        return draft
+        return (yield from super().drafting(ground))
 
     def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
         """The text and the guesses so far are in the sequence, or become so."""

@@ -20,7 +20,7 @@ class Relay(ComputingDrafter):
         self.first, self.second = first, second
         self.branches = getattr(first, "branches", False)
         self.name = f"{name_of(first)}+{name_of(second)}"
-        self._asked_first = self._asked_second = False
+        self._asked_first, self._asked_second = True, False
         # Rounds that the first is left alone for.
         self._pause = 0
 
