@@ -25,7 +25,6 @@ from kvq.sizing import Arena, Geometry, Regions
 LIBRARY = "libkvq_native.so"
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
-DEVICE_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 log = logging.getLogger("kvq")
 
@@ -163,13 +162,13 @@ class NativeCache:
             return 0
         from kvq import devices
 
-        heads = self.arena.shape.head_dim
-        if heads not in DEVICE_HEAD_DIMS:
+        found, heads = devices.opened(self.device), self.arena.shape.head_dim
+        if heads not in found.head_dims:
             raise BackendError(
                 f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, DEVICE_HEAD_DIMS))}; use --device cpu"
+                f"has those of {', '.join(map(str, found.head_dims))}; use --device cpu"
             )
-        return devices.opened(self.device).number
+        return found.number
 
     def close(self) -> None:
         if self.handle:
