@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import pytest
 from rich.style import Style
 from textual.pilot import Pilot
 
@@ -51,8 +52,20 @@ def run(
                 await app.action_quit()
                 await until(pilot, lambda: app._exit)
 
-    asyncio.run(drive())
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("app", "pilot"):
+            patch.setattr(f"textual.{module}.wait_for_idle", give_way)
+        asyncio.run(drive())
     return app
+
+
+async def give_way(_seconds: float = 0.0) -> None:
+    """Has what was sent handled, over more widgets than lie upon each other here.
+
+    Textual instead waits until the process does little for 20 ms, or for a second.
+    """
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:

@@ -28,7 +28,7 @@ from chat_pilot import (
 )
 from environment import ROOTS
 from kvq_apps.chat import app as app_module
-from kvq_apps.chat import controller, engine_link
+from kvq_apps.chat import engine_link
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError
 from kvq_apps.chat.commands import COMMANDS, parse_command
@@ -279,6 +279,9 @@ def test_an_internal_error_shows_no_traceback() -> None:
         assert "internal error: ZeroDivisionError: oops" in shown(app)
         await say(app, pilot, "again")
         assert len(app.controller.conversation.messages) == 4
+        await say(app, pilot, "/edit")
+        await say(app, pilot, "and again")
+        assert "tokens again" not in shown(app)
 
     run(script, FakeClient(script=script_of))
 
@@ -506,7 +509,7 @@ def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_does_not_keep_the_app(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "LEAVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 0.3)
     client, gate = gated("first part", " second")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:

@@ -153,8 +153,13 @@ def test_what_a_killed_process_had_begun_to_write_goes(tmp_path: Path) -> None:
     for path in (old, new, tmp_path / "c.kv"):
         path.write_bytes(b"x" * 10)
     os.utime(old, (0, 0))
+    os.utime(tmp_path / "c.kv", (0, 0))
     forget_oldest(tmp_path, 100)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".b.kv-00", "c.kv"]
+    # The newest is kept, even where it is larger than all may be.
+    (tmp_path / "d.kv").write_bytes(b"x" * 10)
+    forget_oldest(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".b.kv-00", "d.kv"]
 
 
 def test_the_list_of_chats_searches_and_opens(tmp_path: Path) -> None:
