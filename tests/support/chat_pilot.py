@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import pytest
 from rich.style import Style
 from textual.pilot import Pilot
 
@@ -52,20 +51,8 @@ def run(
                 await app.action_quit()
                 await until(pilot, lambda: app._exit)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("app", "pilot"):
-            patch.setattr(f"textual.{module}.wait_for_idle", give_way)
-        asyncio.run(drive())
+    asyncio.run(drive())
     return app
-
-
-async def give_way(_seconds: float = 0.0) -> None:
-    """Has what was sent handled, over more widgets than lie upon each other here.
-
-    Textual instead waits until the process does little for 20 ms, or for a second.
-    """
-    for _ in range(100):
-        await asyncio.sleep(0)
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:
@@ -136,10 +123,6 @@ def on_screen(app: ChatApp) -> str:
     """The text of what is on the screen."""
     svg = app.export_screenshot()
     return unescape(re.sub("<[^>]*>", "", re.sub(r"</text>", "\n", svg))).replace("\xa0", " ")
-
-
-async def nothing() -> None:
-    """A script that does nothing."""
 
 
 def help_of_app() -> str:
