@@ -68,7 +68,7 @@ class OnnxBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self.device = device
         before = huge_pages.regions()
-        self._session = _open(bundle, threads, device)
+        self._session: _InferenceSession | None = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         # Whether the head may rank by half its bytes where only the largest logits matter.
@@ -132,16 +132,19 @@ class OnnxBackend(PagedBackend):
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
     def _run(self, feeds: Mapping[str, Any]) -> NDArray[np.float32]:
+        session = self._session
+        if session is None:
+            raise BackendError("this model is closed; open it again with Engine.open")
         if self.device == gpu.PROCESSOR:
-            return self._session.run(["logits"], feeds)[0]
+            return session.run(["logits"], feeds)[0]
         # Arrays are the host's, values lie on the device; of the results the rows asked for come
         # back, nothing else.
-        binding = self._session.io_binding()
+        binding = session.io_binding()
         for name, given in feeds.items():
             on_device = name in self._maps
             binding.bind_ortvalue_input(name, given if on_device else _held(given, gpu.PROCESSOR))
         binding.bind_output("logits")
-        self._session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding)
         return binding.copy_outputs_to_cpu()[0]
 
     def _mode_feeds(self, mode: Mode) -> dict[str, Any]:
@@ -161,7 +164,7 @@ class OnnxBackend(PagedBackend):
 
     def close(self) -> None:
         """See `Backend.close`."""
-        del self._session
+        self._session = None
 
 
 def _own_rows(own: Rows[Cache]) -> dict[str, NDArray[Any]]:
