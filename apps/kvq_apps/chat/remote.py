@@ -31,13 +31,13 @@ class RemoteClient:
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
-            self._host, self._port = parts.hostname or "", parts.port
-            possible = parts.scheme in ("http", "https") and self._host
+            self._port = parts.port
         except ValueError:
-            possible = False
-        if not possible:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"--server {url!r} is not possible: give http://HOST:PORT")
         self._secure = parts.scheme == "https"
+        self._host = parts.hostname
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._url = url
         self._model = model

@@ -15,7 +15,7 @@ from textual.pilot import Pilot
 from chat_pilot import LONG_S, run, saved, say, shown, telling, until
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.client import Facts, Turn
+from kvq_apps.chat.client import Facts, Stream, Turn
 from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
@@ -258,9 +258,9 @@ def test_an_engine_is_not_closed_under_a_reply_that_nobody_reads() -> None:
     class Watched(FakeClient):
         at_work, closed = False, 0
 
-        def reply(self, *arguments: Any) -> str:
+        def reply(self, turn: Turn, stream: Stream) -> str:
             self.at_work = True
-            reason = super().reply(*arguments)
+            reason = super().reply(turn, stream)
             self.at_work = False
             return reason
 
