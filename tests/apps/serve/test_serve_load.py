@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.serve.server import Server
+from kvq_runtime.generation import NoText
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.pool import measured_chunk
 from serving import (
@@ -262,6 +263,28 @@ def test_a_reader_that_never_reads_is_given_up() -> None:
         dead.sendall(request_bytes("POST", COMPLETIONS, body))
         wait_until(lambda: metric(server, "jobs_cancelled_total") == 1)
         assert server.pool.queue == (0, 0)
+
+
+def test_a_reader_that_never_reads_is_given_up_while_others_write() -> None:
+    voices = iter([Loud()])
+    loud = Rule(detokenizer=lambda: next(voices, NoText()))
+    with running(loud.load, sessions=2, stall_s=0.1) as server, ExitStack() as stack:
+        dead = stack.enter_context(connect(server))
+        dead.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = {"prompt": "abc", "max_tokens": 1500, "stream": True}
+        dead.sendall(request_bytes("POST", COMPLETIONS, body))
+        wait_until(lambda: any(job.outbox.full for job in server.pool.running))
+        loud.backend.shut = True
+        stack.callback(loud.backend.open)
+        body = {"prompt": "hi", "max_tokens": 1900, "logit_bias": {"0": -99}}
+        stack.enter_context(send(server, COMPLETIONS, body))
+
+        def given_up() -> bool:
+            loud.backend.let()
+            return metric(server, "jobs_cancelled_total") == 1
+
+        wait_until(given_up)
+        assert server.pool.queue == (0, 1)
 
 
 # The queue (SRV-6, SRV-20)
