@@ -229,7 +229,7 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
             transient=True,
-            edits=not fields.object("x_kvq").flag("exact", False),
+            edits=not fields.object("x_kvq").flag("exact"),
         ),
         model,
         "input_prefix",
@@ -239,18 +239,12 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
 def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
     """What both of OpenAI's routes read alike; the prompts come later."""
     seed = fields.whole("seed", -(1 << 63), (1 << 63) - 1, randbits(62))
-    return GenerationRequest(
-        prompts=(),
-        sampling=_sampling(fields, model),
+    return replace(
+        _any_request(fields, model, priority),
         # A generator takes no negative seed; the two's complement keeps them apart.
         seed=seed % (1 << 64),
-        rank=_rank(fields, priority),
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
-        distinct=fields.object("x_kvq").flag("distinct", False),
         stop=fields.texts("stop", MOST_STOPS),
-        reuse=fields.flag("cache_prompt", True),
-        draft=_draft(fields.object("x_kvq")),
-        predict=_predict(fields.object("x_kvq")),
     )
 
 
@@ -259,21 +253,30 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _check_model(fields, model)
     limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
     seed = fields.whole("seed", -1, (1 << 63) - 1, -1)
-    return GenerationRequest(
-        prompts=(),
-        sampling=_sampling(fields, model),
+    return replace(
+        _any_request(fields, model, "completion"),
         seed=randbits(62) if seed < 0 else seed,
-        rank=_rank(fields, "completion"),
         choices=fields.whole("n_cmpl", 1, MOST_CHOICES, 1),
-        distinct=fields.object("x_kvq").flag("distinct", False),
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
-        reuse=fields.flag("cache_prompt", True),
-        draft=_draft(fields.object("x_kvq")),
-        predict=_predict(fields.object("x_kvq")),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
         grammar=_grammar(fields, model),
+    )
+
+
+def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+    """What every route reads alike; the prompts and the seed come later."""
+    extension = fields.object("x_kvq")
+    return GenerationRequest(
+        prompts=(),
+        seed=0,
+        sampling=_sampling(fields, model),
+        rank=_rank(extension, priority),
+        distinct=extension.flag("distinct"),
+        reuse=fields.flag("cache_prompt", True),
+        draft=_draft(extension),
+        predict=_predict(extension),
     )
 
 
@@ -334,9 +337,8 @@ def _predict(extension: Fields) -> str | None:
     return text
 
 
-def _rank(fields: Fields, priority: str) -> int:
+def _rank(extension: Fields, priority: str) -> int:
     """The rank of the request; `x_kvq.priority` may ask for another one."""
-    extension = fields.object("x_kvq")
     name = extension.text("priority", priority)
     if name not in PRIORITIES:
         extension.refuse("priority", f"one of {', '.join(PRIORITIES)}")
