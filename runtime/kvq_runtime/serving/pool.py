@@ -210,12 +210,10 @@ class SessionPool(Generic[S]):
                 pass
         except BaseException as error:  # noqa: BLE001  shown by whoever runs the pool
             self.error = error
-        try:
+        finally:
             self._close()
-        except BaseException as error:  # noqa: BLE001  the same
-            self.error = self.error or error
-        self._ended = True
-        self._on_change()
+            self._ended = True
+            self._on_change()
 
     def _turn(self, served: Served) -> bool:
         """Begins the jobs that got a slot, else one pass of those that can go on, else a rest."""

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvq.errors import SnapshotError
-from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.server import Server
 from kvq_runtime import snapshot
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.saving import SavedSessions, as_ids
-from kvq_runtime.serving.slots import Slots
 from kvq_runtime.session import Session
 from serving import COMPLETIONS, PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
@@ -187,15 +184,6 @@ def test_what_fails_beside_the_writing_ends_neither_thread(
             assert ask(server, COMPLETIONS, prompt(3)).status == 200
         assert (saved.saved, saved.failures) == (2, 1)
         assert ask(server, COMPLETIONS, prompt(0)).cached_tokens == 100
-
-
-def test_a_server_that_cannot_even_close_its_engine_ends(
-    rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Slots, "save_idle", refuse(ZeroDivisionError("a fault")))
-    config = ServeConfig(port=0)
-    with pytest.raises(ZeroDivisionError, match="a fault"):
-        Server(lambda: rule.load(config), config, lambda *_: None).run()
 
 
 def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
