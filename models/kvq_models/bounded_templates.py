@@ -228,7 +228,7 @@ class _SpendingCode(CodeGenerator):
 
 def _listed(args: Iterable[Any]) -> tuple[Any, ...]:
     """The arguments; of what would give its items once, a list of them, which can be measured."""
-    return tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+    return tuple(list(cast(Any, arg)) if isinstance(arg, Iterator) else arg for arg in args)
 
 
 def _widths(name: str, texts: Sequence[str], values: Sequence[Any]) -> Iterator[int]:
