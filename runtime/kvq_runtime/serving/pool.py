@@ -233,12 +233,11 @@ class SessionPool(Generic[S]):
         going_on = [run for job in jobs if (run := self._going_on(job, served)) is not None]
         if going_on:
             self._pass(going_on, served)
-        elif self._runs and not jobs:
-            self._end_stalled(served)
         elif not self._runs and not self._arriving:
             assert self._decoding is not None
             if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
                 served.slots.save_idle(self._config.idle_save_s)
+        self._end_stalled(served)
         return True
 
     def _rest(self, served: Served) -> None:
