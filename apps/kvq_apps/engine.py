@@ -10,7 +10,7 @@ from typing import Self
 from kvq_apps.model_path import resolve_model
 from kvq_apps.ngram_file import ngram_file
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import engine
+from kvq_runtime import engine, gpu
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.drafter import Drafter
 from kvq_specdraft import drafter_named, writer_named
@@ -26,7 +26,7 @@ class Engine(engine.Engine):
         *,
         threads: int | None = None,
         backend: str = "auto",
-        device: str = "cpu",
+        device: str = gpu.PROCESSOR,
     ) -> Self:
         """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
 

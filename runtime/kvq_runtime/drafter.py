@@ -114,13 +114,19 @@ class Drafter(Protocol):
         ...
 
 
+def name_of(drafter: Drafter) -> str:
+    """What `--draft` calls it: its attribute `name`, else its class's name in small letters."""
+    return getattr(drafter, "name", type(drafter).__name__.lower())
+
+
 class Foresight(Protocol):
     """The sampler of an answer, ahead of it: it goes along guesses and is then forgotten."""
 
-    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
+    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None] | None:
         """The next guess, chosen among `logits` [V] as the answer chooses, and notes it.
 
-        With the probabilities [V] that it was drawn from; None where the likeliest is taken.
+        With the probabilities [V] that it was drawn from; None where the likeliest is taken. No
+        guess where no token that may come next has a logit, or none may.
         """
         ...
 

@@ -5,7 +5,7 @@ from typing import Generic
 
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.backends import Backend, C
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round, name_of
 from kvq_runtime.generation import Generation, Taken
 from kvq_runtime.sequence import Branch, Passed, Work
 from kvq_runtime.sequence import Sequence as Held
@@ -25,9 +25,11 @@ class Drafting(Generic[C]):
 
     def use(self, drafter: Drafter | None) -> None:
         """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
+        if drafter is self.drafter:
+            return
         if getattr(drafter, "branches", False) and not self._backend.takes_trees:
             raise BackendError(
-                f"--draft {type(drafter).__name__.lower()} is not possible on the "
+                f"--draft {name_of(drafter)} is not possible on the "
                 f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
                 "lookup, suffix or none, or run a bundle with an ONNX graph"
             )
@@ -40,7 +42,8 @@ class Drafting(Generic[C]):
     @property
     def held_bytes(self) -> int:
         """What the drafter holds beside the cache; any thread may ask."""
-        return 0 if self._computing is None else self._computing.held_bytes
+        computing = self._computing
+        return 0 if computing is None else computing.held_bytes
 
     def close(self) -> None:
         """Frees what the drafter holds."""
@@ -55,10 +58,12 @@ class Drafting(Generic[C]):
         Where nothing is due the next token needs no pass, and a draft would cost one.
         """
         drafter, cache = self.drafter, self._sequence.cache
-        room = min(generation.room - 1, cache.draft_room - len(due))
-        if drafter is None or self._pause or not generation.drafts or not due or room < 1:
+        if drafter is None or self._pause or not generation.drafts or not due:
             return NO_DRAFT
         self._tell(drafter)
+        room = min(generation.room - 1, cache.draft_room - len(due))
+        if room < 1:
+            return NO_DRAFT
         if self._computing is not None:
             ground = Ground(
                 branch=branch,

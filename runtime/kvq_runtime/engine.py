@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast, overload
 from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import backends
+from kvq_runtime import backends, gpu
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
@@ -42,7 +42,7 @@ class Engine:
         *,
         threads: int | None = None,
         backend: str = "auto",
-        device: str = "cpu",
+        device: str = gpu.PROCESSOR,
     ) -> None:
         self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
@@ -61,7 +61,7 @@ class Engine:
         *,
         threads: int | None = None,
         backend: str = "auto",
-        device: str = "cpu",
+        device: str = gpu.PROCESSOR,
     ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
@@ -129,6 +129,7 @@ class Engine:
         check_text("complete", text)
         check_names("complete", generation, Session[Any].generate)
         ids, begin_with = heal(self.tokenizer, self.tokenizer.encode(text, start=True))
+        begin_with += generation.get("begin_with", b"")
         generation |= {"max_tokens": max_tokens, "begin_with": begin_with}
         return self._answer(ids, session, generation, stream=stream)
 
@@ -216,9 +217,8 @@ class Engine:
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
-        budget = Budget() if kv_budget is None else kv_budget
         request = SessionRequest(
-            kv_budget=budget if isinstance(budget, Budget) else parse_budget(budget),
+            kv_budget=_budget(kv_budget),
             k_bits=both[0] if k_bits is None else k_bits,
             v_bits=both[1] if v_bits is None else v_bits,
             context_tokens=context_tokens,
@@ -229,17 +229,7 @@ class Engine:
             seed=seed,
             sink_tokens=sink_tokens,
         )
-        config = self.backend.session_config(request)
-        self._warn_beyond_training(config.context_tokens)
-        session: Session[Any] = Session(
-            backend=self.backend,
-            config=config,
-            vocabulary=self.vocabulary,
-        )
-        session.drafter = self.drafter() if draft is None else draft()
-        session.predict = predict
-        session.writers = self.writer
-        return session
+        return self._session(request, self.drafter if draft is None else draft, predict)
 
     def drafter(self) -> Drafter | None:
         """The drafter of a session that asks for none in particular; here it gets none."""
@@ -270,6 +260,17 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this engine is closed; open the model again")
+
+    def _session(
+        self, request: SessionRequest, draft: Callable[[], Drafter | None], predict: str | None
+    ) -> Session[Any]:
+        config = self.backend.session_config(request)
+        self._warn_beyond_training(config.context_tokens)
+        session = Session(backend=self.backend, config=config, vocabulary=self.vocabulary)
+        session.drafter = draft()
+        session.predict = predict
+        session.writers = self.writer
+        return session
 
     def _answer(
         self,
@@ -326,6 +327,12 @@ def check_names(what: str, given: Mapping[str, Any], function: Callable[..., Any
     raise UsageError(
         f"{what} takes no argument {unknown!r}; {advice}. Possible are {', '.join(taken)}"
     )
+
+
+def _budget(given: Budget | str | int | None) -> Budget:
+    if given is None:
+        return Budget()
+    return given if isinstance(given, Budget) else parse_budget(given)
 
 
 def _are_messages(messages: object) -> bool:

@@ -335,11 +335,14 @@ class Foresight:
         self._beginning = beginning
         self._generator = generator
 
-    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
+    def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None] | None:
         """See `drafter.Foresight`."""
-        ids, probabilities = candidates(
-            logits, self._sampling, self._history, self._beginning.allowed
-        )
+        try:
+            ids, probabilities = candidates(
+                logits, self._sampling, self._history, self._beginning.allowed
+            )
+        except UsageError:  # the answer's own choice says so too, if it comes to that
+            return None
         token = draw(ids, probabilities, self._generator)
         self._history.append(token)
         self._beginning.take(token)

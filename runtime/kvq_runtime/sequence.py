@@ -205,12 +205,15 @@ class Sequence(Generic[C]):
         if self.prediction is None and self._staleness.computed is not None:
             self.keep(self._staleness.computed)
         if edits:
-            for hunk in one_by_one(hunks(self._tokens, ids)):
+            changes = hunks(self._tokens, ids)
+            self._checked(token for hunk in changes for token in hunk.new_ids)
+            for hunk in one_by_one(changes):
                 self.edit(*hunk)
             return len(ids) - len(self.due())
         shared = common_prefix(self._tokens, ids)
+        new = self._checked(ids[shared:])
         self.keep(shared)
-        self.append(ids[shared:])
+        self.append(new)
         return len(ids) - len(self.due())
 
     def edit(

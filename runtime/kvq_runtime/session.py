@@ -5,7 +5,7 @@ model in one pass, the generation takes the logits, and what agrees with them is
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic
@@ -229,7 +229,7 @@ class Session(Generic[C]):
 
         Ends also when `cancel`, asked after every token, says yes; the last step says why. A
         generation cancelled before its first token yields nothing and leaves the session as it
-        was.
+        was. Who stops asking has the session end with the last token that was yielded.
         """
         generation = self.begin(
             GenerationOptions(
@@ -246,7 +246,7 @@ class Session(Generic[C]):
             return
         given = len(self.sequence)
         while generation.finish_reason is None:
-            yield from self.sequence.run(self.stepping(generation, cancel))[0]
+            yield from self._shown(self.sequence.run(self.stepping(generation, cancel))[0])
         if not generation.begun:
             self._keep(given)
 
@@ -343,7 +343,8 @@ class Session(Generic[C]):
         The last token chosen stays pending: it goes through the model in the next round.
         """
         sequence = self.sequence
-        while sequence.gaps:
+        # A cache that could not go back as far as a rollback did may owe a whole prompt.
+        while sequence.gaps or len(sequence.due()) > sequence.chunk_tokens:
             yield from self.reading()
         due, held = sequence.due(), len(sequence)
         first, watch = len(due), Stopwatch()
@@ -366,17 +367,19 @@ class Session(Generic[C]):
         self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
         if taken.prompt_tokens:
             self._prompt_end = held + taken.prompt_tokens
-        if passed.rows:
+        if passed.rows and generation.drafts:
             self._drafting.observe(draft, taken, passed)
             drafted_s += watch.lap()
             self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
         return taken.steps, drafted_s + passed.seconds + chosen_s
 
-    def fits_beside(self, answers: int, max_tokens: int | None) -> bool:
+    def fits_beside(self, answers: int, max_tokens: int | None, begin_with: bytes = b"") -> bool:
         """Whether so many answers of so many tokens can be written side by side; see `beside`."""
-        room = min(self.config.draft_tokens, self.sequence.room)
-        possible = self._backend.takes_trees and max_tokens is not None
-        return answers > 1 and possible and answers * (max_tokens or 0) <= room
+        if max_tokens is None or not self._backend.takes_trees:
+            return False
+        # The last token of an answer needs no row, and `begin_with` may be as many as it has bytes.
+        rows = answers * (max_tokens - 1 + len(begin_with))
+        return answers > 1 and rows <= min(self.config.draft_tokens, self.sequence.room)
 
     @contextmanager
     def beside(
@@ -527,6 +530,17 @@ class Session(Generic[C]):
             left = len(self.sequence.due())
             progress(total - left, total)
         return True
+
+    def _shown(self, steps: Sequence[Step]) -> Iterator[Step]:
+        """The steps of one round; the tokens of those that nobody asks for are taken back."""
+        held = len(self.sequence)
+        for left, step in zip(reversed(range(len(steps))), steps, strict=True):
+            try:
+                yield step
+            except GeneratorExit:
+                with suppress(UsageError):  # the session may be closed
+                    self.rollback(left if len(self.sequence) == held else 0)
+                raise
 
     def _encoded(self, text: str) -> list[int]:
         if self._vocabulary.encode is None:

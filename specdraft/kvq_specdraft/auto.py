@@ -71,14 +71,12 @@ class Auto:
     branches = True
 
     def __post_init__(self) -> None:
+        self._rewrite = Candidate(Rewrite(least=_LEAST), _AS_THOUGHT)
         self._lookup = Candidate(Lookup(), _LOOKUP)
-        self._candidates = (
-            Candidate(Rewrite(least=_LEAST), _AS_THOUGHT),
-            self._lookup,
-            Candidate(Recycle(), _AS_THOUGHT, takes_s=_TREE_S),
-        )
+        recycle = Candidate(Recycle(), _AS_THOUGHT, takes_s=_TREE_S)
+        self._candidates = (self._rewrite, self._lookup, recycle)
         # Both guess from the same repeats, and pay from one account.
-        self._lookup.guesses = self._candidates[0].guesses
+        self._lookup.guesses = self._rewrite.guesses
         self._costs = PassCosts()
         self._rows = 1  # of a pass without a draft of ours
         self._plain_s = self._passed_s = 0.0  # of such a pass, of all passes so far
@@ -91,7 +89,7 @@ class Auto:
         since = perf_counter()
         for candidate in self._candidates:
             candidate.follow(kept, new)
-        self._candidates[0].tell()
+        self._rewrite.tell()
         if kept:
             self._looks.pay(self._followed.of(perf_counter() - since))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.backends import WHOLE, Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round, name_of
 from kvq_runtime.sequence import Passed, Work
 from kvq_specdraft.pace import Pace
 
@@ -32,7 +32,7 @@ class Guessing(ComputingDrafter):
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
+        name = name_of(self)
         if self.most < 1:
             raise UsageError(f"--draft {name}: most={self.most} is not possible: 1 or more")
         if not 0 <= self.least < 1:
@@ -62,21 +62,22 @@ class Guessing(ComputingDrafter):
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """See `ComputingDrafter`."""
-        room = self._pace.begin(ground.room)
+        room, goes_on = self._pace.begin(ground.room), True
         if not room:
             return NO_DRAFT
         foresight, ids, drawn = ground.foresight(), list[int](), list[NDArray[np.float64]]()
         new = ground.due
-        while True:
+        while goes_on and len(ids) < room:
             passed = yield from self._guess(ground, new)
             logits = passed.logits[-1]
-            token, probabilities = foresight.choose(logits)
-            ids.append(token)
+            chosen = foresight.choose(logits)
+            if chosen is None:
+                break
+            token, probabilities = chosen
+            new = [token]
+            ids += new
             drawn += [] if probabilities is None else [probabilities]
             goes_on = self._pace.goes_on(likelihood(logits), passed.seconds)
-            if len(ids) == room or not goes_on:
-                break
-            new = [token]
         return Draft(
             ids=tuple(ids),
             probabilities=np.array(drawn) if drawn else None,
@@ -98,8 +99,7 @@ class SelfGuessing(Guessing):
     _mode: Mode = WHOLE
 
     def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
-        passed = yield from ground.branch.extend(list(new), mode=self._mode)
-        return passed
+        return (yield from ground.branch.extend(list(new), mode=self._mode))
 
 
 def likelihood(logits: NDArray[np.float32]) -> float:

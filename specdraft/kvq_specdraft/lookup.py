@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Round, name_of
 from kvq_specdraft.repeats import chance, check_lengths
 
 
@@ -23,8 +23,7 @@ class Lookup:
     min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
-        check_lengths(name, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        check_lengths(name_of(self), max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         # A token is a character here: no vocabulary has more than the million there are.
         self._text = ""
 

@@ -47,7 +47,8 @@ class Model(Guessing):
     @property
     def held_bytes(self) -> int:
         """Its cache's budget; its weights are the process's, whoever drafts with them."""
-        return 0 if self._sequence is None else self._sequence.cache.budget_bytes
+        sequence = self._sequence
+        return 0 if sequence is None else sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
         """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""
@@ -76,8 +77,7 @@ class Model(Guessing):
         """See `ComputingDrafter`; nothing where its context is full."""
         if self._opened.room < ground.room:
             return NO_DRAFT
-        draft = yield from super().drafting(ground)
-        return draft
+        return (yield from super().drafting(ground))
 
     def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
         """The text and the guesses so far are in the sequence, or become so."""

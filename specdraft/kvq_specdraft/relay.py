@@ -5,7 +5,7 @@ from typing import Any
 
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round, name_of
 from kvq_runtime.sequence import Work
 
 
@@ -19,9 +19,10 @@ class Relay(ComputingDrafter):
     def __init__(self, first: Drafter, second: ComputingDrafter) -> None:
         self.first, self.second = first, second
         self.branches = getattr(first, "branches", False)
-        self._asked_second = False
-        # Rounds that the first is left alone for, and whether this is one.
-        self._pause, self._pauses = 0, False
+        self.name = f"{name_of(first)}+{name_of(second)}"
+        self._asked_first, self._asked_second = True, False
+        # Rounds that the first is left alone for.
+        self._pause = 0
 
     @property
     def held_bytes(self) -> int:
@@ -47,9 +48,9 @@ class Relay(ComputingDrafter):
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """See `ComputingDrafter`."""
-        self._pauses = self._pause > 0
+        self._asked_first = self._pause == 0
         self._pause = max(0, self._pause - 1)
-        draft = NO_DRAFT if self._pauses else self.first.propose(ground.room)
+        draft = self.first.propose(ground.room) if self._asked_first else NO_DRAFT
         self._asked_second = not draft.ids
         if draft.ids:
             return draft
@@ -58,7 +59,7 @@ class Relay(ComputingDrafter):
 
     def observe(self, outcome: Round) -> None:
         """See `Drafter`. The first learns what passes take from the second's as well."""
-        if not self._pauses:
+        if self._asked_first:
             self.first.observe(outcome)
         if self._asked_second:
             self.second.observe(outcome)

@@ -77,8 +77,7 @@ class Skip(SelfGuessing):
                 known = yield from self._choose(ground)
                 self._kinds.keep(kind, known)
             self._mode, self._chosen = Mode(skipped=known), True
-        draft = yield from super().drafting(ground)
-        return draft
+        return (yield from super().drafting(ground))
 
     def _choose(self, ground: Ground) -> Work[Any, tuple[int, ...]]:
         """The layers to leave out by what the model makes of the newest tokens."""

@@ -331,6 +331,11 @@ def test_completing_a_text_heals_it_as_a_session_would(engine: Engine) -> None:
         step.text for step in steps
     )
     assert list(engine.complete(text, 12, stream=True, sampling=GREEDY)) == steps
+    with engine.session() as session:
+        session.prefill(ids)
+        forced = list(session.generate(12, sampling=GREEDY, begin_with=begin_with + b"q"))
+    asked = {"sampling": GREEDY, "begin_with": b"q", "stream": True}
+    assert list(engine.complete(text, 12, **asked)) == forced != steps
 
 
 def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
@@ -374,6 +379,13 @@ def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
     for use in (engine.session, lambda: engine.complete("a"), lambda: engine.chat("a")):
         with pytest.raises(UsageError, match="this engine is closed; open the model again"):
             use()
+
+
+def test_a_session_of_a_closed_engine_says_so(bundle: str) -> None:
+    with Engine.open(bundle, threads=1) as engine, engine.session() as session:
+        engine.close()
+        with pytest.raises(BackendError, match="this model is closed; open it again"):
+            session.prefill([7])
 
 
 def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:

@@ -27,7 +27,7 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Step, Vocabulary
+from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.healing import heal
 from kvq_runtime.sampling import distribution
 from kvq_runtime.session import Session
@@ -351,6 +351,23 @@ def test_a_session_saved_after_its_first_step_goes_on(tmp_path: Path) -> None:
     assert other.tokens == whole.tokens
     other.rollback(3)
     assert text_of(list(other.generate(1, sampling=GREEDY, begin_with=begin_with))) == "\n"
+
+
+def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
+    """Its tokens take rows as well, which are not the answers'."""
+    fitting: list[int] = []
+    for max_tokens in range(1, 6):
+        session = open_session(SMALL, script=small(b")", b":", *[b"x"] * 9), begins=1)
+        session.prefill(small(b"f"))
+        if session.fits_beside(2, max_tokens, b"):"):
+            fitting.append(max_tokens)
+            options = GenerationOptions(max_tokens=max_tokens, sampling=GREEDY, begin_with=b"):")
+            with session.beside([1, 2], options) as beside:
+                while beside.going:
+                    session.sequence.run(beside.stepping())
+                beside.kept = 1
+            assert list(session.tokens) == small(b"f", b")", b":", *[b"x"] * max_tokens)
+    assert fitting == list(range(1, session.config.draft_tokens // 2))
 
 
 def test_bytes_that_no_token_spells_are_refused() -> None:

@@ -1,6 +1,7 @@
 """A sequence against a list of tokens, and answers with drafts against answers without."""
 
 from collections.abc import Sequence as Tokens
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.config import KvPlan
-from kvq.errors import UsageError
+from kvq.errors import BackendError, UsageError
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
@@ -312,7 +313,9 @@ def test_any_draft_leads_to_the_answer_of_plain_decoding(
     told = [token for outcome in drafter.rounds for token in outcome.tokens]
     # the first token is chosen from the prompt's logits, without a pass
     assert told == list(tokens[4:])
-    assert drafter.text == list(tokens[: len(drafter.text)])
+    # and before every one of these it was told the text
+    last = drafter.rounds[-1].tokens if drafter.rounds else tokens[3:]
+    assert drafter.text == ([] if not drafter.rounds else list(tokens[: -len(last)]))
     assert all(len(one.tokens) == one.accepted + 1 for one in drafter.rounds)
     assert all(one.rows == 1 + one.drafted for one in drafter.rounds)
     assert all(1 <= room <= 6 for room in drafter.rooms)
@@ -471,4 +474,33 @@ def test_a_drafter_that_wants_a_pause_is_left_alone() -> None:
 def test_an_answer_that_wants_no_drafts_asks_no_drafter() -> None:
     drafter = Guesser(0, 1, trees=False, greedy=[])
     answer(drafter, GenerationOptions(draft=False, max_tokens=9), 1)
-    assert drafter.rooms == []
+    assert drafter.rooms == drafter.rounds == []
+
+
+def test_who_stops_asking_leaves_no_guess_that_nobody_saw() -> None:
+    greedy = Sampling(temperature=0)
+    options = GenerationOptions(max_tokens=16, sampling=greedy, stop_ids=frozenset())
+    tokens = list(answer(None, options, 2)[1])
+    session = open_session(backend(), Guesser(0, 1.0, trees=False, greedy=tokens), 2)
+    for count in (4, 5):
+        held, steps = len(session.tokens), session.generate(12, sampling=greedy, stop_ids=())
+        seen = [step.token for _, step in zip(range(count), steps, strict=False)]
+        steps.close()
+        assert seen == tokens[held : held + count]
+        assert list(session.tokens) == tokens[: held + count]
+    steps = session.generate(12, stop_ids=())
+    next(steps)
+    session.close()
+    steps.close()
+
+
+def test_a_refused_drafter_leaves_the_old_one_at_work() -> None:
+    """Whoever puts the old one back, as a pool does after each request, changes nothing."""
+    drafter, rule = Itself(0, 0, trees=False, greedy=[]), backend()
+    session = open_session(rule, drafter, 2)
+    rule.takes_trees = False
+    with pytest.raises(BackendError, match="draft mock is not possible"):
+        session.drafter = SimpleNamespace(branches=True, name="mock")
+    session.drafter = drafter
+    assert drafter.opened is session.config
+    assert len(list(session.generate(9, stop_ids=()))) == 9

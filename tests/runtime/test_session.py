@@ -14,7 +14,7 @@ from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import Pass
 from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.generation import Step, Vocabulary
+from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.session import Session
 
@@ -239,6 +239,27 @@ def test_rollback_then_the_same_again(count: int) -> None:
     kept = [*prompt, *rule(prompt, 3)][: 8 - count]
     assert session.tokens == tuple(kept)
     assert taken(session.generate(4, sampling=GREEDY)) == rule(kept, 4)
+
+
+def test_a_cache_that_cannot_go_back_is_filled_again_in_pieces() -> None:
+    session = open_session(chunk_tokens=4)
+    session.prefill(list(range(10)))
+    cache = session.sequence.cache
+    cache.chunk_tokens, cache.trim = 4, lambda tokens: cache.ids.clear()
+    generation = session.begin(GenerationOptions(max_tokens=3, sampling=GREEDY))
+    session.rollback(1)
+    while generation.finish_reason is None:
+        session.sequence.run(session.stepping(generation))
+    assert list(session.tokens[9:]) == rule(list(range(9)), 3)
+
+
+@pytest.mark.parametrize("edits", [True, False])
+def test_a_prompt_with_a_token_that_is_none_changes_nothing(edits: bool) -> None:
+    session, text = open_session(), [token % 60 for token in range(100)]
+    session.prefill(text)
+    with pytest.raises(UsageError, match="token 64 is not one of the model's"):
+        session.align([*text[:10], 5, *text[10:60], 64, *text[60:]], edits=edits)
+    assert list(session.tokens) == text
 
 
 def test_impossible_rollbacks_are_refused() -> None:

@@ -241,6 +241,20 @@ def test_sampled_answers_have_the_distribution_of_plain_decoding() -> None:
     assert chi_square(seen.ravel(), wanted.ravel()) < LIMITS[63]
 
 
+def test_guesses_end_where_no_token_that_may_come_has_a_logit() -> None:
+    """As the end of a form, when its only token is none of the head's first ones."""
+    backend = RuleBackend(lambda text: 5, vocab_size=SIZE)
+    backend.rule_of[Mode(view="hi", head_tokens=4)] = lambda text: np.array(
+        [len(text) < 5, 0, 0, 0, *[-np.inf] * 4], np.float32
+    )
+    opened = Session(backend=backend, config=backend.session_config(SessionRequest()))
+    opened.drafter = QuantSpec(head=4, least=1e-9)
+    opened.prefill([1, 4])
+    allowed = Sampling(temperature=0, logit_bias={token: -np.inf for token in range(5)})
+    assert {step.token for step in opened.generate(4, sampling=allowed)} == {5}
+    assert opened.stats().drafted_tokens == 0
+
+
 def chances(backend: RuleBackend, text: list[int], sampling: Sampling) -> NDArray[np.float64]:
     logits = backend.rule(text)
     assert not isinstance(logits, int)

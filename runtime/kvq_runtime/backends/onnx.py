@@ -52,7 +52,6 @@ class _InferenceSession(Protocol):
     ) -> list[NDArray[np.float32]]: ...
     def io_binding(self) -> Any: ...
     def run_with_iobinding(self, binding: Any) -> None: ...
-    def get_providers(self) -> Sequence[str]: ...
 
 
 class OnnxBackend(PagedBackend):
@@ -68,7 +67,7 @@ class OnnxBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self.device = device
         before = huge_pages.regions()
-        self._session = _open(bundle, threads, device)
+        self._session: _InferenceSession | None = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         # Whether the head may rank by half its bytes where only the largest logits matter.
@@ -132,16 +131,19 @@ class OnnxBackend(PagedBackend):
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
     def _run(self, feeds: Mapping[str, Any]) -> NDArray[np.float32]:
+        session = self._session
+        if session is None:
+            raise BackendError("this model is closed; open it again with Engine.open")
         if self.device == gpu.PROCESSOR:
-            return self._session.run(["logits"], feeds)[0]
+            return session.run(["logits"], feeds)[0]
         # Arrays are the host's, values lie on the device; of the results the rows asked for come
         # back, nothing else.
-        binding = self._session.io_binding()
+        binding = session.io_binding()
         for name, given in feeds.items():
             on_device = name in self._maps
             binding.bind_ortvalue_input(name, given if on_device else _held(given, gpu.PROCESSOR))
         binding.bind_output("logits")
-        self._session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding)
         return binding.copy_outputs_to_cpu()[0]
 
     def _mode_feeds(self, mode: Mode) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class OnnxBackend(PagedBackend):
 
     def close(self) -> None:
         """See `Backend.close`."""
-        del self._session
+        self._session = None
 
 
 def _own_rows(own: Rows[Cache]) -> dict[str, NDArray[Any]]:
@@ -240,16 +242,16 @@ def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
     try:
         options.register_custom_ops_library(str(library))
         # Its fallback is the same provider again, and a banner on stdout.
-        session = onnxruntime.InferenceSession(
+        return onnxruntime.InferenceSession(
             path, options, providers=_providers(device), enable_fallback=0
         )
-        if device == "cuda" and gpu.PROVIDER not in session.get_providers():
-            raise BackendError(
-                "onnxruntime finds CUDA's libraries nowhere (cuBLAS, cuDNN, cuFFT, cuRAND): "
-                'pip install "kvq-runtime[cuda]", or use --device cpu'
-            )
-        return session
     except _load_errors() as error:
+        if device == "cuda":
+            raise BackendError(
+                f"{path} cannot be run on the GPU by onnxruntime {onnxruntime.__version__}: "
+                f"{_told(error)}; if it runs with --device cpu, CUDA's libraries are missing "
+                f"(cuBLAS, cuDNN, cuFFT, cuRAND): {gpu.INSTALL}"
+            ) from error
         raise BundleError(
             f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {_told(error)}; "
             "export the bundle again with this version of kvq"

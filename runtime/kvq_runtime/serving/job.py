@@ -101,7 +101,7 @@ class Job:
                 self._finish(index, "length")
                 index += 1
                 continue
-            if session.fits_beside(request.choices, request.max_tokens):
+            if session.fits_beside(request.choices, request.max_tokens, begin_with):
                 yield from self._side_by_side(session, index, begin_with, decoding)
                 index += request.choices
                 continue

@@ -344,7 +344,6 @@ class SessionPool(Generic[S]):
         logger.info("a client left: its request ended after %d tokens", job.report().new_tokens)
 
     def _end_stalled(self, served: Served) -> None:
-        """Ends the jobs whose readers take nothing, also while others go on."""
         for run in list(self._runs.values()):
             if run.job.outbox.stalled_s() > self._config.stall_s:
                 run.work.close()

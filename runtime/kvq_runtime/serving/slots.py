@@ -4,6 +4,7 @@ Owns prefix reuse and the choice of who gives way. Knows sessions and tokens, no
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -13,6 +14,8 @@ from kvq_runtime.hunks import common_prefix, hunks
 from kvq_runtime.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session import Session
+
+logger = logging.getLogger(__name__)
 
 # Fewer tokens than this are read again sooner than they are saved or looked for on disk.
 WORTH_SAVING_TOKENS = 32
@@ -193,7 +196,11 @@ class Slots:
         before = monotonic() - idle_s
         for slot in self.all:
             if slot.stale and slot.released_at <= before:
-                slot.session.refresh(max_tokens)
+                try:
+                    slot.session.refresh(max_tokens)
+                except Exception as error:  # one text's fault must not end the pool
+                    logger.error("a stale text is forgotten: refreshing it failed", exc_info=error)
+                    self.release(slot, failed=True)
                 return True
         return False
 

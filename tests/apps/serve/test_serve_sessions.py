@@ -12,7 +12,7 @@ import pytest
 
 from kvq_apps.serve.server import Server
 from kvq_runtime.serving.saving import SavedSessions, as_ids
-from kvq_runtime.serving.slots import Slot
+from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.snapshot import SnapshotError
 from serving import (
     CHAT,
@@ -23,6 +23,7 @@ from serving import (
     Rule,
     ask,
     chat,
+    fault,
     loaded,
     metric,
     process,
@@ -249,6 +250,20 @@ def test_a_squeezed_session_is_not_reused_for_what_fits(rule: Rule) -> None:
     assert [reused(length) for length in (80, 90, 150, 160)] == [0, 80, 90, 150]
     # what was given up for 160 tokens would be missing from 60, so these are read anew
     assert [reused(length) for length in (60, 70)] == [0, 60]
+
+
+def test_a_text_that_idle_time_cannot_refresh_is_forgotten(rule: Rule) -> None:
+    slots = Slots(rule.session, 1, SavedSessions(Path(), "key", 0))
+    (slot,) = slots.all
+    text = [*range(70, 150)]
+    slot.align(text)
+    slot.session.prefill()
+    slot.align([*text[:20], 60, *text[20:]], edits=True)
+    slots.release(slot)
+    rule.backend.fails_on = dict.fromkeys(text, fault())
+    assert slots.refresh_idle(0.0, 16)
+    assert (len(slot.tokens), slot.session.tokens, slot.stale) == (0, (), False)
+    assert not slots.refresh_idle(0.0, 16)
 
 
 # Leaving (SRV-13), a real process (SRV-14, SRV-22)
