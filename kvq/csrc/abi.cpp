@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 #include "cache.h"
@@ -19,8 +21,9 @@ struct Registry {
 };
 
 Registry& registry() {
-    static Registry instance;
-    return instance;
+    // Never freed, as devices are not: a thread may still run passes when the process ends.
+    static Registry* instance = new Registry;
+    return *instance;
 }
 
 }  // namespace
@@ -55,6 +58,19 @@ static int with_stats(int64_t handle, kvq_stats* stats, Call&& call) {
     });
 }
 
+static const char* device_failed() {
+    static thread_local std::string text;
+    const std::string why = kvq::Device::failure();
+    text = "the device failed" + (why.empty() ? why : " (" + why + ")") +
+           ", and what it held is lost; open the model again";
+    return text.c_str();
+}
+
+static bool attends(const kvq::Device& device, int head_dim) {
+    const auto& own = device.facts().head_dims;
+    return head_dim && std::find(std::begin(own), std::end(own), head_dim) != std::end(own);
+}
+
 extern "C" {
 
 int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* layout) {
@@ -75,6 +91,7 @@ int kvq_device_open(const char* path, int32_t* device, kvq_device* facts) {
     facts->memory_bytes = found.memory_bytes, facts->free_bytes = found.free_bytes;
     facts->stream = reinterpret_cast<int64_t>(found.stream);
     facts->capability = found.capability;
+    std::copy(std::begin(found.head_dims), std::end(found.head_dims), facts->head_dims);
     return KVQ_OK;
 }
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
@@ -83,7 +100,7 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
     kvq::Device* there = kvq::Device::find(device);
-    if (device && (!there || !kvq::Device::attends(config->head_dim))) return KVQ_BAD_ARGUMENT;
+    if (device && (!there || !attends(*there, config->head_dim))) return KVQ_BAD_ARGUMENT;
     // Kernels of a device copy 16 bytes at a time, and granules end where the pool does. No page has
     // another multiple, so none is lost.
     if (there) layout.sizes.pool_bytes -= layout.sizes.pool_bytes % kvq::kDeviceAlign;
@@ -226,11 +243,11 @@ const char* kvq_status_text(int status) {
                    "this "
                    "many tokens, or an earlier chunk failed";
         case KVQ_NO_MEMORY:
-            return "there is no memory for the arena";
+            return "there is no memory for the arena, or on a device for a pass";
         case KVQ_TOO_SMALL:
             return "the budget is too small";
         case KVQ_DEVICE_FAILED:
-            return "the device failed, and what it held is lost; open the model again";
+            return device_failed();
         case KVQ_CLOSED:
             return "no open cache has this handle: it was closed";
         default:

@@ -111,7 +111,8 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
         if (in_.q_norm) normalize(q, in_.q_norm, a_.head_dim, a_.norm_eps);
         const float* cos = arena_.rope + int64_t{token} * 2 * a_.rotary_pairs;
         rotate(q, cos, cos + a_.rotary_pairs, a_.rotary_pairs);
-        for (int i = 0; i < a_.head_dim; i++) q[i] *= scale;
+        // What is not finite makes the row's sum, and so its result, NaN.
+        for (int i = 0; i < a_.head_dim; i++) q[i] *= scale, block.sum[r] += 0.0f * q[i];
         sight.add(in_.positions[token], tail_.first_row() + token);
     }
 }
@@ -244,7 +245,7 @@ void AttendJob::run(size_t unit) {
     for (int r = 0; r < block.rows; r++) {
         const float* acc = block.acc + r * a_.head_dim;
         if (splits_ == 1) {
-            const float inverse = block.sum[r] > 0 ? 1.0f / block.sum[r] : 0.0f;
+            const float inverse = block.sum[r] == 0 ? 0.0f : 1.0f / block.sum[r];
             float* target = output(kv_head, first + r);
             for (int i = 0; i < a_.head_dim; i++) target[i] = acc[i] * inverse;
         } else {
@@ -269,7 +270,7 @@ void AttendJob::merge() const {
             sum += part[1] * weight;
             for (int i = 0; i < a_.head_dim; i++) target[i] += part[2 + i] * weight;
         }
-        const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
+        const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
         for (int i = 0; i < a_.head_dim; i++) target[i] *= inverse;
     }
 }

@@ -78,10 +78,11 @@ bool Device::load(const char* path, std::string& why) {
     return true;
 }
 
-bool Device::attends(int head_dim) {
-    for (int own : {64, 80, 96, 128, 256})
-        if (own == head_dim) return true;
-    return false;
+std::string Device::failure() {
+    std::lock_guard<std::mutex> lock(opened().mutex);
+    for (const auto& [path, device] : opened().devices)
+        if (*device->calls().error()) return device->calls().error();
+    return "";
 }
 
 }  // namespace kvq

@@ -57,8 +57,8 @@ public:
     const Calls& calls() const { return calls_; }
     const kvq_cuda_device& facts() const { return facts_; }
     bool on_host() const { return facts_.on_host; }
-    // Whether attention has a kernel for heads of so many channels.
-    static bool attends(int head_dim);
+    // Why this thread's last call of a device failed; empty: none has.
+    static std::string failure();
 
     // Queued like all that follows; a status.
     int copy(void* to, const void* from, int64_t bytes) {

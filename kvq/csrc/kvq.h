@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 12
+#define KVQ_ABI 13
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -90,6 +90,7 @@ typedef struct {
     int64_t memory_bytes, free_bytes; /* when it was opened */
     int64_t stream;             /* of CUDA, on which all its work is queued */
     int32_t capability;         /* 90: sm_90 */
+    int32_t head_dims[8];       /* channels of heads that it attends to; then 0 */
 } kvq_device;
 KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *facts);
 

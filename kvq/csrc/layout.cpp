@@ -32,6 +32,7 @@ bool valid(const kvq_config& c) {
            within(c.sink_tokens, 0, kPageTokens) && within(c.tail_tokens, 0, kPageTokens) &&
            within(c.draft_tokens, 1, KVQ_MOST_DRAFT_TOKENS) &&
            within(c.context_tokens, 1, 1 << 30) &&
+           int64_t{c.layers} * c.kv_heads * c.tail_rows <= int64_t{1} << 50 &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
            within(c.probes, 0, 1) && c.page_version == kPageVersion &&
            (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&

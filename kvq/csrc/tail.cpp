@@ -41,7 +41,8 @@ int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view, int
     for (int i = 0; parents && i < tokens; i++)
         if (parents[i] < -1 || parents[i] >= b.rows + i) return KVQ_BAD_ARGUMENT;
     bool chain = b.chain || !b.rows;
-    for (int i = 0; i < tokens && b.rows + tokens <= config().draft_tokens; i++) {
+    // Of a chunk, too: it may be rewound to so many rows, and these become a tree.
+    for (int i = 0; i < tokens && b.rows + i < config().draft_tokens; i++) {
         const int row = b.rows + i, parent = parents ? parents[i] : row - 1;
         BranchRow& added = arena_.branch[row];
         added = {parent, 0, {0, 0}};

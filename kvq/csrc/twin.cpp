@@ -197,7 +197,7 @@ bool Twin::tell_tables(const PageTable& pages, const Tail& tail, const kvq_atten
 }
 
 int Twin::splits(const kvq_attention& a, int rows, int work) const {
-    const int blocks = a.kv_heads * ((rows + 7) / 8);
+    const int step = kvq_cuda_rows_of_block(rows), blocks = a.kv_heads * ((rows + step - 1) / step);
     const int wanted = kBlocksPerUnit * device_.facts().units / blocks;
     return std::clamp(wanted, 1, std::max(1, work / kWarpPages));
 }

@@ -24,7 +24,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 12
+ABI = 13
 
 
 class Config(Structure):
@@ -95,6 +95,7 @@ class DeviceFacts(Structure):
         ("free_bytes", c_int64),
         ("stream", c_int64),
         ("capability", c_int32),
+        ("head_dims", c_int32 * 8),
     )
 
 

@@ -17,6 +17,7 @@ from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
+from kvq.reference import stored_rows
 from kvq.selectors import rule_named
 from kvq.sizing import Arena
 
@@ -159,25 +160,20 @@ class Cache:
         open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
         stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
-        self._check_rows(tokens, parents, view)
+        self._check_rows(tokens, parents, view, at)
         if any(not 0 <= layer < self.shape.num_layers for layer in silent):
             raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
-        rows = self.branch_rows + tokens
-        if at is None and self.tokens + rows > self.context_tokens:
-            raise BudgetError(
-                f"{self.tokens} + {rows} tokens exceed this session's context of "
-                f"{self.context_tokens}; open it with a larger --ctx-size"
-            )
-        if not 1 <= tokens <= self.chunk_tokens:
-            raise BudgetError(
-                f"one forward pass takes 1 to {self.chunk_tokens} tokens in this budget, "
-                f"{tokens} were given; split them"
-            )
+        self._make_room(tokens)
+        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
+        assert self.engine.used_bytes <= self.budget_bytes
+
+    def _make_room(self, tokens: int) -> None:
+        """Lets the policy give up what `tokens` more rows need. Raises `BudgetError`."""
         short, columns = self.engine.missing(tokens)
         if (short or columns) and not self.arena.probes:
             short, columns = self._give_up_sparse(tokens)
         if short or columns:
-            entering = self.arena.closing_pages(self.engine.tail_rows, rows)
+            entering = self.arena.closing_pages(self.engine.tail_rows, self.branch_rows + tokens)
             evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
             relief = self.policy.relieve(evidence, short, columns)
             self.engine.demote(relief.actions)
@@ -191,8 +187,6 @@ class Cache:
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
                 f"once; {sized(self.budget_bytes + short)} can"
             )
-        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
-        assert self.engine.used_bytes <= self.budget_bytes
 
     @property
     def _gap(self) -> int:
@@ -201,7 +195,9 @@ class Cache:
         behind = [*self.engine.columns()[0][:1, 2], *self.engine.places()[sinks : sinks + 1, 0]]
         return int(behind[0]) - sinks if behind else 0
 
-    def _check_rows(self, tokens: int, parents: Sequence[int] | None, view: str) -> None:
+    def _check_rows(
+        self, tokens: int, parents: Sequence[int] | None, view: str, at: int | None
+    ) -> None:
         if view not in VIEWS:
             raise UsageError(f"view {view!r} is not known; choose {' or '.join(VIEWS)}")
         if parents is not None and len(parents) != tokens:
@@ -211,6 +207,16 @@ class Cache:
             raise BudgetError(
                 f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
                 "it with more draft tokens"
+            )
+        if at in (None, self.tokens) and self.tokens + rows + tokens > self.context_tokens:
+            raise BudgetError(
+                f"{self.tokens} + {rows + tokens} tokens exceed this session's context of "
+                f"{self.context_tokens}; open it with a larger --ctx-size"
+            )
+        if not 1 <= tokens <= self.chunk_tokens:
+            raise BudgetError(
+                f"one forward pass takes 1 to {self.chunk_tokens} tokens in this budget, "
+                f"{tokens} were given; split them"
             )
 
     def evidence(self) -> Evidence:
@@ -290,11 +296,17 @@ class Cache:
         wanted = (shape.num_layers, tokens, shape.num_kv_heads, shape.head_dim)
         if keys.shape != wanted or values.shape != wanted or len(layers) != wanted[0]:
             raise CacheError(f"{keys.shape} keys and {values.shape} values are not the {wanted}")
+        queries = np.zeros((tokens, shape.num_heads, shape.head_dim), np.float32)
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        rows: list[NDArray[np.float32]] = []
+        for layer, k, v in zip(layers, keys, values, strict=True):
+            rows.append(np.concatenate([queries, k, v], axis=1).reshape(tokens, width))
+            self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
+            # A chunk closes a layer's pages as it passes: there is no way back from the second one.
+            stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
         self.begin(tokens, silent=range(shape.num_layers))
         try:
-            queries = np.zeros((tokens, shape.num_heads * shape.head_dim), np.float32)
-            for layer, k, v in zip(layers, keys, values, strict=True):
-                qkv = np.hstack([queries, k.reshape(tokens, -1), v.reshape(tokens, -1)])
+            for layer, qkv in zip(layers, rows, strict=True):
                 self.attend(
                     layer.params, qkv, positions, layer.inv_freq, layer.k_norm, layer.k_norm
                 )
@@ -403,10 +415,15 @@ class Cache:
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
+        if actions.shape != (len(actions), 5):
+            raise CacheError(f"actions of shape {actions.shape} are not [n, 5]")
         self.engine.demote(actions)
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
+        wanted = (self.shape.num_layers, self.shape.num_kv_heads, 2)
+        if widths.shape != wanted:
+            raise CacheError(f"widths of shape {widths.shape} are not {wanted}")
         self.engine.demote_entering(widths)
 
     def shift(self, column: int, delta: int) -> None:

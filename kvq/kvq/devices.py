@@ -20,6 +20,7 @@ LIBRARIES = {"cuda": "libkvq_cuda.so", "emulated": "libkvq_cuda_emulated.so"}
 DRIVER = "libcuda.so.1"
 # The CUDA that the library and onnxruntime-gpu are made with, as a driver tells its version.
 OLDEST_DRIVER = 13_000
+OLDEST_CAPABILITY = 80  # of the GPUs that the library has code for, as in CMakeLists.txt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class Device:
     """An opened device; `number` is what the native library names it by.
 
     `stream` is the CUDA stream that all its work is queued on, `capability` 90 for sm_90. Bytes are
-    those when it was opened.
+    those when it was opened. Its cache has kernels for heads of `head_dims` channels.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Device:
     free_bytes: int
     capability: int
     stream: int
+    head_dims: tuple[int, ...]
 
 
 @cache
@@ -49,8 +51,8 @@ def opened(name: str) -> Device:
     path = _library_path(name)
     if not reason and path is None:
         reason = (
-            f"{LIBRARIES[name]} was not built: install the CUDA toolkit or "
-            'pip install "kvq-runtime[cuda]", and reinstall kvq-runtime'
+            f"{LIBRARIES[name]} was not built: reinstall kvq-runtime with KVQ_CUDA=1 in the "
+            "environment, which brings NVIDIA's compiler along"
         )
     if reason:
         raise _unusable(name, reason)
@@ -59,14 +61,22 @@ def opened(name: str) -> Device:
     arguments = str(path).encode(), ctypes.byref(number), ctypes.byref(facts)
     if native.library().kvq_device_open(*arguments):
         raise _unusable(name, f"{path}: {facts.reason.decode(errors='replace')}")
+    shown = facts.name.decode(errors="replace")
+    if facts.capability < OLDEST_CAPABILITY:
+        raise _unusable(
+            name,
+            f"{shown} has compute capability {facts.capability / 10}, kvq needs "
+            f"{OLDEST_CAPABILITY / 10} or newer (Ampere)",
+        )
     return Device(
         number=number.value,
         library=path,
-        name=facts.name.decode(errors="replace"),
+        name=shown,
         memory_bytes=facts.memory_bytes,
         free_bytes=facts.free_bytes,
         capability=facts.capability,
         stream=facts.stream,
+        head_dims=tuple(dim for dim in facts.head_dims if dim),
     )
 
 

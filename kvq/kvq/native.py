@@ -6,7 +6,7 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_uint8
+from ctypes import c_int32, c_int64, c_uint8, c_uint64
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from kvq.sizing import Arena, Geometry, Regions
 LIBRARY = "libkvq_native.so"
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
-DEVICE_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 log = logging.getLogger("kvq")
 
@@ -163,13 +162,13 @@ class NativeCache:
             return 0
         from kvq import devices
 
-        heads = self.arena.shape.head_dim
-        if heads not in DEVICE_HEAD_DIMS:
+        found, heads = devices.opened(self.device), self.arena.shape.head_dim
+        if heads not in found.head_dims:
             raise BackendError(
                 f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, DEVICE_HEAD_DIMS))}; use --device cpu"
+                f"has those of {', '.join(map(str, found.head_dims))}; use --device cpu"
             )
-        return devices.opened(self.device).number
+        return found.number
 
     def close(self) -> None:
         if self.handle:
@@ -221,15 +220,11 @@ class NativeCache:
                 "--device cpu"
             )
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
-        _check(self._library.kvq_cache_read(self.handle, ctypes.byref(numbers)))
+        self._call("read", ctypes.byref(numbers))
 
     def missing(self, tokens: int) -> tuple[int, int]:
         short, columns = c_int64(), c_int32()
-        _check(
-            self._library.kvq_cache_missing(
-                self.handle, tokens, ctypes.byref(short), ctypes.byref(columns)
-            )
-        )
+        self._call("missing", tokens, ctypes.byref(short), ctypes.byref(columns))
         return short.value, columns.value
 
     def begin(
@@ -241,13 +236,13 @@ class NativeCache:
         at: int | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        rows = None if parents is None else (c_int32 * tokens)(*parents)
+        rows = None if parents is None else (c_int32 * tokens)(*map(_int32, parents))
         first = -1 if at is None else at
         quiet = None
         if silent:
             layers = self.arena.shape.num_layers
             quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
-        _check(self._library.kvq_cache_begin(self.handle, tokens, rows, VIEWS[view], first, quiet))
+        self._call("begin", tokens, rows, VIEWS[view], first, quiet)
         self._stats.branch_rows += tokens
 
     def attend(
@@ -268,77 +263,73 @@ class NativeCache:
             None if w is None else pointer(np.ascontiguousarray(w, np.float32))
             for w in (q_norm, k_norm)
         ]
-        _check(
-            self._library.kvq_cache_attend(
-                self.handle,
-                ctypes.byref(attention),
-                len(qkv),
-                pointer(qkv),
-                pointer(positions),
-                pointer(inv_freq),
-                norms[0],
-                norms[1],
-                pointer(out),
-            )
-        )
+        arrays = (pointer(qkv), pointer(positions), pointer(inv_freq), *norms, pointer(out))
+        self._call("attend", ctypes.byref(attention), len(qkv), *arrays)
         return out
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        path = None if isinstance(rows, int) else (c_int32 * len(rows))(*rows)
+        path = None if isinstance(rows, int) else (c_int32 * len(rows))(*map(_int32, rows))
         count = rows if isinstance(rows, int) else len(rows)
-        self._change(self._library.kvq_cache_commit, path, count)
+        self._change("commit", path, count)
 
     def rewind(self, rows: int = 0) -> None:
-        self._change(self._library.kvq_cache_rewind, rows)
+        self._change("rewind", rows)
 
     def trim(self, tokens: int) -> None:
-        self._change(self._library.kvq_cache_trim, tokens)
+        self._change("trim", tokens)
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        self._change(self._library.kvq_cache_edit, start, stop, count)
+        self._change("edit", start, stop, count)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         actions = np.ascontiguousarray(actions, np.int32)
-        self._change(self._library.kvq_cache_demote, pointer(actions), len(actions))
+        self._change("demote", pointer(actions), len(actions))
 
-    def _change(self, call: Any, *arguments: Any) -> None:
-        _check(call(self.handle, *arguments, ctypes.byref(self._stats)))
+    def _change(self, name: str, *arguments: Any) -> None:
+        self._call(name, *arguments, ctypes.byref(self._stats))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """`kvq_cache_NAME` of this cache. Raises `CacheError`."""
+        for number in arguments:
+            if isinstance(number, int):
+                _int32(number)
+        _check(getattr(self._library, f"kvq_cache_{name}")(self.handle, *arguments))
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)
-        _check(self._library.kvq_cache_demote_entering(self.handle, pointer(widths)))
+        self._call("demote_entering", pointer(widths))
 
     def shift(self, column: int, delta: int) -> None:
-        _check(self._library.kvq_cache_shift(self.handle, column, delta))
+        self._call("shift", column, delta)
 
     def shift_sinks(self, delta: int) -> None:
-        _check(self._library.kvq_cache_shift_sinks(self.handle, delta))
+        self._call("shift_sinks", delta)
 
     def mask(self, column: int, mask: int) -> None:
-        _check(self._library.kvq_cache_mask(self.handle, column, mask))
+        self._call("mask", column, c_uint64(mask))
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         shape, count = self.arena.shape, self._held.columns
         facts = np.zeros((count, 4), np.int64)
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, count, 2), np.uint8)
         pointers = pointer(facts), pointer(widths)
-        _check(self._library.kvq_cache_columns(self.handle, count, *pointers))
+        self._call("columns", count, *pointers)
         return facts, widths
 
     def views(self) -> NDArray[np.int64]:
         facts = np.zeros((self._held.views, 5), np.int64)
-        _check(self._library.kvq_cache_views(self.handle, len(facts), pointer(facts)))
+        self._call("views", len(facts), pointer(facts))
         return facts
 
     def places(self) -> NDArray[np.int64]:
         places = np.zeros((self._held.tail_rows, 3), np.int64)
-        _check(self._library.kvq_cache_places(self.handle, len(places), pointer(places)))
+        self._call("places", len(places), pointer(places))
         return places
 
     def entering(self) -> NDArray[np.uint8]:
         shape = self.arena.shape
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
-        _check(self._library.kvq_cache_entering(self.handle, pointer(widths)))
+        self._call("entering", pointer(widths))
         return widths
 
     def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -347,7 +338,7 @@ class NativeCache:
         facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
         queries = np.zeros((3, *streams, shape.head_dim), np.float32)
         pointers = pointer(facts), pointer(queries)
-        _check(self._library.kvq_cache_evidence(self.handle, tokens, count, *pointers))
+        self._call("evidence", tokens, count, *pointers)
         return facts, queries
 
     def constants(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -355,19 +346,20 @@ class NativeCache:
         keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float32)
         values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float32)
         pointers = pointer(keys), pointer(values)
-        _check(self._library.kvq_cache_constants(self.handle, layer, count, *pointers))
+        self._call("constants", layer, count, *pointers)
         return keys, values
 
     def key_squares(self, layer: int) -> NDArray[np.float32]:
         count = self._held.columns
         squares = np.zeros((self.arena.shape.num_kv_heads, count, PAGE_TOKENS), np.float32)
-        _check(self._library.kvq_cache_key_squares(self.handle, layer, count, pointer(squares)))
+        self._call("key_squares", layer, count, pointer(squares))
         return squares
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim
         out = np.zeros(constant_bytes(dim, self.arena.value_groups) + 128 * dim, np.uint8)
-        count = self._library.kvq_cache_page(self.handle, layer, head, column, pointer(out))
+        place = map(_int32, (layer, head, column))
+        count = self._library.kvq_cache_page(self.handle, *place, pointer(out))
         if count < 0:
             raise CacheError(f"layer {layer}, head {head} has no page {column}")
         return out[:count].tobytes()
@@ -379,7 +371,7 @@ class NativeCache:
         k, v = np.zeros((2, rows, dim), np.float16)
         positions = np.zeros(rows, np.int32)
         pointers = pointer(k), pointer(v), pointer(positions)
-        _check(self._library.kvq_cache_tail(self.handle, layer, head, rows, *pointers))
+        self._call("tail", layer, head, rows, *pointers)
         return k, v, positions
 
     def state(self) -> bytes:
@@ -415,3 +407,10 @@ def pointer(x: NDArray[Any]) -> Any:
 def _check(status: int) -> None:
     if status:
         raise CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")
+
+
+def _int32(number: int) -> int:
+    """`number`, which ctypes would wrap without a word. Raises `CacheError` where it had to."""
+    if not -(1 << 31) <= number < 1 << 31:
+        raise CacheError(f"{number} is beyond what a cache counts with, 32 bits")
+    return number

@@ -224,6 +224,28 @@ def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Floa
     return heads[:, : params.num_heads], heads[:, params.num_heads : last], heads[:, last:]
 
 
+def stored_rows(
+    params: AttentionParams,
+    k: Float,
+    v: Float,
+    positions: NDArray[np.int64],
+    inv_freq: Float,
+    k_norm: Float | None,
+) -> tuple[Half, Half]:
+    """Keys and values [T, Hk, D] as they are stored: keys normed and rotated, both as float16.
+
+    Raises `CacheError` beyond float16's range.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if k_norm is not None:
+            k = normalize(k, k_norm, params.norm_eps)
+        k = rotate(k, positions, inv_freq, params.rope_factor)
+        keys, values = k.astype(np.float16), v.astype(np.float16)
+    if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        raise CacheError("a key or value is not finite in float16, so it cannot be cached")
+    return keys, values
+
+
 def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
     """Which rows of a branch each row sees [n, n]: its ancestors and itself.
 

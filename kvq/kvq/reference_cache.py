@@ -7,7 +7,7 @@ page loses bits is told from outside.
 import io
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 from zipfile import BadZipFile
 
@@ -18,13 +18,9 @@ from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import (
     GRANULES,
-    NEWEST_PROBES,
     PAGE_VERSION,
-    PROBE_ROWS,
-    PROBE_STRIDE,
     constant_bytes,
     granule_bytes,
-    newest_slots,
     page_bytes,
 )
 from kvq.reference import (
@@ -41,7 +37,6 @@ from kvq.reference import (
     ancestry,
     attention_weights,
     chosen_pages,
-    decode,
     encode,
     hadamard,
     keep_loudest,
@@ -50,12 +45,12 @@ from kvq.reference import (
     normalize,
     page_bounds,
     page_errors,
-    planes,
     rotate,
-    sample_slot,
-    sampled_token,
     split_heads,
+    stored_rows,
 )
+from kvq.reference_pages import NO_PLACES, WHOLE, Column, Page, Places, Rows, View, grid_axis
+from kvq.reference_probes import Probes
 from kvq.selectors import READ_ALL, ReadRule
 from kvq.sizing import GAP_VIEWS, Arena
 
@@ -63,118 +58,6 @@ from kvq.sizing import GAP_VIEWS, Arena
 BLOCK_ROWS = 16
 # The last position of a page must be an int32.
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
-_ALL = (1 << PAGE_TOKENS) - 1
-
-
-def grid_axis(side: int, form: PageForm) -> int:
-    """The axis of a page [64, D] that a group of its side lies along: 0 tokens, 1 channels."""
-    return 1 if side == VALUES and not form & PageForm.CHANNEL_VALUES else 0
-
-
-@dataclass(slots=True)
-class Page:
-    """One page of one (layer, KV head): codes kept whole, read at the widths it still has."""
-
-    codes: tuple[Bytes, Bytes]
-    grids: tuple[Grid, Grid]
-    bits: tuple[int, int]
-    form: PageForm = PageForm.PLAIN
-    peak_weight: int = 0
-    mean_mass: int = 0
-
-    def read(self, side: int, view: str) -> Float:
-        """Values as seen; the view "hi" reads 8 and 6 bits as 4, by their hi plane."""
-        bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
-        return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
-
-    def stored(self, constant_bytes: int) -> bytes:
-        """The page's bytes as the native cache keeps them: constants in their room, then planes."""
-        sides = [planes(self.codes[s], self.bits[s], s).tobytes() for s in (KEYS, VALUES)]
-        grids = b"".join(grid.stored() for grid in self.grids)
-        return b"".join([grids.ljust(constant_bytes, b"\0"), *sides])
-
-
-@dataclass(slots=True)
-class View:
-    """Tokens of one page that have moved together, as edits leave them.
-
-    Slot i holds token `first_token + i`, whose key was rotated to position `pos0 + i` and stands
-    `delta` further now; it is visible where bit i of `mask` is set.
-    """
-
-    pos0: int
-    delta: int
-    first_token: int
-    mask: int = _ALL
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """What slots of one view share."""
-        return self.pos0, self.delta, self.first_token
-
-    @property
-    def valid(self) -> NDArray[np.bool_]:
-        """Which slots are visible [64]."""
-        return np.array([self.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_)
-
-
-@dataclass(slots=True)
-class Column:
-    """One page of all streams; `pages[stream]` is None once evicted."""
-
-    views: list[View]
-    pages: list[Page | None] = field(default_factory=lambda: [])
-
-
-@dataclass(slots=True)
-class _Places:
-    """Of floating-point rows their tokens, positions, and how far these have moved; int64 [n]."""
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    deltas: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def take(self, rows: Any) -> "_Places":
-        return _Places(self.tokens[rows], self.positions[rows], self.deltas[rows])
-
-    def joined(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> "_Places":
-        """With rows behind them that have not moved."""
-        return _Places(
-            np.concatenate([self.tokens, tokens]),
-            np.concatenate([self.positions, positions]),
-            np.concatenate([self.deltas, np.zeros_like(tokens)]),
-        )
-
-    def views(self) -> list[View]:
-        """Those of a page of these rows, as many as they have places."""
-        found: dict[tuple[int, int, int], View] = {}
-        rows = zip(self.tokens.tolist(), self.positions.tolist(), self.deltas.tolist(), strict=True)
-        for slot, (token, position, delta) in enumerate(rows):
-            place = (position - delta - slot, delta, token - slot)
-            view = found.setdefault(place, View(*place, mask=0))
-            view.mask |= 1 << slot
-        return list(found.values())
-
-    @property
-    def stretches(self) -> int:
-        """Runs of rows whose tokens and positions count up and that have moved alike."""
-        steps = np.diff([self.tokens, self.positions, self.deltas], axis=1)
-        return int((steps != [[1], [1], [0]]).any(axis=0).sum()) + (len(self) > 0)
-
-
-_NO_PLACES = _Places(*np.zeros((3, 0), np.int64))
-
-
-@dataclass(slots=True)
-class _Probe:
-    """A query row kept as evidence: float16 [L, H, D], rotated and scaled."""
-
-    token: int
-    position: int
-    rows: Half
 
 
 @dataclass(slots=True)
@@ -188,14 +71,6 @@ class _Look:
     rows: Float
     outputs: Float
     seen: list[NDArray[np.float64]] = field(default_factory=lambda: [])
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Floating-point rows of one stream, float16 [n, D] each."""
-
-    k: Half
-    v: Half
 
 
 @dataclass(slots=True)
@@ -257,13 +132,12 @@ class ReferenceCache:
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
-        self._tail = [_Rows(empty, empty) for _ in range(arena.streams)]
-        self._places = _NO_PLACES
+        self._tail = [Rows(empty, empty) for _ in range(arena.streams)]
+        self._places = NO_PLACES
         self._open_branch()
         self._rule = READ_ALL
         self.pages_seen = self.pages_read = 0
-        self._probes: dict[int, _Probe] = {}
-        self._layers: dict[int, tuple[AttentionParams, Float]] = {}
+        self._probes = Probes(arena)
         self.tokens = 0
         self.peak_bytes = self.used_bytes
 
@@ -305,7 +179,7 @@ class ReferenceCache:
         """No rows: their parents, positions, and keys and values of every layer and head."""
         self._parents: list[int] = []
         self._branch_positions: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._branch: dict[int, list[_Rows]] = {}
+        self._branch: dict[int, list[Rows]] = {}
         self._at: int | None = None
         self._pass_rows = 0
         self._attended: set[int] = set()
@@ -357,7 +231,7 @@ class ReferenceCache:
     def _begin_at(self, at: int | None, rows: int) -> None:
         """The branch's first row is token `at` of a gap that holds all its rows; None: the end."""
         if self._parents:
-            if at is not None and at != self._at:
+            if at is not None and at != self._first:
                 raise CacheError("a branch stays where it began")
         elif at is not None and at != self.tokens:
             held = self._held_tokens()
@@ -388,15 +262,14 @@ class ReferenceCache:
         q, k, v = split_heads(params, qkv.astype(np.float32))
         if q_norm is not None:
             q = normalize(q, q_norm, params.norm_eps)
-        if k_norm is not None:
-            k = normalize(k, k_norm, params.norm_eps)
         q = rotate(q, positions, inv_freq, params.rope_factor)
-        k = rotate(k, positions, inv_freq, params.rope_factor)
-        self._store(params.layer, k, v, positions)
+        keys, values = stored_rows(params, k, v, positions, inv_freq, k_norm)
+        self._store(params.layer, keys, values, positions)
         if self._silent:
-            self._forget_probes(self.branch_rows - self._pass_rows)
+            self._probes.forget(self._branch_tokens()[-self._pass_rows :])
         elif self.arena.probes:
-            self._keep_probes(params, q, positions, inv_freq)
+            tokens = self._branch_tokens()[-self._pass_rows :]
+            self._probes.keep(params, q, tokens, positions, inv_freq)
         if params.layer in self._silent:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         group = params.num_heads // params.num_kv_heads
@@ -455,18 +328,14 @@ class ReferenceCache:
             columns.append(page_bounds(turn(loud), grid.scale[None], grid.mid[None], spread)[:, 0])
         return np.stack(columns, axis=1).reshape(len(q), -1, len(held))
 
-    def _store(self, layer: int, k: Float, v: Float, positions: NDArray[np.int64]) -> None:
+    def _store(self, layer: int, keys: Half, values: Half, positions: NDArray[np.int64]) -> None:
         """Appends the pass's keys and values [T, Hk, D] to a layer's rows of the branch."""
-        with np.errstate(over="ignore"):
-            keys, values = k.astype(np.float16), v.astype(np.float16)
-        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
-            raise CacheError("a key or value is not finite in float16, so it cannot be cached")
         first = self.branch_rows - self._pass_rows
         before = self._branch_positions[:first]
         self._branch_positions = np.concatenate([before, positions])
-        held = self._branch.get(layer) or [_Rows(keys[:0, 0], values[:0, 0])] * k.shape[1]
+        held = self._branch.get(layer) or [Rows(keys[:0, 0], values[:0, 0])] * keys.shape[1]
         self._branch[layer] = [
-            _Rows(
+            Rows(
                 np.concatenate([rows.k[:first], keys[:, head]]),
                 np.concatenate([rows.v[:first], values[:, head]]),
             )
@@ -495,10 +364,10 @@ class ReferenceCache:
                 where.append(first + np.arange(PAGE_TOKENS, dtype=np.int64))
                 valid.append(view_of_page.valid)
         tail, places = self._tail[stream], self._places
-        floats: list[tuple[_Rows, NDArray[np.int64], int]] = []
+        floats: list[tuple[Rows, NDArray[np.int64], int]] = []
         for delta in sorted({0, *places.deltas.tolist()}):
             alike = places.deltas == delta
-            rows = _Rows(tail.k[alike], tail.v[alike])
+            rows = Rows(tail.k[alike], tail.v[alike])
             floats.append((rows, places.positions[alike], delta))
         if branch:
             floats.append((self._branch[params.layer][head], self._branch_positions, 0))
@@ -520,10 +389,10 @@ class ReferenceCache:
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keeps a path of the branch, forgets the rest; closes pages if enough rows stand."""
+        count = rows if isinstance(rows, int) else len(rows)
+        if not self._parents or not 0 <= count <= self.branch_rows:
+            raise CacheError(f"{count} rows cannot be committed of the branch's {self.branch_rows}")
         path = list(range(rows)) if isinstance(rows, int) else list(rows)
-        count = rows if isinstance(rows, int) else len(path)
-        if not self._parents or count < 0:
-            raise CacheError(f"{rows} rows cannot be committed: begin() was not called")
         if not path:
             self.rewind()
             return
@@ -537,7 +406,9 @@ class ReferenceCache:
         places = self._places.joined(tokens, self._branch_positions[path])
         if not self._fits_views(places):
             raise CacheError("the tokens stand at too many stretches of positions")
-        self._settle_probes(path)
+        # A slot that another row of the same depth wrote last holds no probe.
+        own = self._branch_tokens()
+        self._probes.forget(own[row] for row in path if own[row] in own[row + 1 :])
         heads = self.arena.shape.num_kv_heads
         for layer, branch in self._branch.items():
             for head in range(heads):
@@ -578,7 +449,7 @@ class ReferenceCache:
             raise CacheError(f"the branch has {self.branch_rows} rows, not {rows}")
         if rows and self._unattended and rows > self.branch_rows - self._pass_rows:
             raise CacheError("a layer has not seen the newest rows yet")
-        self._forget_probes(rows)
+        self._probes.forget(self._branch_tokens()[rows:])
         if rows == 0:
             self._open_branch()
         elif rows < self.branch_rows:
@@ -587,74 +458,9 @@ class ReferenceCache:
 
     # -- evidence --
 
-    def _keep_probes(
-        self, params: AttentionParams, q: Float, positions: NDArray[np.int64], inv_freq: Float
-    ) -> None:
-        """Keeps the rows of q [T, H, D] whose tokens are probes."""
-        self._layers[params.layer] = (params, inv_freq)
-        depths = self._depths()[-self._pass_rows :]
-        for t, (depth, position) in enumerate(zip(depths, positions.tolist(), strict=True)):
-            token = self._first + depth
-            slot = self._probe_slot(token)
-            if slot is None:
-                continue
-            if params.layer == 0:
-                shape = (self.arena.shape.num_layers, *q.shape[1:])
-                self._probes[slot] = _Probe(token, position, np.zeros(shape, np.float16))
-            with np.errstate(over="ignore"):
-                rows = (q[t] * np.float32(params.scale)).astype(np.float16)
-            self._probes[slot].rows[params.layer] = rows
-            # A query that float16 cannot hold is no probe.
-            if not np.isfinite(rows).all():
-                self._probes[slot].token = -1
-
-    def _depths(self) -> list[int]:
-        """Of every row of the branch, how many rows stand between it and the committed tokens."""
-        return (ancestry(self._parents).sum(axis=1) - 1).tolist()
-
-    def _forget_probes(self, kept_rows: int) -> None:
-        for depth in self._depths()[kept_rows:]:
-            slot = self._probe_slot(self._first + depth)
-            if slot in self._probes and self._probes[slot].token == self._first + depth:
-                self._probes[slot].token = -1
-
-    def _settle_probes(self, path: Sequence[int]) -> None:
-        """A slot that another row of the same depth wrote last holds no probe."""
-        depths = self._depths()
-        for depth, row in enumerate(path):
-            slot = self._probe_slot(self._first + depth)
-            if slot in self._probes and depth in depths[row + 1 :]:
-                self._probes[slot].token = -1
-
-    def _probe_slot(self, token: int) -> int | None:
-        """Where a token's query is kept, if it is a recent or a sampled probe."""
-        newest = newest_slots(self.arena.draft_tokens)
-        if token % PROBE_STRIDE == 0:
-            return token // PROBE_STRIDE % newest
-        run = token // PAGE_TOKENS
-        sample = sample_slot(run) if token == sampled_token(run) else None
-        return None if sample is None else newest + sample
-
-    def _probes_of(self, tokens: Sequence[int]) -> list[_Probe]:
-        """Those probes that are still kept, in the order of their tokens."""
-        kept = {probe.token: probe for probe in self._probes.values()}
-        return [kept[token] for token in sorted(tokens) if token in kept]
-
-    def _newest_probes(self, tokens: int) -> list[_Probe]:
-        """The newest among the first `tokens` tokens."""
-        last = -(-tokens // PROBE_STRIDE)
-        first = max(0, last - NEWEST_PROBES)
-        return self._probes_of([i * PROBE_STRIDE for i in range(first, last)])
-
-    def _sampled_probes(self, tokens: int) -> list[_Probe]:
-        """Those among the first `tokens` tokens whose slot no draft can have overwritten."""
-        horizon = tokens + 2 * self.arena.draft_tokens
-        newest: dict[int, int] = {}
-        for run in range(horizon // PAGE_TOKENS + 1):
-            slot = sample_slot(run)
-            if slot is not None and sampled_token(run) < horizon:
-                newest[slot] = sampled_token(run)
-        return self._probes_of([token for token in newest.values() if token < tokens])
+    def _branch_tokens(self) -> list[int]:
+        """Which token every row of the branch would be: rows of one depth stand for the same."""
+        return (self._first + ancestry(self._parents).sum(axis=1) - 1).tolist()
 
     def evidence(self, tokens: int) -> tuple[Float, Float]:
         """What the probes among the first `tokens` tokens see.
@@ -665,17 +471,17 @@ class ReferenceCache:
         """
         self._check_between_passes()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
-        kinds = [self._newest_probes(tokens), self._sampled_probes(tokens)]
+        kinds = [self._probes.newest(tokens), self._probes.sampled(tokens)]
         facts = np.zeros((8, shape.num_layers, heads, len(self.table)), np.float32)
         queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
         for layer in range(shape.num_layers if any(kinds) else 0):
             for head in range(heads):
                 looks = [
-                    self._look(layer, head, *self._probe_rows(layer, head, probes))
+                    self._look(layer, head, *self._probes.rows(layer, head, probes))
                     for probes in kinds
                 ]
                 rows = np.concatenate([look.rows for look in looks])
-                rows = self._turned(layer * heads + head, 0, self._layers[layer][1])(rows)
+                rows = self._turned(layer * heads + head, 0, self._probes.layers[layer][1])(rows)
                 outputs = np.concatenate([look.outputs for look in looks])
                 queries[:, layer, head] = (
                     rows.mean(axis=0),
@@ -684,23 +490,9 @@ class ReferenceCache:
                 self._record(layer, head, looks[0], looks[1], facts[:, layer, head])
         return facts, queries
 
-    def _probe_rows(
-        self, layer: int, head: int, probes: Sequence[_Probe]
-    ) -> tuple[Float, NDArray[np.int64]]:
-        """Rows [R, D] of a KV head and their positions: many are thinned out evenly."""
-        shape = self.arena.shape
-        group = shape.num_heads // shape.num_kv_heads
-        own = slice(head * group, (head + 1) * group)
-        rows = np.array([p.rows[layer, own] for p in probes], np.float32)
-        rows = rows.reshape(-1, shape.head_dim)
-        where = np.repeat(np.array([p.position for p in probes], np.int64), group)
-        count = min(len(rows), PROBE_ROWS)
-        taken = np.arange(count) * len(rows) // max(count, 1)
-        return rows[taken], where[taken]
-
     def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> _Look:
         """What probe rows [R, D] see of a stream's pages."""
-        params, inv_freq = self._layers[layer]
+        params, inv_freq = self._probes.layers[layer]
         keys = self._keys(params, head, inv_freq, "full", branch=False)
         seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
         weights = attention_weights(params, keys.logits(rows), seen)
@@ -811,8 +603,7 @@ class ReferenceCache:
             raise CacheError("the budget has no room for these tokens")
         self._drop_rows(kept)
         self.table = [column for column in self.table if column.views]
-        for probe in self._probes.values():
-            probe.token = -1 if probe.token >= start else probe.token
+        self._probes.forget_from(start)
         self.tokens += moved
 
     def _split(self, start: int, stop: int, moved: int) -> NDArray[np.bool_]:
@@ -837,10 +628,10 @@ class ReferenceCache:
         places = self._places
         by = np.where(places.tokens >= stop, moved, 0)
         kept = (places.tokens < start) | (places.tokens >= stop)
-        self._places = _Places(places.tokens + by, places.positions + by, places.deltas + by)
+        self._places = Places(places.tokens + by, places.positions + by, places.deltas + by)
         return kept
 
-    def _fits_views(self, places: _Places, reserve: int = 0) -> bool:
+    def _fits_views(self, places: Places, reserve: int = 0) -> bool:
         """Whether there are views enough for these rows once they lie in pages, and `reserve` more.
 
         Every column, also one that is yet to come, has one view of its own; the others are shared.
@@ -987,7 +778,13 @@ class ReferenceCache:
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
-        self._save_probes(arrays)
+        masses = [
+            (page.peak_weight, page.mean_mass) if page else (0, 0)
+            for column in self.table
+            for page in column.pages
+        ]
+        arrays["masses"] = np.array(masses, np.uint8).reshape(-1, self.arena.streams, 2)
+        arrays |= self._probes.arrays()
         for c, column in enumerate(self.table):
             for stream, page in enumerate(column.pages):
                 for side in (KEYS, VALUES):
@@ -1000,38 +797,6 @@ class ReferenceCache:
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
-    def _save_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
-        masses = [
-            (page.peak_weight, page.mean_mass) if page else (0, 0)
-            for column in self.table
-            for page in column.pages
-        ]
-        arrays["masses"] = np.array(masses, np.uint8).reshape(-1, self.arena.streams, 2)
-        probes = sorted(self._probes.items())
-        facts = [(slot, probe.token, probe.position) for slot, probe in probes]
-        arrays["probes"] = np.array(facts, np.int64).reshape(-1, 3)
-        for slot, probe in probes:
-            arrays[f"probe{slot}"] = probe.rows
-        for layer, (params, inv_freq) in self._layers.items():
-            arrays[f"layer{layer}"] = np.array(astuple(params), np.float64)
-            arrays[f"layer{layer}f"] = inv_freq
-
-    def _restore_probes(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self._probes = {
-            slot: _Probe(token, position, arrays[f"probe{slot}"])
-            for slot, token, position in arrays["probes"].tolist()
-        }
-        self._layers = {}
-        for layer in range(self.arena.shape.num_layers):
-            if f"layer{layer}" in arrays:
-                values = zip(fields(AttentionParams), arrays[f"layer{layer}"], strict=True)
-                facts: dict[str, Any] = {f.name: f.type(v) for f, v in values}  # type: ignore[operator]
-                self._layers[layer] = AttentionParams(**facts), arrays[f"layer{layer}f"]
-        for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
-            for page, (peak, mean) in zip(column.pages, masses, strict=True):
-                if page:
-                    page.peak_weight, page.mean_mass = peak, mean
-
     def _identity(self) -> NDArray[np.str_]:
         """What two caches must share to read each other's snapshots; threads are no part of it."""
         arena = self.arena
@@ -1040,7 +805,9 @@ class ReferenceCache:
             *map(int, self._forms),
             arena.shape,
             arena.plan,
-            arena.tail_rows,
+            arena.context_tokens,
+            arena.pass_tokens,
+            arena.draft_tokens,
             arena.probes,
             arena.num_bytes,
         )
@@ -1061,15 +828,15 @@ class ReferenceCache:
 
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         self.tokens, self.peak_bytes = map(int, arrays["counts"])
-        self._places = _Places(*arrays["places"].T)
+        self._places = Places(*arrays["places"].T)
         self._entering = arrays["entering"]
         streams = range(self.arena.streams)
-        self._tail = [_Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
+        self._tail = [Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
         widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
         self.table = []
         for c in range(widths.shape[1]):
             views = arrays["views"][arrays["views"][:, 0] == c, 1:].tolist()
-            column = Column([View(*place, mask=mask & _ALL) for *place, mask in views])
+            column = Column([View(*place, mask=mask & WHOLE) for *place, mask in views])
             for stream in streams:
                 k_bits, v_bits = map(int, widths[stream, c])
                 page = None
@@ -1084,7 +851,11 @@ class ReferenceCache:
                     )
                 column.pages.append(page)
             self.table.append(column)
-        self._restore_probes(arrays)
+        for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
+            for page, (peak, mean) in zip(column.pages, masses, strict=True):
+                if page:
+                    page.peak_weight, page.mean_mass = peak, mean
+        self._probes.restore(arrays)
         self._open_branch()
 
     def close(self) -> None:

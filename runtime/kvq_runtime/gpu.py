@@ -12,6 +12,11 @@ logger = logging.getLogger(__name__)
 PROCESSOR = "cpu"
 DEVICES = (PROCESSOR, "cuda", "auto")
 PROVIDER = "CUDAExecutionProvider"
+# Both packages are one folder, of which the one written last is whole: only in this order.
+INSTALL = (
+    "pip uninstall -y onnxruntime onnxruntime-gpu && "
+    'pip install "onnxruntime-gpu[cuda,cudnn]>=1.27,<2"'
+)
 
 
 def chosen(asked: str) -> str:
@@ -44,11 +49,8 @@ def why_not(name: str = "cuda") -> str:
 
 def _why_no_provider() -> str:
     if find_spec("onnxruntime") is None:
-        return 'onnxruntime is not installed; pip install "kvq-runtime[cuda]"'
+        return f"onnxruntime is not installed; {INSTALL}"
     onnxruntime = import_module("onnxruntime")
     if PROVIDER in onnxruntime.get_available_providers():
         return ""
-    return (
-        f"onnxruntime {onnxruntime.__version__} here knows no CUDA; pip uninstall onnxruntime and "
-        'pip install "kvq-runtime[cuda]"'
-    )
+    return f"onnxruntime {onnxruntime.__version__} here knows no CUDA; {INSTALL}"

@@ -305,6 +305,20 @@ def test_what_is_no_branch_is_refused_and_does_no_harm(use_native: bool) -> None
 
 
 @BOTH
+def test_a_branch_at_the_end_may_be_told_where_it_is(use_native: bool) -> None:
+    cache = open_cache(SHAPE, KvPlan(), 1 << 20, 40, native=use_native)
+    fill(cache, 38)
+    for token in (38, 39):
+        cache.begin(1, at=38)
+        for params, part in zip(layers(), packed(np.random.default_rng(0), 1), strict=True):
+            cache.attend(params, part, np.array([token]), INV_FREQ)
+    with pytest.raises(BudgetError, match="38 \\+ 3 tokens exceed this session's context of 40"):
+        cache.begin(1, at=38)
+    cache.commit(2)
+    cache.close()
+
+
+@BOTH
 def test_room_is_made_for_every_pass_of_a_branch(use_native: bool) -> None:
     """Pages may lose bits between its passes, and its rows close pages when they are kept."""
     plan = KvPlan(k_bits=8, v_bits=8)
@@ -324,6 +338,24 @@ def test_room_is_made_for_every_pass_of_a_branch(use_native: bool) -> None:
     assert held.evicted_share > 0
     assert len(cache.tail(0, 0)[2]) < 4 + 64
     cache.close()
+
+
+def test_what_a_chunk_was_rewound_to_may_become_a_tree() -> None:
+    """Longer than a branch can be: of its rows those that one holds know whom they follow."""
+    pair = [filled(0, use_native=use, draft_tokens=8) for use in (True, False)]
+    chunk, more = (packed(np.random.default_rng(7), count) for count in (60, 3))
+    outputs = []
+    for cache in pair:
+        run(cache, packed(np.random.default_rng(8), 8), np.array([0, *[1] * 7]), [-1, *[0] * 7])
+        cache.rewind()
+        run(cache, chunk, np.arange(60))
+        cache.rewind(5)
+        outputs.append(run(cache, more, np.array([5, 5, 6]), [4, 4, 6]))
+        cache.commit([0, 1, 2, 3, 4, 6, 7])
+        assert cache.places()[:, :2].tolist() == [[token, token] for token in range(7)]
+        cache.close()
+    for got, want in zip(*outputs, strict=True):
+        close(got, want, RANDOM[8, 8])
 
 
 def test_probes_of_a_tree_are_those_of_the_path_that_was_kept() -> None:
@@ -449,3 +481,24 @@ def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
     assert states[0] == states[1]
     for found, wanted in zip(*outputs, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@BOTH
+def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native: bool) -> None:
+    """Also where a later layer is to blame, when the pages of those before it would be closed."""
+    cache = filled(70, use_native=use_native)
+    before = cache.state()
+    keys, values = np.random.default_rng(3).standard_normal((2, 2, 150, 2, 32)).astype(np.float32)
+    good, at = [KeyForm(params=one, inv_freq=INV_FREQ) for one in layers()], 70 + np.arange(150)
+    for bad in (np.nan, np.inf, 1e5):
+        with pytest.raises(CacheError, match="not finite"):
+            cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)
+    with pytest.raises(BudgetError, match="takes 1 to"):
+        cache.append(keys[:, :0], values[:, :0], at[:0], good)
+    wide = KeyForm(params=layers()[1], inv_freq=frequencies(17))
+    with pytest.raises(CacheError, match="frequencies do not fit"):
+        cache.append(keys, values, at, [good[0], wide])
+    assert cache.state() == before
+    cache.append(keys, values, at, good)
+    assert cache.tokens == 220
+    cache.close()

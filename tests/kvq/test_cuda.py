@@ -1,7 +1,8 @@
-"""The kernels for CUDA against the reference, on an emulated grid of threads: no GPU is needed.
+"""The kernels for CUDA against the reference, on an emulated grid of threads and on a GPU.
 
 `emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
-tensor cores mean what they mean on a device; speed alone is left out.
+tensor cores mean what they mean on a device; speed alone is left out. `-m gpu` runs the same tests
+on a real one, which needs no ONNX Runtime.
 """
 
 import ctypes
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from emulated import SOURCE, emulated_library
-from kvq import reference, reference_linear
+from emulated import DEVICES, SOURCE, ready
+from kvq import devices, reference, reference_linear
 from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import PanelFormat
@@ -29,11 +30,44 @@ VIEW = np.dtype(
     [("column", "<i4"), ("pos0", "<i4"), ("delta", "<i4"), ("first_token", "<i4"), ("mask", "<u8")]
 )
 NONE, ALL = 0xFFFFFFFF, (1 << 64) - 1
+NO_MEMORY = 5  # of kvq.h
 ROTATED, CHANNELS = 1, 2
 # Numbers that meet codes are rounded to float16, and so are a tail's queries and weights.
 HALF = 2.0**-10
 
 Array = np.ndarray[Any, Any]
+
+
+class Library:
+    """A device's library; arrays of the emulator's are where they are, a GPU's are copied."""
+
+    def __init__(self, device: str) -> None:
+        self.calls = ctypes.CDLL(str(devices.opened(device).library))
+        self.is_emulated = device == "emulated"
+
+    def call(self, name: str, *arguments: Any) -> int:
+        return int(getattr(self.calls, name)(*arguments))
+
+    def _copy(self, to: int, source: int, num_bytes: int) -> None:
+        count = c_int64(num_bytes)
+        arguments = c_void_p(to), count, c_void_p(source), count, count, c_int64(1), None
+        assert self.call("kvq_cuda_copy", *arguments) == 0
+        assert self.call("kvq_cuda_wait", None) == 0
+
+    def take(self, array: Array) -> int:
+        if self.is_emulated:
+            return array.ctypes.data
+        there = c_void_p()
+        assert self.call("kvq_cuda_allocate", c_int64(array.nbytes + 1), ctypes.byref(there)) == 0
+        self._copy(there.value or 0, array.ctypes.data, array.nbytes)
+        return there.value or 0
+
+    def give_back(self, array: Array, place: int) -> None:
+        if self.is_emulated:
+            return
+        if array.flags.writeable:
+            self._copy(array.ctypes.data, place, array.nbytes)
+        self.calls.kvq_cuda_free(c_void_p(place))
 
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
@@ -67,13 +101,25 @@ Embed = structure("Embed", "i rows columns bits block; p panels ids weights out;
 Rows = structure("Rows", "p rows; l stride; i streams head_dim first count; p from_")
 
 
-def run(library: ctypes.CDLL, name: str, *arguments: ctypes.Structure | Array | int) -> None:
-    passed = [
-        argument.ctypes.data_as(c_void_p) if isinstance(argument, np.ndarray)
-        else argument if isinstance(argument, int) else ctypes.byref(argument)
-        for argument in arguments
-    ]  # fmt: skip
-    assert getattr(library, name)(*passed, None) == 0
+def run(library: Library, name: str, *arguments: ctypes.Structure | Array | int) -> None:
+    """Calls with arrays and those of structures where the device finds them; they come back."""
+    given = [getattr(argument, "arrays", {"": argument}) for argument in arguments]
+    arrays = [value for named in given for value in named.values() if isinstance(value, np.ndarray)]
+    places = {id(array): library.take(array) for array in arrays}
+    passed = []
+    for argument, named in zip(arguments, given, strict=True):
+        if isinstance(argument, ctypes.Structure):
+            there = type(argument).from_buffer_copy(argument)
+            for field, value in named.items():
+                if isinstance(value, np.ndarray):
+                    setattr(there, field, places[id(value)])
+            passed.append(ctypes.byref(there))
+        else:
+            passed.append(c_void_p(places[id(argument)]) if id(argument) in places else argument)
+    status = library.call(name, *passed, None)
+    for array in {id(array): array for array in arrays}.values():
+        library.give_back(array, places[id(array)])
+    assert status == 0
 
 
 def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
@@ -88,9 +134,10 @@ def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
     return made
 
 
-@pytest.fixture(scope="module")
-def library(shelf: Shelf) -> ctypes.CDLL:
-    return ctypes.CDLL(str(emulated_library(shelf)))
+@pytest.fixture(scope="module", params=DEVICES)
+def library(request: pytest.FixtureRequest, shelf: Shelf) -> Library:
+    ready(request.param, shelf)
+    return Library(request.param)
 
 
 class Case(NamedTuple):
@@ -190,7 +237,7 @@ def frequencies(dim: int) -> Array:
     return (10_000.0 ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
 
 
-def attended(case: Case, library: ctypes.CDLL) -> tuple[Array, Array, float]:
+def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     """(what the kernels give, what they must, the largest value) of one pass over it all."""
     rng = np.random.default_rng(case.head_dim + len(case.widths))
     pages, dim, group = held(case, rng), case.head_dim, case.heads // case.kv_heads
@@ -310,7 +357,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> None:
+def test_attention_is_that_of_the_reference(name: str, library: Library) -> None:
     got, want, largest = attended(CASES[name], library)
     assert np.abs(got - want).max() < 2 * HALF * largest
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
@@ -324,7 +371,7 @@ OBSERVED = {
 
 
 @pytest.mark.parametrize("name", OBSERVED)
-def test_evidence_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> None:
+def test_evidence_is_that_of_the_reference(name: str, library: Library) -> None:
     case, rows = OBSERVED[name], 7
     rng = np.random.default_rng(rows)
     pages, dim, heads, columns = held(case, rng), case.head_dim, 2, len(case.widths)
@@ -379,7 +426,9 @@ def test_evidence_is_that_of_the_reference(name: str, library: ctypes.CDLL) -> N
 
 
 @pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
-def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: ctypes.CDLL) -> None:
+def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: Library) -> None:
+    if not library.is_emulated:
+        pytest.skip("a GPU lets its threads take turns as it likes")
     in_order, *_ = attended(CASES[name], library)
     try:
         for order in (-1, 1, 2):
@@ -394,7 +443,7 @@ def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: c
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_page_is_closed_to_the_byte(
-    head_dim: int, side: int, channels: bool, rotated: bool, library: ctypes.CDLL
+    head_dim: int, side: int, channels: bool, rotated: bool, library: Library
 ) -> None:
     rng = np.random.default_rng(head_dim + side)
     rows = rng.permutation(80)[:64].astype(np.int32)
@@ -422,7 +471,7 @@ def test_a_page_is_closed_to_the_byte(
 @pytest.mark.parametrize(("bits", "view"), [(4, "full"), (8, "full"), (8, "hi")])
 @pytest.mark.parametrize("block", [32, 64])
 def test_products_are_those_of_the_weights(
-    tokens: int, bits: int, view: str, block: int, library: ctypes.CDLL
+    tokens: int, bits: int, view: str, block: int, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
     form = PanelFormat(rows=35, columns=200, bits=bits, block=block)
@@ -472,7 +521,7 @@ def test_products_are_those_of_the_weights(
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
-    tokens: int, rows: int, bits: int, view: Any, block: int, library: ctypes.CDLL
+    tokens: int, rows: int, bits: int, view: Any, block: int, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
     form = PanelFormat(rows=rows, columns=200, bits=bits, block=block)
@@ -517,7 +566,7 @@ def test_products_of_many_tokens_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("exact_rows", [1, 40])
-def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: ctypes.CDLL) -> None:
+def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: Library) -> None:
     rng = np.random.default_rng(exact_rows)
     form = PanelFormat(rows=3003, columns=64, bits=8, block=32)
     # Most outputs are alike but for their lower nibbles, so that the first pass alone would err.
@@ -554,7 +603,7 @@ def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: cty
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_embeddings_are_rows_of_the_matrix(bits: int, library: ctypes.CDLL) -> None:
+def test_embeddings_are_rows_of_the_matrix(bits: int, library: Library) -> None:
     rng = np.random.default_rng(bits)
     form = PanelFormat(rows=35, columns=200, bits=bits, block=64)
     codes = rng.integers(0, 1 << bits, (35, 256), np.uint8)
@@ -575,7 +624,7 @@ def test_embeddings_are_rows_of_the_matrix(bits: int, library: ctypes.CDLL) -> N
 
 
 @pytest.mark.parametrize("count", [1, 7, 256])
-def test_the_best_of_a_row_come_in_order(count: int, library: ctypes.CDLL) -> None:
+def test_the_best_of_a_row_come_in_order(count: int, library: Library) -> None:
     rng = np.random.default_rng(count)
     logits = rng.standard_normal((4, 3000)).astype(np.float32)
     logits[1] = np.round(logits[1] * 4)  # many equal ones
@@ -593,7 +642,17 @@ def test_the_best_of_a_row_come_in_order(count: int, library: ctypes.CDLL) -> No
     np.testing.assert_array_equal(values, kept)
 
 
-def test_rows_of_a_kept_path_move_together(library: ctypes.CDLL) -> None:
+def test_what_is_refused_or_empty_is_no_failure_of_later_calls(library: Library) -> None:
+    there = c_void_p()
+    assert library.call("kvq_cuda_allocate", c_int64(1 << 50), ctypes.byref(there)) == NO_MEMORY
+    nothing = (None, c_int64(64), None, c_int64(64), c_int64(0), c_int64(3), None)
+    assert library.call("kvq_cuda_copy", *nothing) == 0
+    values = np.zeros((1, 1), np.float32)
+    run(library, "kvq_cuda_best", values + 2, 1, 1, 1, np.zeros((1, 1), np.int32), values)
+    assert values == 2
+
+
+def test_rows_of_a_kept_path_move_together(library: Library) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((6, 20, 80)).astype(np.float16)
     path = np.array([0, 2, 3, 7], np.int32)

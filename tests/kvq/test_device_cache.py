@@ -1,8 +1,10 @@
 """A cache on a device does what the same cache on the processor does, to the byte where it stores.
 
-The device is emulated. Nothing is rotated where bytes must be equal: two cosines need not agree.
+The device is emulated, and with `-m gpu` a real one. Nothing is rotated where bytes must be equal:
+two cosines need not agree.
 """
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,8 +12,8 @@ import numpy as np
 import pytest
 
 from caches import budget_for_tokens, spec
-from emulated import emulated_library
-from kvq import native
+from emulated import DEVICES, ready
+from kvq import devices, native
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
@@ -26,15 +28,18 @@ CONTEXT = 1200
 TOLERANCE = {2: 0.05, 4: 0.05, 6: 0.004, 8: 0.004, 16: 0.001}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device(shelf: Shelf) -> None:
-    emulated_library(shelf)
+@pytest.fixture(scope="module", autouse=True, params=DEVICES)
+def device(request: pytest.FixtureRequest, shelf: Shelf) -> str:
+    ready(request.param, shelf)
+    return request.param
 
 
 class Both:
     """The processor's cache and the device's, told the same."""
 
-    def __init__(self, seed: int, widths: tuple[int, int], *, rotated: bool = False) -> None:
+    def __init__(
+        self, device: str, seed: int, widths: tuple[int, int], *, rotated: bool = False
+    ) -> None:
         self.chance, self.rng = random.Random(seed), np.random.default_rng(seed)
         plan = KvPlan(k_bits=widths[0], v_bits=widths[1], tail_tokens=self.chance.choice((0, 32)))
         forms = (self.chance.randrange(4),) * 2 if widths[0] < 16 else ()
@@ -46,7 +51,7 @@ class Both:
         )  # fmt: skip
         self.arena = asked.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED
-        self.caches = [Cache(self.arena), Cache(self.arena, engine="emulated")]
+        self.caches = [Cache(self.arena), Cache(self.arena, engine=device)]
         self.layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150, softcap=30.0)]
         self.tolerance = TOLERANCE[min(widths)]
         self.widths = widths
@@ -125,11 +130,11 @@ class Both:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Both]]:
+def opened(device: str) -> Iterator[Callable[..., Both]]:
     made: list[Both] = []
 
     def open_both(*arguments: object, **options: bool) -> Both:
-        made.append(Both(*arguments, **options))  # type: ignore[arg-type]
+        made.append(Both(device, *arguments, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield open_both
@@ -176,13 +181,29 @@ def test_evidence_of_a_device_is_that_of_the_processor(opened: Callable[..., Bot
     np.testing.assert_array_equal(queries, same_queries)
 
 
-def test_what_a_device_cannot_do_is_refused_by_name(opened: Callable[..., Both]) -> None:
+def test_a_device_that_fails_says_why(device: str, opened: Callable[..., Both]) -> None:
+    if device != "emulated":
+        pytest.skip("a GPU fails only by a defect")
+    both = opened(1, (8, 8))
+    library = ctypes.CDLL(str(devices.opened(device).library))
+    library.kvq_cuda_fail(b"cudaErrorIllegalAddress", None)
+    told = r"failed \(cudaErrorIllegalAddress\).* open the model"
+    try:
+        with pytest.raises(CacheError, match=told):
+            both.append(3)
+    finally:
+        library.kvq_cuda_fail(b"", None)
+
+
+def test_what_a_device_cannot_do_is_refused_by_name(device: str) -> None:
     plan = KvPlan(k_bits=4, v_bits=4)
     small = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=48)
     with pytest.raises(BackendError, match=r"heads of 48 channels .* 64, 80, 96, 128, 256"):
-        Cache(spec(small, plan, 100).resolved(), engine="emulated")
+        Cache(spec(small, plan, 100).resolved(), engine=device)
     with pytest.raises(BackendError, match="--kv-read 25% needs"):
-        Cache(spec(SHAPE, plan, 900, read="25%").resolved(), engine="emulated")
+        Cache(spec(SHAPE, plan, 900, read="25%").resolved(), engine=device)
+    if device != "emulated":
+        return
     big = CacheShape(num_layers=40, num_heads=8, num_kv_heads=8, head_dim=256)
     with pytest.raises(CacheError, match="no memory for the arena"):
-        Cache(spec(big, KvPlan(k_bits=16, v_bits=16), 5000).resolved(), engine="emulated")
+        Cache(spec(big, KvPlan(k_bits=16, v_bits=16), 5000).resolved(), engine=device)

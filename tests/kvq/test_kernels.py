@@ -479,6 +479,28 @@ def test_empty_and_one_token_caches(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("tokens", "threads"), [(0, 1), (200, 1), (1400, 8)])
+def test_a_query_that_is_no_number_has_no_answer_and_spoils_no_other(
+    kernels: str, tokens: int, threads: int
+) -> None:
+    """Zeros would go on as if nothing had happened; sampling says what is wrong with NaN."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=4, head_dim=16)
+    pair, rng = filled(shape, (8, 4), random_heads, tokens, threads=threads)
+    q, k, v = random_heads(rng, shape, 1)
+    plain = attend_by_each_kernel(pair, pack_heads(q, k, v))[kernels].reshape(q.shape)
+    q[0, 1, 3], q[0, 3, 15] = np.nan, -np.inf
+    lost = ~np.isfinite(q).all(axis=2)
+    got = attend_by_each_kernel(pair, pack_heads(q, k, v))[kernels].reshape(q.shape)
+    with np.errstate(invalid="ignore"):
+        want = attend_by_reference(pair, pack_heads(q, k, v)).reshape(q.shape)
+    for out in (got, want):
+        assert np.isnan(out[lost]).all()
+    np.testing.assert_array_equal(got[~lost], plain[~lost])
+    pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_one_token_pages(kernels: str) -> None:
     """Rolling back into a page leaves a mask of one token; rows written after it are seen."""
     native.select_isa(kernels)

@@ -16,7 +16,8 @@ from kvq import abi, native
 from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError, SnapshotError
-from pairs import UNROTATED, attention, forward, packed_rows
+from kvq.formats import PAGE_VERSION
+from pairs import BOTH, UNROTATED, attention, forward, packed_rows
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -71,8 +72,8 @@ def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
     assert finished.stdout.count("no open cache has this handle") == 12
 
 
-def filled(tokens: int = 100) -> Cache:
-    cache = open_cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000)
+def filled(tokens: int = 100, *, native: bool = True) -> Cache:
+    cache = open_cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000, native=native)
     add(cache, tokens)
     return cache
 
@@ -157,6 +158,50 @@ def test_positions_that_overflow_are_refused() -> None:
             cache.attend(LAYERS[0], rows, np.array([position]), UNROTATED)
         cache.rewind()
     cache.close()
+
+
+@BOTH
+def test_numbers_beyond_32_bits_are_refused_and_not_wrapped(use_native: bool) -> None:
+    cache = filled(200, native=use_native)
+    before, far = cache.state(), 1 << 32
+    cache.begin(2)
+    for row in (*LAYERS,):
+        cache.attend(row, np.zeros((2, 64), np.float32), np.arange(2) + 200, UNROTATED)
+    branched = (
+        lambda: cache.commit(far + 1),
+        lambda: cache.commit([far]),
+        lambda: cache.rewind(far),
+    )
+    for call in branched:
+        with pytest.raises(CacheError):
+            call()
+    with pytest.raises(CacheError):
+        cache.begin(1, [far - 1])
+    cache.rewind()
+    idle = (
+        lambda: cache.trim(far + 3),
+        lambda: cache.edit(far + 8, far + 9, 0),
+        lambda: cache.page(0, 0, far),
+        lambda: cache.shift(far, 1),
+        lambda: cache.demote(np.zeros((3, 4), np.int32)),
+        lambda: cache.demote_entering(np.full((1, 1, 2), 2, np.uint8)),
+    )
+    for call in idle:
+        with pytest.raises(CacheError):
+            call()
+    assert cache.state() == before
+    cache.close()
+
+
+def test_sizes_beyond_64_bits_are_none_of_a_cache() -> None:
+    """2^28 streams of 2^30 rows of a KiB are 2^68 bytes, which would count as none at all."""
+    most = (1 << 16, 1 << 12, 1 << 12, 256, 16, 16, 4, 64, 1 << 30, 8, 1 << 30, 1, 0, 8, 64)
+    config, out = abi.Config(*most, PAGE_VERSION), abi.Layout()
+    call = native.library().kvq_layout_of
+    assert call(ctypes.byref(config), 1 << 60, ctypes.byref(out)) == 2
+    config.layers = config.kv_heads = config.heads = 1 << 10
+    assert call(ctypes.byref(config), 1 << 60, ctypes.byref(out)) == 6
+    assert out.minimum_bytes > 1 << 60
 
 
 def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:

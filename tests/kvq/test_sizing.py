@@ -299,6 +299,14 @@ def test_budget_in_any_unit_becomes_bytes() -> None:
         )
 
 
+def test_a_chunk_is_no_longer_than_the_context() -> None:
+    """Nor its scratch, which would be a gigabyte; 2^21 rows are more than the library takes."""
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    whole, more = (spec(shape, KvPlan(), 500, chunk_tokens=n).resolved() for n in (500, 1 << 21))
+    assert (more.chunk_tokens, more.num_bytes) == (500, whole.num_bytes)
+    Cache(more).close()
+
+
 def test_a_tight_budget_shortens_the_chunk() -> None:
     """A chunk's pages must fit the pool at full width, so a small pool means small chunks."""
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)

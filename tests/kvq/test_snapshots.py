@@ -47,6 +47,7 @@ def test_a_snapshot_of_another_cache_is_refused_and_nothing_changes(use_native: 
             SMALL, KvPlan(k_bits=8, v_bits=4, sink_tokens=3), 1 << 20, 1000, native=use_native
         ),
         open_cache(SMALL, plan, (1 << 20) + 1, 1000, native=use_native),
+        open_cache(SMALL, plan, 1 << 20, 900, native=use_native),
     ]
     for other in others:
         with pytest.raises(SnapshotError, match="another shape, plan or budget"):

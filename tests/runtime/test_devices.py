@@ -13,9 +13,9 @@ from kvq import devices, native
 from kvq.errors import BackendError, UsageError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime import gpu
-from kvq_runtime.backends import WHOLE, Mode, forward_chain
+from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
 from kvq_runtime.config import Sampling
-from kvq_runtime.engine import Engine
+from kvq_runtime.engine import Engine, open_files
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -154,6 +154,27 @@ def test_the_driver_is_asked(
     found = devices.driver_missing()
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+def test_a_gpu_without_its_libraries_is_told_from_a_broken_bundle(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnxruntime, state = (pytest.importorskip(name) for name in ("onnxruntime", onnx._STATE))
+
+    def none(*_: object, **__: object) -> None:
+        raise state.NotImplemented("Could not find an implementation for Linear(1)")
+
+    there = devices.opened("emulated")
+    monkeypatch.setattr(devices, "opened", lambda _: there)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", none)
+    with pytest.raises(BackendError, match=r"on the GPU .*Linear.* libraries are missing .*cuDNN"):
+        onnx.OnnxBackend(open_files(bundle), threads=1, device="cuda")
+
+
+def test_a_gpu_the_kernels_are_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "OLDEST_CAPABILITY", 90)
+    devices.opened.cache_clear()
+    assert "has compute capability 8.0, kvq needs 9.0" in devices.why_not("emulated")
 
 
 def test_a_library_of_another_version_is_none(

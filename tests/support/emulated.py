@@ -1,4 +1,8 @@
-"""The device tests emulate: CUDA kernels as C++, on a grid of threads one processor plays."""
+"""The device tests emulate: CUDA kernels as C++, on a grid of threads one processor plays.
+
+What is proved on it is proved on a GPU as well, where there is one: `DEVICES` are a fixture's
+parameters, of which `-m gpu` takes the second.
+"""
 
 import os
 import shutil
@@ -7,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from kvq import devices
 from shelf import Shelf
 
+DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
+
+
+def ready(device: str, shelf: Shelf) -> None:
+    """Makes the device, one of `DEVICES`, usable, or skips the test."""
+    if device == "emulated":
+        emulated_library(shelf)
+    if reason := devices.why_not(device):
+        pytest.skip(reason)
 
 
 def emulated_library(shelf: Shelf) -> Path:

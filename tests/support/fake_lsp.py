@@ -35,7 +35,7 @@ class KnownLines:
         line, column = place
         own = document.line(line)
         before, after = own[:column], own[column:]
-        _append({"before": before, "after": after})
+        _append({"before": before, "after": after, "pid": os.getpid()})
         drafts = tuple(Draft(text=text, logprob=-1.0) for text in _goes_on(before, after))
         return Completion(
             drafts=drafts, reused_tokens=len(document.text), encoded_tokens=2, ms=11.0,
@@ -58,7 +58,7 @@ def _goes_on(before: str, after: str) -> list[str]:
     return found
 
 
-def _append(call: dict[str, str]) -> None:
+def _append(call: dict[str, str | int]) -> None:
     if name := os.environ.get("FAKE_LSP_CALLS"):
         with open(name, "a", encoding="utf-8") as file:
             file.write(json.dumps(call) + "\n")

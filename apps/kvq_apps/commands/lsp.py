@@ -62,7 +62,8 @@ def _own_stdout() -> Generator[BinaryIO]:
     """Standard output for frames alone: what a library prints, native or not, joins the log."""
     stdout = sys.stdout.fileno()
     log = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
-    with os.fdopen(os.dup(stdout), "wb") as sink:
+    # Without a buffer, whose lock a write that nobody reads would hold for ever.
+    with os.fdopen(os.dup(stdout), "wb", buffering=0) as sink:
         os.dup2(log, stdout)
         try:
             yield sink

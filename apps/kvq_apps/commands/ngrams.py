@@ -66,17 +66,18 @@ def _build(paths: list[str], file: Path, tokenizer: "Tokenizer") -> None:
     from kvq_specdraft.ngrams import build
 
     found = list(dict.fromkeys(own for path in paths for own in _files(Path(path))))
-    if not found:
-        raise UsageError(f"{', '.join(paths)}: there is no text file to count")
     file.parent.mkdir(parents=True, exist_ok=True)
     with output.Progress() as progress:
 
         def texts() -> Iterator[list[int]]:
+            counted = False
             for number, path in enumerate(found, 1):
-                text = _text(path)
-                if text:
+                if text := _text(path):
+                    counted = True
                     yield tokenizer.encode(text)
                 progress(number, len(found))
+            if not counted:
+                raise UsageError(f"{', '.join(paths)}: there is no text file to count")
 
         build(texts(), file, vocab_size=tokenizer.vocab_size, tokenizer=identity(tokenizer))
 
@@ -96,7 +97,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _text(path: Path) -> str:
     """What a file says; nothing where it is no text, or too large to be one's own."""
     try:
-        if path.stat().st_size > MOST_FILE_BYTES:
+        if not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
             return ""
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from kvq_models.tokenizer import Tokenizer
 
-MOST_BLOCKS = 1 << 13
+# Of the blocks whose ids are remembered.
+MOST_CHARACTERS = 1 << 18
 # What stands before the cursor and what behind it, now and before.
 LAST_TEXTS = 3
 
@@ -36,6 +37,7 @@ class BlockTokenizer:
         self.encoded_characters = 0
         self._tokenizer = tokenizer
         self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._known_characters = 0
         self._last: list[_Encoded] = []
         whole = tokenizer.encode(_SAMPLE)
         self._cut = next(
@@ -76,10 +78,11 @@ class BlockTokenizer:
             if ids is None:
                 ids = self._tokenizer.encode(block)
                 self.encoded_characters += len(block)
+                self._known_characters += len(block)
             self._known[block] = ids
             yield len(block), ids
-        while len(self._known) > MOST_BLOCKS:
-            self._known.popitem(last=False)
+        while self._known_characters > MOST_CHARACTERS:
+            self._known_characters -= len(self._known.popitem(last=False)[0])
 
 
 class _Encoded:

@@ -31,10 +31,14 @@ def whole_characters(draft: str, around: Around) -> str:
 
 
 def not_repeated(draft: str, around: Around) -> str:
-    """One of what is written over and over at the end: `ab, ab, ab` becomes `ab`."""
-    for size in range(1, len(draft) // 3 + 1):
+    """One of what is written over and over at the end: `ab, ab, ab` becomes `ab`.
+
+    Numbers and rows of one sign stay: `1000` and three quotation marks are meant.
+    """
+    for size in range(2, len(draft) // 3 + 1):
         unit = draft[-size:]
-        if unit.strip() and draft.endswith(unit * 3):
+        one_sign = unit == unit[0] * size
+        if not one_sign and not unit.isalnum() and unit.strip() and draft.endswith(unit * 3):
             while draft.endswith(unit * 2):
                 draft = draft[:-size]
             return draft
@@ -42,11 +46,15 @@ def not_repeated(draft: str, around: Around) -> str:
 
 
 def without_rest(draft: str, around: Around) -> str:
-    """Without what the rest of the line says already: before `)` the draft `a, b)` is `a, b`."""
+    """Without what the rest of the line says already: before `)` the draft `a, b)` is `a, b`.
+
+    What closes a bracket of the draft's own stays: `len(x)` is whole.
+    """
     rest = around.rest.rstrip()
     for size in range(min(len(rest), len(draft)), 0, -1):
-        if draft.endswith(rest[:size]):
-            return draft[:-size]
+        left = draft[:-size]
+        if left + rest[:size] == draft and len(_open_brackets(left)) <= len(_open_brackets(draft)):
+            return left
     return draft
 
 

@@ -112,7 +112,9 @@ class FrameWriter:
     def _write(self) -> None:
         while (frame := self._waiting.get()) is not None:
             try:
-                self._stream.write(frame)
+                rest = memoryview(frame)
+                while rest:
+                    rest = rest[self._stream.write(rest) :]
                 self._stream.flush()
             except (OSError, ValueError):
                 return

@@ -181,7 +181,7 @@ class LanguageServer:
                 self._answer(number, error=error)
             else:
                 self._log(f"{method}: {error}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
             self._log(f"{method}: {type(error).__name__}: {error}")
             if number is not None:
                 self._answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {error!r}"))
@@ -252,7 +252,7 @@ class LanguageServer:
                 os.kill(parent, 0)
             except ProcessLookupError:
                 self._log("the editor has gone")
-                self._leave()
+                os._exit(1)
             except PermissionError:
                 pass
 
@@ -263,7 +263,7 @@ class LanguageServer:
 
     def _tell_loading(self, _: Any) -> None:
         with self._lock:
-            self._told_loading = self._completer is None
+            self._told_loading = self._completer is None and self._failure is None
             if self._told_loading:
                 self._tell({"kind": "begin", "title": "kvq: loading the model"})
 
@@ -559,9 +559,6 @@ class LanguageServer:
             return {"isIncomplete": True, "items": items}
         items = [{"insertText": text, "range": replaced, "command": command} for text in texts]
         return {"items": items}
-
-    def _leave(self) -> None:
-        os._exit(1)
 
     def _answer(self, number: Any, *, result: Any = None, error: RpcError | None = None) -> None:
         if error is None:

@@ -14,7 +14,12 @@
 
 namespace kvq::cuda {
 
-constexpr int kRows = 8, kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kRows = 8;
+// Of wide heads two warps fill the shared memory that a block of any GPU may have.
+template <int Dim>
+constexpr int kWarps = Dim > 128 ? 2 : 4;
+template <int Dim>
+constexpr int kThreads = kWarps<Dim>* kWarp;
 constexpr float kNothing = -1e30f;  // running maximum before the first visible key
 
 // What a lane knows of its query row, and of the part of the output it holds: channels 16m + g and
@@ -246,7 +251,7 @@ KVQ_DEVICE void attend_tail(const kvq_cuda_attention& a, const kvq_cuda_sequence
 template <int Dim>
 KVQ_DEVICE void join(const Lane& lane, const Running<Dim>& state, float (*part)[Dim + 2],
                      int warp) {
-    for (int turn = 0; turn < kWarps; turn++) {
+    for (int turn = 0; turn < kWarps<Dim>; turn++) {
         if (turn == warp) {
             const float before = turn ? part[lane.g][0] : kNothing;
             const float sum = turn ? part[lane.g][1] : 0.0f;
@@ -278,7 +283,7 @@ struct AttendRoom {
     struct {
         SideRoom<Dim> keys, values;
         float logits[kRows][kPageTokens];
-    } warps[kWarps];
+    } warps[kWarps<Dim>];
     float part[kRows][Dim + 2];
 };
 
@@ -357,7 +362,7 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     const int64_t all = s.view_count + s.tiles;
     const int end = static_cast<int>(all * (split + 1) / a.splits);
     const auto next = [&](int index) {
-        return next_seen(a, s, kv_head, first_token, last_token, index, kWarps, end);
+        return next_seen(a, s, kv_head, first_token, last_token, index, kWarps<Dim>, end);
     };
     const auto stage_keys = [&](int index) {
         if (index < min(end, s.view_count))
@@ -369,7 +374,7 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     int index = next(static_cast<int>(all * split / a.splits) + warp);
     stage_keys(index);
     while (index < end) {
-        const int ahead = next(index + kWarps);
+        const int ahead = next(index + kWarps<Dim>);
         const uint64_t seen = lane.is_row ? seen_by(a, s, index, token) : 0;
         if (index < s.view_count)
             attend_page<Dim>(
@@ -381,7 +386,7 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     }
     join<Dim>(lane, state, room.part, warp);
     const int64_t first = int64_t{kv_head} * rows + block_index().y * kRows;
-    for (int i = thread_index(); i < kRows * (Dim + 2); i += kThreads) {
+    for (int i = thread_index(); i < kRows * (Dim + 2); i += kThreads<Dim>) {
         const int r = i / (Dim + 2);
         if (block_index().y * kRows + r < rows)
             s.partials[((first + r) * a.splits + split) * (Dim + 2) + i % (Dim + 2)] =
@@ -389,21 +394,31 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     }
 }
 
+// A row's softmax over all splits, from its partial results: the largest logit, 1 / sum of weights.
+struct Softmax {
+    float top = kNothing, inverse = 0;
+    KVQ_DEVICE_MEMBER Softmax(const float* parts, int splits, int stride) {
+        float sum = 0;
+        for (int p = 0; p < splits; p++) top = fmaxf(top, parts[p * stride]);
+        for (int p = 0; p < splits; p++) sum += parts[p * stride + 1] * share(parts[p * stride]);
+        if (sum > 0) inverse = 1.0f / sum;
+    }
+    // What counts of a part whose largest logit is this.
+    KVQ_DEVICE_MEMBER float share(float part_top) const { return exp2_fast(part_top - top); }
+};
+
 // A block per row of a KV head, a thread per channel.
 KVQ_KERNEL merge(kvq_cuda_attention a, kvq_cuda_sequence s) {
-    const int group = a.heads / a.kv_heads, rows = s.tokens * group, dim = a.head_dim;
+    const int group = a.heads / a.kv_heads, rows = s.tokens * group, stride = a.head_dim + 2;
     const int row = block_index().x, kv_head = block_index().y, i = thread_index();
-    const float* parts = s.partials + (int64_t{kv_head} * rows + row) * a.splits * (dim + 2);
-    float top = kNothing, sum = 0, total = 0;
-    for (int p = 0; p < a.splits; p++) top = fmaxf(top, parts[p * (dim + 2)]);
-    for (int p = 0; p < a.splits; p++) {
-        const float weight = exp2_fast(parts[p * (dim + 2)] - top);
-        sum += parts[p * (dim + 2) + 1] * weight;
-        if (i < dim) total += parts[p * (dim + 2) + 2 + i] * weight;
-    }
+    if (i >= a.head_dim) return;
+    const float* parts = s.partials + (int64_t{kv_head} * rows + row) * a.splits * stride;
+    const Softmax softmax(parts, a.splits, stride);
+    float total = 0;
+    for (int p = 0; p < a.splits; p++)
+        total += parts[p * stride + 2 + i] * softmax.share(parts[p * stride]);
     const int head = kv_head * group + row % group;
-    if (i < dim)
-        s.out[(int64_t{row / group} * a.heads + head) * dim + i] = sum > 0 ? total / sum : 0.0f;
+    s.out[(int64_t{row / group} * a.heads + head) * a.head_dim + i] = total * softmax.inverse;
 }
 
 }  // namespace kvq::cuda

@@ -94,7 +94,7 @@ KVQ_DEVICE float panel_top(const kvq_cuda_linear& c, int token, int panel) {
 // A block per token, whose results so far are of upper nibbles alone: marks the best panels.
 KVQ_KERNEL mark_best(kvq_cuda_linear c) {
     KVQ_SHARED SelectRoom room;
-    const int token = block_index().x, panels = (c.rows + kPanelRows - 1) / kPanelRows;
+    const int token = block_index().x, panels = panels_of(c);
     float* tops = c.panel_tops + int64_t{token} * panels;
     uint8_t* marks = c.marks + int64_t{token} * panels;
     for (int p = thread_index(); p < panels; p += thread_count()) tops[p] = panel_top(c, token, p);
@@ -108,7 +108,7 @@ KVQ_KERNEL mark_best(kvq_cuda_linear c) {
 // Likewise, once those are whole: marks the others that may yet reach the best rows.
 KVQ_KERNEL mark_more(kvq_cuda_linear c) {
     KVQ_SHARED SelectRoom room;
-    const int token = block_index().x, panels = (c.rows + kPanelRows - 1) / kPanelRows;
+    const int token = block_index().x, panels = panels_of(c);
     const float* tops = c.panel_tops + int64_t{token} * panels;
     uint8_t* marks = c.marks + int64_t{token} * panels;
     const float* out = c.out + int64_t{token} * c.rows;

@@ -51,6 +51,10 @@ public:
     }
 
     void launch(Dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
+        // What every GPU from sm_80 on takes.
+        if (shared_bytes > 99 << 10 || threads > 1024 || std::min({grid.x, grid.y, grid.z}) < 1 ||
+            std::max(grid.y, grid.z) > 65535)
+            fail("not every GPU takes this launch");
         kernel_ = &kernel;
         count_ = static_cast<size_t>(threads);
         while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());

@@ -83,19 +83,7 @@ KVQ_DEVICE void probe_weights(const kvq_cuda_attention& a, const kvq_cuda_sequen
     }
 }
 
-// Of row r, by one thread: the softmax of all splits, and sums over the page's weights.
-template <int Dim>
-KVQ_DEVICE void join_row(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int kv_head,
-                         int r, EvidenceRoom<Dim>& room) {
-    const float* parts = s.partials + (int64_t{kv_head} * s.tokens + r) * a.splits * (Dim + 2);
-    float top = kNothing, sum = 0;
-    for (int p = 0; p < a.splits; p++) top = fmaxf(top, parts[p * (Dim + 2)]);
-    for (int p = 0; p < a.splits; p++)
-        sum += parts[p * (Dim + 2) + 1] * exp2_fast(parts[p * (Dim + 2)] - top);
-    room.top[r] = top;
-    room.inverse[r] = sum > 0 ? 1.0f / sum : 0.0f;
-}
-
+// Of row r, by one thread: sums over the page's weights.
 template <int Dim>
 KVQ_DEVICE void sum_row(bool channels, int r, EvidenceRoom<Dim>& room) {
     const Line scales = scales_of(room.values.grid);
@@ -178,7 +166,11 @@ KVQ_KERNEL observe(kvq_cuda_attention a, kvq_cuda_sequence s, float* facts) {
         stage_side(s, e, kv_head, true, i, kEvidenceThreads, room.values);
         commit_copies();
         wait_copies<0>();
-        if (i < s.tokens) join_row<Dim>(a, s, kv_head, i, room);
+        if (i < s.tokens) {
+            const int64_t row = int64_t{kv_head} * s.tokens + i;
+            const Softmax softmax(s.partials + row * a.splits * (Dim + 2), a.splits, Dim + 2);
+            room.top[i] = softmax.top, room.inverse[i] = softmax.inverse;
+        }
         sync_block();
         const int64_t turn = 1 + s.turn_of_view[view];
         const float* queries = s.queries + (turn * a.kv_heads + kv_head) * s.tokens * Dim;

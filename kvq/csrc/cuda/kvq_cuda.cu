@@ -13,16 +13,14 @@
 namespace kvq::cuda {
 namespace {
 
-constexpr int kFewRows = 16;  // of a KV head, for which no block of 64 rows is worth its while
-
 template <int Dim>
 int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
     const int rows = s.tokens * (a.heads / a.kv_heads);
-    const bool tiled = rows > kFewRows;
-    const int step = tiled ? kTileRows : kRows;
+    const int step = kvq_cuda_rows_of_block(rows);
+    const bool tiled = step == kTileRows;
     const Dim3 grid{a.splits, (rows + step - 1) / step, a.kv_heads};
     if (tiled) launch(attend_tiles<Dim>, grid, kTileThreads, sizeof(TileRoom<Dim>), stream, a, s);
-    else launch(attend<Dim>, grid, kThreads, sizeof(AttendRoom<Dim>), stream, a, s);
+    else launch(attend<Dim>, grid, kThreads<Dim>, sizeof(AttendRoom<Dim>), stream, a, s);
     if (!tiled || a.splits > 1)
         launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
     return outcome();
@@ -42,21 +40,14 @@ template <int Dim>
 struct Channels {
     static constexpr int kDim = Dim;
 };
-template <class Call>
+template <size_t I = 0, class Call>
 int with_channels(int head_dim, const Call& call) {
-    if (head_dim == 64) return call(Channels<64>{});
-    if (head_dim == 80) return call(Channels<80>{});
-    if (head_dim == 96) return call(Channels<96>{});
-    if (head_dim == 128) return call(Channels<128>{});
-    if (head_dim == 256) return call(Channels<256>{});
-    return KVQ_BAD_ARGUMENT;
+    if constexpr (I == std::size(kHeadDims)) return KVQ_BAD_ARGUMENT;
+    else if (head_dim == kHeadDims[I]) return call(Channels<kHeadDims[I]>{});
+    else return with_channels<I + 1>(head_dim, call);
 }
 
 constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
-
-int panels_of(const kvq_cuda_linear& c) {
-    return (c.rows + kPanelRows - 1) / kPanelRows;
-}
 
 template <int Bits, bool Hi, bool Marked>
 void multiply_few(const kvq_cuda_linear& c, void* stream) {
@@ -106,6 +97,11 @@ extern "C" {
 // For proofs that no result depends on the order in which threads run: Emulator::take_turns.
 KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
     Emulator::now().take_turns(order);
+    return KVQ_OK;
+}
+// From now on every launch fails for this reason, until there is none.
+KVQ_EXPORT int kvq_cuda_fail(const char* reason, void*) {
+    std::snprintf(g_reason, sizeof g_reason, "%s", reason);
     return KVQ_OK;
 }
 #endif

@@ -21,6 +21,7 @@ typedef struct {
     int32_t capability; /* 90: sm_90 */
     int32_t units;      /* multiprocessors */
     int32_t on_host;    /* 1: the emulator, whose memory is the host's */
+    int32_t head_dims[8]; /* channels of heads that attention has kernels for; then 0 */
     void* stream;       /* made by kvq_cuda_open, for everything, in order */
 } kvq_cuda_device;
 /* The first device. */
@@ -30,7 +31,7 @@ int kvq_cuda_open(kvq_cuda_device* device);
 int kvq_cuda_allocate(int64_t bytes, void** memory);
 void kvq_cuda_free(void* memory);
 /* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and
-   device. The host's memory may be used again on return. */
+   device; nothing where there is nothing to copy. The host's memory may be used again on return. */
 int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                   int64_t rows, void* stream);
 int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
@@ -80,12 +81,17 @@ typedef struct {
     float* out;      /* [tokens, heads * head_dim] */
 } kvq_cuda_sequence;
 
+/* Rows of a KV head that one block of threads attends for, of so many in a pass: for few of them no
+   tile is worth its while. */
+static inline int32_t kvq_cuda_rows_of_block(int32_t rows) {
+    return rows > 16 ? 64 : 8;
+}
 /* Writes keys, turned, and values to the last `tokens` of the tail's rows. `sequence` is the
    host's, here and below. */
 int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                    void* stream);
 /* Likewise, and turns queries, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
-   kernel: 64, 80, 96, 128 and 256 have one. */
+   kernel. */
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 

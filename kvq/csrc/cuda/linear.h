@@ -11,6 +11,15 @@ namespace kvq::cuda {
 constexpr int kPanelRows = 16, kLinearWarps = 4;
 constexpr float kScaleUnit = 1.0f / 256.0f;
 
+constexpr int panels_of(const kvq_cuda_linear& c) {
+    return (c.rows + kPanelRows - 1) / kPanelRows;
+}
+// Of columns, of a row of weights.
+template <class Call>
+constexpr int blocks_of(const Call& c) {
+    return (c.columns + c.block - 1) / c.block;
+}
+
 KVQ_DEVICE float activated(int kind, float gate, float up) {
     if (kind == KVQ_SILU) return gate / (1.0f + exp2_fast(-gate * kLog2E)) * up;
     const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
@@ -87,7 +96,7 @@ KVQ_DEVICE void input_operands(const kvq_cuda_linear& c, int token, int k, uint3
 }
 
 KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
-    return c.marks[int64_t{token} * ((c.rows + kPanelRows - 1) / kPanelRows) + panel];
+    return c.marks[int64_t{token} * panels_of(c) + panel];
 }
 
 // A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
@@ -101,7 +110,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     }
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
-    const int g = lane / 4, t = lane % 4, blocks = (c.columns + c.block - 1) / c.block;
+    const int g = lane / 4, t = lane % 4, blocks = blocks_of(c);
     const int64_t plane = int64_t{blocks} * c.block * kPanelRows / 2;
     const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
     const uint8_t* panel = c.panels + block_index().x * (plane * (Bits / 4) + scale_bytes);
@@ -156,7 +165,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
 
 // A block per token, threads over its columns. What is no row of the matrix adds nothing.
 KVQ_KERNEL embed(kvq_cuda_embed e) {
-    const int token = block_index().x, blocks = (e.columns + e.block - 1) / e.block;
+    const int token = block_index().x, blocks = blocks_of(e);
     const int64_t plane = int64_t{blocks} * e.block * kPanelRows / 2;
     const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
     for (int i = thread_index(); i < e.columns; i += thread_count()) {

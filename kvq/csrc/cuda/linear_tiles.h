@@ -23,7 +23,7 @@ struct LinearRoom {
     int64_t plane_bytes, scale_bytes, panel_bytes;
     KVQ_DEVICE_MEMBER LinearRoom(const kvq_cuda_linear& c, int planes_read)
         : block(c.block), planes(planes_read) {
-        const int blocks = (c.columns + c.block - 1) / c.block;
+        const int blocks = blocks_of(c);
         plane_bytes = int64_t{blocks} * block * kPanelRows / 2;
         scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
         panel_bytes = plane_bytes * (c.bits / 4) + scale_bytes;
@@ -43,7 +43,7 @@ constexpr size_t linear_room_bytes(int block, int planes) {
 KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const float* x, float inverse, int token,
                             int block) {
     const int lane = thread_index() % kWarp, first = block * c.block;
-    const int blocks = (c.columns + c.block - 1) / c.block;
+    const int blocks = blocks_of(c);
     float numbers[4], top = 0;  // of 128 columns at most
     bool finite = true;
     for (int i = 0; i < c.block / kWarp; i++) {
@@ -73,7 +73,7 @@ KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const float* x, float inve
 // A block of 256 threads per token.
 KVQ_KERNEL round_inputs(kvq_cuda_linear c) {
     KVQ_SHARED float room[256];
-    const int token = block_index().x, blocks = (c.columns + c.block - 1) / c.block;
+    const int token = block_index().x, blocks = blocks_of(c);
     const float* x = c.x + int64_t{token} * c.columns * (c.activation == KVQ_PLAIN ? 1 : 2);
     const float inverse = norm_of(c, x, room);
     for (int block = thread_index() / kWarp; block < blocks; block += thread_count() / kWarp)
@@ -84,7 +84,7 @@ KVQ_KERNEL round_inputs(kvq_cuda_linear c) {
 // levels. What is beyond the last panel or token repeats it.
 KVQ_DEVICE void stage_block(const kvq_cuda_linear& c, const LinearRoom& room, int block,
                             uint8_t* stage) {
-    const int panels = (c.rows + kPanelRows - 1) / kPanelRows, pieces = room.block / 2;
+    const int panels = panels_of(c), pieces = room.block / 2;
     const int first_panel = block_index().y * kTilePanels;
     for (int i = thread_index(); i < room.planes * kTilePanels * pieces; i += kLinearThreads) {
         const int plane = i / (kTilePanels * pieces), panel = i / pieces % kTilePanels;
@@ -94,7 +94,7 @@ KVQ_DEVICE void stage_block(const kvq_cuda_linear& c, const LinearRoom& room, in
         copy_ahead<16>(stage + 16 * i, from + 16 * (i % pieces));
     }
     uint8_t* levels = stage + room.planes * room.plane_room();
-    const int64_t columns = int64_t{(c.columns + c.block - 1) / c.block} * c.block;
+    const int64_t columns = int64_t{blocks_of(c)} * c.block;
     for (int i = thread_index(); i < kTileTokens * room.block / 16; i += kLinearThreads) {
         const int token = i / (room.block / 16), piece = i % (room.block / 16);
         const int from = min(block_index().x * kTileTokens + token, c.tokens - 1);
@@ -152,8 +152,8 @@ KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     constexpr bool kWhole = Bits == 8 && !Hi;
     KVQ_DYNAMIC_SHARED(bytes);
     const LinearRoom room(c, kWhole ? 2 : 1);
-    const int warp = thread_index() / kWarp, blocks = (c.columns + c.block - 1) / c.block;
-    const int panels = (c.rows + kPanelRows - 1) / kPanelRows;
+    const int warp = thread_index() / kWarp, blocks = blocks_of(c);
+    const int panels = panels_of(c);
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
                           warp % (kTilePanels / kWarpPanels) * kWarpPanels,
                           warp / (kTilePanels / kWarpPanels) * kWarpTokens};

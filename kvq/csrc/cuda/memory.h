@@ -1,14 +1,19 @@
 // The device's memory and its errors; for the emulator, the host's.
 #pragma once
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "../kvq.h"
 #include "device.h"
 #include "kvq_cuda.h"
 
 namespace kvq::cuda {
+
+// Channels of heads that attention has kernels for.
+constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
 
 static thread_local char g_reason[256] = "";
 static kvq_cuda_add_ops g_add_ops = nullptr;
@@ -18,10 +23,14 @@ static void* g_ops_user = nullptr;
 
 static int told(cudaError_t error) {
     if (error == cudaSuccess) return KVQ_OK;
+    cudaGetLastError();  // it was told: the next launch is not to be taken for it
     std::snprintf(g_reason, sizeof g_reason, "%s: %s", cudaGetErrorName(error),
                   cudaGetErrorString(error));
     return error == cudaErrorMemoryAllocation ? KVQ_NO_MEMORY : KVQ_DEVICE_FAILED;
 }
+
+// Whether the device reads the host's pages itself, and then maybe later than a copy returns.
+static bool g_reads_pages = false;
 
 // Of the launch before it.
 static int outcome() {
@@ -35,6 +44,7 @@ static int open_device(kvq_cuda_device& out) {
     std::snprintf(out.name, sizeof out.name, "%s", properties.name);
     out.capability = 10 * properties.major + properties.minor;
     out.units = properties.multiProcessorCount;
+    g_reads_pages = properties.pageableMemoryAccess;
     size_t free_bytes = 0, all = 0;
     if (const int status = told(cudaMemGetInfo(&free_bytes, &all))) return status;
     out.free_bytes = static_cast<int64_t>(free_bytes), out.memory_bytes = static_cast<int64_t>(all);
@@ -55,10 +65,16 @@ static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, 
                 int64_t rows, void* stream) {
     const size_t width = static_cast<size_t>(row_bytes);
     const auto queue = static_cast<cudaStream_t>(stream);
-    if (rows == 1) return told(cudaMemcpyAsync(to, from, width, cudaMemcpyDefault, queue));
-    return told(cudaMemcpy2DAsync(to, static_cast<size_t>(to_step), from,
-                                  static_cast<size_t>(from_step), width, static_cast<size_t>(rows),
-                                  cudaMemcpyDefault, queue));
+    if (const int status = told(
+            rows == 1 ? cudaMemcpyAsync(to, from, width, cudaMemcpyDefault, queue)
+                      : cudaMemcpy2DAsync(to, static_cast<size_t>(to_step), from,
+                                          static_cast<size_t>(from_step), width,
+                                          static_cast<size_t>(rows), cudaMemcpyDefault, queue)))
+        return status;
+    cudaPointerAttributes source{};
+    if (g_reads_pages) cudaPointerGetAttributes(&source, from);
+    const bool lingers = g_reads_pages && source.type == cudaMemoryTypeUnregistered;
+    return lingers ? told(cudaStreamSynchronize(queue)) : int{KVQ_OK};
 }
 static int clear(void* at, int64_t bytes, void* stream) {
     return told(
@@ -73,7 +89,7 @@ static int wait(void* stream) {
 constexpr int64_t kEmulatedBytes = int64_t{1} << 30;
 
 static int outcome() {
-    return KVQ_OK;
+    return *g_reason ? KVQ_DEVICE_FAILED : KVQ_OK;
 }
 
 static int open_device(kvq_cuda_device& out) {
@@ -122,6 +138,7 @@ KVQ_EXPORT int kvq_cuda_abi(void) {
 }
 KVQ_EXPORT int kvq_cuda_open(kvq_cuda_device* device) {
     *device = {};
+    std::copy(std::begin(kvq::cuda::kHeadDims), std::end(kvq::cuda::kHeadDims), device->head_dims);
     return kvq::cuda::open_device(*device);
 }
 KVQ_EXPORT int kvq_cuda_allocate(int64_t bytes, void** memory) {
@@ -133,6 +150,7 @@ KVQ_EXPORT void kvq_cuda_free(void* memory) {
 }
 KVQ_EXPORT int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step,
                              int64_t row_bytes, int64_t rows, void* stream) {
+    if (!row_bytes || !rows) return KVQ_OK;
     return kvq::cuda::copy(to, to_step, from, from_step, row_bytes, rows, stream);
 }
 KVQ_EXPORT int kvq_cuda_clear(void* at, int64_t bytes, void* stream) {

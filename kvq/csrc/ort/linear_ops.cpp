@@ -194,7 +194,8 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     if (mode != kFullLayer && call.norm && kernel.first_kept == m.rows) return nullptr;
     const int status = kernel.device ? run_linear_on(*kernel.device, call)
                                      : run_linear(call, {run_parallel, context});
-    return status ? failed("Linear", "the product was refused") : nullptr;
+    if (status == KVQ_BAD_ARGUMENT) return failed("Linear", "the product was refused");
+    return status ? failed("Linear", kvq_status_text(status)) : nullptr;
 }
 
 OrtStatus* compute_embed(void* state, OrtKernelContext* context) {

@@ -5,7 +5,9 @@
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
 // [head_dim]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
 #include <algorithm>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -146,18 +148,26 @@ Op attention_op(Device* device) {
     return o;
 }
 
-// Adds a domain for the device, which lives as long as the process, like the library.
+// Adds the device's domain, which is made once and lives as long as the process, like the library.
 OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
     struct Domain {
         std::vector<Op> ops;
         OrtCustomOpDomain* domain = nullptr;
     };
-    auto* made = new Domain{linear_ops(device)};
-    made->ops.push_back(attention_op(device));
-    if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &made->domain)) return status;
-    for (const Op& op : made->ops)
-        if (OrtStatus* status = g_api->CustomOpDomain_Add(made->domain, &op)) return status;
-    return g_api->AddCustomOpDomain(options, made->domain);
+    static std::mutex mutex;
+    static auto* domains = new std::map<Device*, Domain>;
+    std::lock_guard<std::mutex> lock(mutex);
+    Domain& made = (*domains)[device];
+    if (!made.domain) {
+        OrtCustomOpDomain* domain = nullptr;
+        if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
+        made.ops = linear_ops(device);
+        made.ops.push_back(attention_op(device));
+        for (const Op& op : made.ops)
+            if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, &op)) return status;
+        made.domain = domain;
+    }
+    return g_api->AddCustomOpDomain(options, made.domain);
 }
 
 }  // namespace

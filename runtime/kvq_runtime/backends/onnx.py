@@ -52,7 +52,6 @@ class _InferenceSession(Protocol):
     ) -> list[NDArray[np.float32]]: ...
     def io_binding(self) -> Any: ...
     def run_with_iobinding(self, binding: Any) -> None: ...
-    def get_providers(self) -> Sequence[str]: ...
 
 
 class OnnxBackend(PagedBackend):
@@ -243,16 +242,16 @@ def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
     try:
         options.register_custom_ops_library(str(library))
         # Its fallback is the same provider again, and a banner on stdout.
-        session = onnxruntime.InferenceSession(
+        return onnxruntime.InferenceSession(
             path, options, providers=_providers(device), enable_fallback=0
         )
-        if device == "cuda" and gpu.PROVIDER not in session.get_providers():
-            raise BackendError(
-                "onnxruntime finds CUDA's libraries nowhere (cuBLAS, cuDNN, cuFFT, cuRAND): "
-                'pip install "kvq-runtime[cuda]", or use --device cpu'
-            )
-        return session
     except _load_errors() as error:
+        if device == "cuda":
+            raise BackendError(
+                f"{path} cannot be run on the GPU by onnxruntime {onnxruntime.__version__}: "
+                f"{_told(error)}; if it runs with --device cpu, CUDA's libraries are missing "
+                f"(cuBLAS, cuDNN, cuFFT, cuRAND): {gpu.INSTALL}"
+            ) from error
         raise BundleError(
             f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {_told(error)}; "
             "export the bundle again with this version of kvq"

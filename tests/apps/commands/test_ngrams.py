@@ -1,6 +1,7 @@
 """`kvq ngrams` on files of one's own, and who chooses by them."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,12 @@ def test_ones_own_files_are_counted_shown_and_removed(
         assert engine.writer("superposed:tau=1.0").ngrams == str(path)
         assert engine.writer("superposed:ngrams=").ngrams == ""
         assert run("build", str(files / "a.py"))["text_tokens"] == len(ids[0])
+        # Where nothing is text, what was counted stays; nobody waits for a pipe to be written.
+        os.mkfifo(files / "inner" / "pipe")
+        (files / "inner" / "b.txt").unlink()
+        assert main(["ngrams", "build", str(files / "inner"), "-m", model]) == 2
+        assert "no text file" in capsys.readouterr().err
+        assert run()["text_tokens"] == len(ids[0])
         assert run("remove")["bytes"] == 0
         assert not path.exists()
         assert engine.writer("superposed").ngrams == ""

@@ -1,12 +1,14 @@
 """Documents against plain strings, blocks against the whole, rules against golden drafts."""
 
 import random
+import tracemalloc
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_apps.completion.blocks import BlockTokenizer
+from kvq_apps.completion.blocks import MOST_CHARACTERS, BlockTokenizer
 from kvq_apps.completion.document import Document, Encoding, Position
 from kvq_apps.completion.filters import Around, shown
 from kvq_models.tokenizer import Tokenizer
@@ -154,6 +156,24 @@ def test_a_key_encodes_its_block_only(tokenizers: list[Tokenizer]) -> None:
     assert blocks.encoded_characters - before < 60
 
 
+class OnePiece:
+    """A tokenizer that writes any text as one token, so that blocks are not the whole."""
+
+    def encode(self, text: str) -> list[int]:
+        return [hash(text)]
+
+
+def test_what_is_remembered_of_a_text_that_is_encoded_whole_is_bounded() -> None:
+    blocks = BlockTokenizer(cast(Tokenizer, OnePiece()))
+    text = "x" * (MOST_CHARACTERS // 4)
+    tracemalloc.start()
+    for key in range(20):
+        blocks.encode(text + "y" * key)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 2.5 * MOST_CHARACTERS
+
+
 @pytest.mark.parametrize(
     ("draft", "before", "rest", "below", "left"),
     [
@@ -170,6 +190,12 @@ def test_a_key_encodes_its_block_only(tokenizers: list[Tokenizer]) -> None:
         ("return x", "    ", "", "    return x", ""),
         ("return x", "    ", "", "    return y", "return x"),
         ("range(10):", "for i in ", ":", "", "range(10)"),
+        ("len(x)", "foo(", ")", "", "len(x)"),
+        ("len(x))", "foo(", ")", "", "len(x)"),
+        ("b = c[0]", "f(a[", "])", "", "b = c[0]"),
+        ("name(", "", "(x)", "", "name"),
+        ("1000", "x = ", "", "", "1000"),
+        ('"""One."""', "    ", "", "", '"""One."""'),
         ("x", "", "", "", ""),
         ("   ", "", "", "", ""),
         ("value  ", "", "", "", "value"),

@@ -5,12 +5,15 @@ Neovim's own ghost text and with the plugin's.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,9 +66,9 @@ class Editor(Neovim):
         self.open(self._folder / f"{len(list(self._folder.glob('*.txt')))}.txt", text)
         self.keys(keys)
 
-    def calls(self) -> list[str]:
-        """What stood before the cursor, at each completion that was written."""
-        return [json.loads(line)["before"] for line in self._calls.read_text().splitlines()]
+    def calls(self) -> list[dict[str, Any]]:
+        """What stood around the cursor at each completion, and the process that wrote it."""
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=_views(), ids=str)
@@ -265,6 +268,68 @@ def test_shown_only_when_asked_for(start: Callable[..., Editor]) -> None:
     editor.until_row(0, "plural(")
     refused = editor.lua("return select(2, pcall(require('kvq').setup, { draft = 2 }))")
     assert 'no option "draft"; possible are args, cmd, debounce_ms, drafts' in refused
+
+
+def test_a_server_that_died_comes_back_for_every_buffer(
+    view: tuple[str, bool], start: Callable[..., Editor]
+) -> None:
+    editor = start(f"{COMMAND}, {drawn_by(view[1])}, filetypes = {{ markdown = false }}")
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.write("", "iplu")
+    editor.until(VISIBLE, True)
+    editor.keys("<Esc>")
+    editor.until(MODE, "n")
+    number = "require('kvq.server').client_id"
+    before = editor.lua(f"return {number}")
+    os.kill(editor.calls()[-1]["pid"], signal.SIGKILL)
+    editor.until(f"{number} == nil", True)
+    editor.keys("Ax<BS>")
+    editor.until(VISIBLE, True)
+    assert editor.lua(f"return {number}") != before
+    editor.keys("<Esc>:buffer 0.txt<CR>A")
+    editor.until(VISIBLE, True)
+    # A buffer that gets a type which is left alone is left.
+    editor.keys("<Esc>:set filetype=markdown<CR>A")
+    editor.until(f"vim.lsp.buf_is_attached(0, {number})", False)
+    assert editor.lua(f"return {VISIBLE}") is False
+
+
+def test_options_that_are_given_later_are_those_of_the_server(start: Callable[..., Editor]) -> None:
+    editor = start(f"{COMMAND}, native = false")
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    # Nor is a client of this name that somebody else has started taken for it.
+    command = f"cmd = {{ '{sys.executable}', '{FAKE_SERVER}', '%s' }}"
+    other = f"{{ name = 'kvq', root_dir = vim.loop.cwd(), {command % 'other'} }}"
+    editor.lua(f"return vim.lsp.start and vim.lsp.start({other})")
+    editor.lua(f"require('kvq').setup({{ {command % 'later'}, native = false }})")
+    assert editor.lua("return require('kvq.server').client().config.cmd[3]") == "later"
+
+
+def test_an_answer_after_a_draft_was_hidden_is_dropped(
+    view: tuple[str, bool], editor: Editor
+) -> None:
+    if not view[1]:
+        pytest.skip("the plugin asks by numbers of its own")
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.lua("""
+        local client = require('kvq.server').client()
+        local request = client.request
+        function client.request(...)
+          client.request = request
+          local sent, number = request(...)
+          require('kvq').dismiss()
+          return sent, number
+        end
+        vim.cmd('messages clear')
+    """)
+    editor.keys("e")
+    editor.until("require('kvq').visible()", False)
+    editor.lua("vim.cmd('Kvq explain')")
+    editor.until(f"{MESSAGES}:match('kvq: %d drafts') ~= nil", True)
+    assert "attempt" not in editor.lua(f"return {MESSAGES}")
 
 
 def test_the_help_names_every_option_key_and_command() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvq_apps.lsp.settings import MOST_DRAFTS
+
 FOLDER = Path(__file__).parents[3] / "apps/editors/vscode"
 SOURCE = "".join(file.read_text() for file in sorted((FOLDER / "src").glob("*.ts")))
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "package.json").read_text())
@@ -38,6 +40,8 @@ def test_the_manifest_names_what_the_source_has() -> None:
     assert set(re.findall(r"^    (\w+): ", table, re.MULTILINE)) == commands
     settings = {name.removeprefix("kvq.") for name in contributes["configuration"]["properties"]}
     assert set(re.findall(r"\.get<[^;]*?>\(\s*\"(\w+)\"", SOURCE)) == settings
+    drafts = contributes["configuration"]["properties"]["kvq.drafts"]
+    assert (drafts["minimum"], drafts["maximum"]) == (1, MOST_DRAFTS)
     # What a folder's own settings could name would be run by opening that folder.
     for name in ("path", "model", "arguments"):
         assert contributes["configuration"]["properties"][f"kvq.{name}"]["scope"] == "machine"

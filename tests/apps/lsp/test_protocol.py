@@ -119,6 +119,12 @@ def test_what_is_wrong_has_its_code_and_ends_nothing(
     editor.changes(2, [{"text": "x"}], "file:///unknown.py")
     editor.send("$/unknown", {})
     editor.send("$/cancelRequest", {"id": "unknown"})
+    editor.send(
+        "textDocument/didPartiallyAcceptCompletion", {"item": {"command": {"arguments": []}}}
+    )
+    endless = b'{"method": "textDocument/didChange", "params": {"textDocument": '
+    endless += b'{"uri": "file:///a.py", "version": 1e999}, "contentChanges": []}}'
+    editor.raw(b"Content-Length: %d\r\n\r\n%s" % (len(endless), endless))
     assert editor.ask("workspace/executeCommand", {"command": "rm"})["error"]["code"] == -32602
     assert any("unknown.py, which is not open" in line for line in editor.log)
     assert editor.ask("shutdown")["result"] is None
@@ -160,6 +166,14 @@ def test_a_server_that_is_ended_says_nothing(tmp_path: Path) -> None:
     assert client.process.wait(PATIENCE_S) == -signal.SIGTERM
     client.close()
     assert log.read_text() == ""
+
+
+def test_a_server_ends_though_nobody_reads_its_answers(tmp_path: Path) -> None:
+    """LSP-3: more than a pipe holds waits to be read when the editor goes."""
+    client = ProcessClient(tmp_path, "--server", "http://127.0.0.1:9")
+    for number in range(2000):
+        client.send("nosuch/method", number=number)
+    assert client.close() == 1
 
 
 def test_a_server_begins_before_anything_slow_is_loaded() -> None:

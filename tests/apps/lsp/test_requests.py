@@ -221,13 +221,18 @@ def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
         raise OSError("no such bundle")
 
     with closing(ThreadClient(load)) as client:
-        client.start("a\n")
+        client.ask("initialize", {"capabilities": {"window": {"workDoneProgress": True}}})
+        client.open("a\n")
         reason, wanted = "", "there is no model: no such bundle"
         for _ in range(100_000):
             assert client.complete(0, 1)["result"] is None
             if (reason := client.why_not()) == wanted:
                 break
         assert reason == wanted
+        # Nor one whose loading would be shown for ever.
+        client.send("initialized", {})
+        client.send_message({"id": client.read()["id"], "result": None})
+        assert client.why_not() == wanted
 
 
 def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ class Extension implements vscode.Disposable {
   #turn: Promise<void> = Promise.resolve();
 
   restart(): Promise<void> {
-    this.#turn = this.#turn.then(async () => {
+    const turn = async () => {
       await this.#stop();
       if (this.#on) {
         await this.#start();
       }
-    });
+    };
+    this.#turn = this.#turn.then(turn).catch((error) => this.#log.error(String(error)));
     return this.#turn;
   }
 
@@ -77,7 +78,7 @@ class Extension implements vscode.Disposable {
     }
     const server = new Server({ ...asked, command }, this.#status, this.#log);
     this.#server = server;
-    await server.start().catch((error) => this.#log.error(String(error)));
+    await server.start();
   }
 }
 

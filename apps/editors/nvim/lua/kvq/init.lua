@@ -7,7 +7,7 @@ local M = {}
 local own = nil -- the options, once set up
 local view = nil -- who draws: kvq.ghost or kvq.native
 local enabled = true
-local attached = {}
+local attached = {} -- by buffer: the client that knows it
 
 -- Whether kvq is to complete in `buffer`: a file's text, of a kind that is not switched off.
 local function wanted(buffer)
@@ -25,25 +25,31 @@ local function group_of(buffer)
   return vim.api.nvim_create_augroup('kvq-' .. buffer, { clear = true })
 end
 
-local function attach(buffer)
-  if not enabled or not wanted(buffer) then
-    return
-  end
-  local first = not attached[buffer]
-  if (first or server.client() == nil) and server.attach(buffer, own) then
-    attached[buffer] = true
-    view.attach(buffer, group_of(buffer))
-  end
-end
-
 local function detach(buffer)
   if attached[buffer] then
     attached[buffer] = nil
-    group_of(buffer)
+    vim.api.nvim_del_augroup_by_id(group_of(buffer))
     if vim.api.nvim_buf_is_valid(buffer) then
       view.detach(buffer)
       server.detach(buffer)
     end
+  end
+end
+
+local function detach_all()
+  for buffer in pairs(vim.deepcopy(attached)) do
+    detach(buffer)
+  end
+end
+
+local function attach(buffer)
+  if not enabled or not wanted(buffer) then
+    return detach(buffer)
+  end
+  local known = server.client() and attached[buffer] == server.client_id
+  if not known and server.attach(buffer, own) then
+    attached[buffer] = server.client_id
+    view.attach(buffer, group_of(buffer))
   end
 end
 
@@ -84,19 +90,15 @@ end
 -- Switches completion off or on, for all buffers.
 function M.toggle()
   enabled = not enabled
-  for buffer in pairs(vim.deepcopy(attached)) do
-    if not enabled then
-      detach(buffer)
-    end
+  if not enabled then
+    detach_all()
   end
   attach(vim.api.nvim_get_current_buf())
   vim.api.nvim_echo({ { 'kvq is ' .. (enabled and 'on' or 'off') } }, false, {})
 end
 
 function M.restart()
-  for buffer in pairs(vim.deepcopy(attached)) do
-    detach(buffer)
-  end
+  detach_all()
   server.stop()
   attach(vim.api.nvim_get_current_buf())
 end
@@ -230,10 +232,10 @@ function M.setup(given)
   if vim.fn.has('nvim-0.7') ~= 1 then
     error('kvq: this is for Neovim 0.7 and later', 0)
   end
-  if own then
-    M.restart()
-  end
-  own = options.merged(given)
+  local merged = options.merged(given)
+  detach_all()
+  server.stop()
+  own = merged
   view = require(neovim_draws() and 'kvq.native' or 'kvq.ghost')
   view.setup(own)
   vim.api.nvim_set_hl(0, 'KvqGhost', { default = true, link = 'Comment' })

@@ -10,6 +10,8 @@ local M = {}
 
 local shown_by_neovim = 'nvim.lsp.inline_completion'
 local count = 0
+-- How often Neovim's part was taken away: it fails over an answer to what it asked before that.
+local detached = 0
 
 local function on_answer(buffer, result)
   count = result and #(result.items or result) or 0
@@ -29,10 +31,12 @@ local function listen(client)
   client.kvq_listens = true
   local request = client.request
   function client.request(self, method, params, handler, buffer)
-    local own = handler
+    local own, before = handler, detached
     if method == server.METHOD then
       own = function(err, result, context)
-        return handler(err, on_answer(context.bufnr, result), context)
+        if before == detached then
+          return handler(err, on_answer(context.bufnr, result), context)
+        end
       end
     end
     return request(self, method, params, own, buffer)
@@ -54,6 +58,7 @@ function M.attach(buffer, group)
 end
 
 function M.detach(buffer)
+  detached = detached + 1
   vim.lsp.inline_completion.enable(false, { bufnr = buffer })
 end
 

@@ -49,6 +49,11 @@ local function missing(command)
   end
 end
 
+-- Another client of this name is somebody else's, or ends.
+local function never()
+  return false
+end
+
 local function configuration(own)
   return {
     name = 'kvq',
@@ -70,7 +75,7 @@ function M.attach(buffer, own)
     end
     M.why_not = nil
     M.client_id = vim.lsp.start_client and not has_011 and vim.lsp.start_client(configuration(own))
-      or vim.lsp.start(configuration(own), { attach = false })
+      or vim.lsp.start(configuration(own), { attach = false, reuse_client = never })
   end
   if M.client_id and not vim.lsp.buf_is_attached(buffer, M.client_id) then
     vim.lsp.buf_attach_client(buffer, M.client_id)
