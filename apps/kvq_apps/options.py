@@ -1,6 +1,7 @@
 """What the flags ask of a session, a sampler and a server. Knows no file and no environment."""
 
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
 from kvq.errors import UsageError
@@ -160,10 +161,24 @@ def _with_files(asked: str) -> str:
 
 def serve_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `ServeConfig` as the flags alone ask for them."""
-    return given(
+    found = given(
         arguments, host="host", port="port", api_key="api-key", sessions="sessions", queue="queue",
-        chunk_tokens="chunk-tokens", grace_s="grace",
+        chunk_tokens="chunk-tokens", grace_s="grace", saved_bytes="sessions-disk",
     )  # fmt: skip
+    if "saved_bytes" in found:
+        found["saved_bytes"] = _disk_bytes(found["saved_bytes"])
+    return found
+
+
+def _disk_bytes(text: str) -> int:
+    """What `--sessions-disk` says, 0: nothing is kept. Raises `UsageError`."""
+    from kvq.config import parse_budget
+
+    with suppress(UsageError):
+        num_bytes = 0 if text == "0" else parse_budget(text).num_bytes
+        if num_bytes is not None:
+            return num_bytes
+    raise UsageError(f"--sessions-disk {text} is not possible: give bytes such as 2GiB, or 0")
 
 
 # The least of each number whose owner is met only once a model is loaded.
@@ -198,11 +213,11 @@ def check(name: str, value: Any) -> None:
             predictor_named(value)
         case "draft":
             drafter(alone)
-        case "kv-budget" | "sessions-disk" if (name, value) != ("sessions-disk", "0"):
+        case "kv-budget":
             from kvq.config import parse_budget
 
             parse_budget(value)
-        case "port" | "api-key" | "sessions" | "queue" | "chunk-tokens" | "grace":
+        case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 
             ServeConfig(**serve_options(alone))

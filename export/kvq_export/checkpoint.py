@@ -71,7 +71,8 @@ class Checkpoint:
                     f"tensor {missing[0]!r} is missing from {file.name}, where the index puts it"
                     f"{_and_more(missing)}; download the file again"
                 )
-            tensors |= entries
+            # The index says which of two tensors of one name is meant.
+            tensors = entries | tensors | {name: entries[name] for name in expected}
         if _EMBEDDING not in tensors and _HEAD in tensors:
             # Of tied weights some tools keep only the other name; `check` refuses it elsewhere.
             tensors[_EMBEDDING] = tensors[_HEAD]

@@ -124,9 +124,7 @@ def _check_prediction(model: _Model, options: ExportOptions) -> None:
             "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "
             "leave it out"
         )
-    if asked is None:
-        return
-    if asked != "auto" and not 1 <= int(asked) < layers:
+    if asked is not None and not 1 <= (1 if asked == "auto" else int(asked)) < layers:
         raise UsageError(
             f"--kv-predict {asked} is not possible: 1 to {layers - 1} of this model's {layers} "
             "layers can be computed while the others are predicted"
@@ -306,10 +304,10 @@ def _licence(folder: Path) -> str:
     if card.is_file():
         header = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
         for key in ("license_name", "license"):
-            found = re.search(rf"^{key}:\s*[\"']?([^\s\"'#]+)", header, re.MULTILINE)
+            found = re.search(rf"^{key}:(?:\s*\n *-)? *[\"']?([^\s\"'#]+)", header, re.MULTILINE)
             if found and header.startswith("---"):
                 return found[1]
-    for file in sorted(folder.glob("LICENSE*")):
+    for file in filter(Path.is_file, sorted(folder.glob("LICENSE*"))):
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in lines if line.strip()), "unknown")
     return "unknown"

@@ -65,7 +65,7 @@ def _download(hub_id: str) -> Path:
             f"{hub_id} asks for consent: accept its terms on https://huggingface.co/{hub_id} "
             "and log in with `hf auth login`"
         ) from error
-    except errors.RepositoryNotFoundError as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
             f"there is no folder {hub_id} here and no public model {hub_id} on the hub; check "
             "the name, or log in with `hf auth login` for a private one"

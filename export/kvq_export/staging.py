@@ -21,9 +21,10 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
     """A new folder beside `destination`, renamed to it at the end and removed on any failure.
 
     An existing bundle is replaced with `force` only, anything else never. What an export of this
-    name that was killed left behind is removed. Raises `BundleError`, also in place of an
-    `OSError` of the body.
+    name that was killed left behind is removed. A link at `destination` stays, and what it points
+    to is written. Raises `BundleError`, also in place of an `OSError` of the body.
     """
+    destination = destination.resolve() if destination.is_symlink() else destination
     _clear_leftovers(destination)
     _check_destination(destination, force=force)
     mark = secrets.token_hex(4)
@@ -33,6 +34,8 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
         folder.mkdir()
         with _held(folder):
             yield folder
+            # Much may have come to be there meanwhile.
+            _check_destination(destination, force=force)
             _move(folder, destination, destination.with_name(f".{destination.name}.{mark}.old"))
     except OSError as error:
         raise BundleError(

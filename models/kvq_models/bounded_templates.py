@@ -38,8 +38,12 @@ _WIDENING = re.compile(
 # They pass items on and write none of them.
 _PASSING = re.compile(
     "abs|attr|count|d|default|dictsort|first|float|groupby|int|items|last|length|list|map|max|min|"
-    "reject|rejectattr|reverse|select|selectattr|sort|sum|unique"
+    "reject|rejectattr|reverse|select|selectattr|sort|unique"
 )
+# Their time grows as the product of two texts: each place of one is compared with all of the other.
+_SEARCHING = re.compile("[lr]?strip|r(find|index|partition|split)|trim")
+# They make bytes, which nothing here measures.
+_MAKES_BYTES = ("encode", "to_bytes")
 # What an item of a container counts for, in characters.
 _ITEM = 16
 # The places of a format, and those whose width is an argument.
@@ -60,7 +64,7 @@ class _Budget:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """`within` a budget its templates may be compiled and rendered, from any thread."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "*", "**", "%", "//"))
 
     def __init__(self, extensions: Sequence[type[Extension]]) -> None:
         super().__init__(
@@ -76,6 +80,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Makes every filter spend; called once all filters are there."""
         for name, function in self.filters.items():
             self.filters[name] = self._spending(name, function)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may have it."""
+        return attr not in _MAKES_BYTES and super().is_safe_attribute(obj, attr, value)
 
     @contextmanager
     def within(self, given: object) -> Iterator[None]:
@@ -116,6 +124,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """One call in a template: a macro, a function, a method of a text."""
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
+            args = _listed(args)
             self._foresee(function.__name__, (owner, *args, *named.values()))
         result = super().call(context, function, *args, **named)
         return (self.made if function in (dict, Namespace) else self.made_flat)(result)
@@ -124,7 +133,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """One of the operators that can make much out of little."""
         if operator == "%" and isinstance(left, str):
             self._foresee("format", (left, right))
-        elif operator in ("*", "**"):
+        elif operator != "+":
             self._foresee_product(operator, left, right)
         return self.made_flat(super().call_binop(context, operator, left, right))
 
@@ -138,6 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @wraps(function)
         def spending(*args: Any, **named: Any) -> Any:
             if not passes:
+                args = _listed(args)
                 self._foresee(name, (*args, *named.values()))
             return self.made_flat(function(*args, **named))
 
@@ -153,17 +163,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             factor = max((1, *map(len, texts[2:3])))
         elif name in ("join", "translate"):
             factor = 1 + max(map(len, texts), default=0)
+        elif _SEARCHING.fullmatch(name):
+            factor = max((1, *map(len, texts[1:])))
+        elif name == "sum" and any(isinstance(value, list | tuple) for value in values[2:]):
+            factor = _size(values, self._left)  # each sum is a new list
         if factor * _size(values, self._left) > self._left:
             raise TemplateError(f"{name} would make more text than it may")
 
     def _foresee_product(self, operator: str, left: Any, right: Any) -> None:
-        for one, times in ((left, right), (right, left)):
-            if isinstance(times, int):
-                whole = isinstance(one, int)
-                size = one.bit_length() if whole else _size(one, self._left)
-                factor = 1 if whole and operator == "*" else abs(times)
-                if size * factor > self._left:
-                    raise TemplateError(f"{operator} would make more than it may")
+        work = 0
+        if isinstance(left, int) and isinstance(right, int):
+            # A product or quotient of whole numbers takes the product of their bits.
+            bits = left.bit_length()
+            power = operator == "**"
+            work = (bits * min(abs(right), self._left)) ** 2 if power else bits * right.bit_length()
+        elif operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if isinstance(times, int) and not isinstance(one, float):
+                    work = _size(one, self._left) * abs(times)
+        if work > self._left:
+            raise TemplateError(f"{operator} would make more than it may")
 
 
 class _SpendingCode(CodeGenerator):
@@ -205,6 +224,11 @@ class _SpendingCode(CodeGenerator):
         self.write(f"environment.{by}(")
         visit(node, frame)
         self.write(")")
+
+
+def _listed(args: Iterable[Any]) -> tuple[Any, ...]:
+    """The arguments; of what would give its items once, a list of them, which can be measured."""
+    return tuple(list(cast(Any, arg)) if isinstance(arg, Iterator) else arg for arg in args)
 
 
 def _widths(name: str, texts: Sequence[str], values: Sequence[Any]) -> Iterator[int]:

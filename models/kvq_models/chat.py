@@ -59,15 +59,21 @@ def _said(what: str) -> Iterator[None]:
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template text from chat_template.jinja, else from tokenizer_config.json, else None."""
+    """The template text from chat_template.jinja, else from tokenizer_config.json, else None.
+
+    Raises ModelError for one that cannot be read.
+    """
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template: Any = tokenizer_config.get("chat_template")
-    if not isinstance(template, list):
-        return template
-    entries = cast(list[dict[str, str]], template)
-    return {entry["name"]: entry["template"] for entry in entries}.get("default")
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template: Any = tokenizer_config.get("chat_template")
+        if not isinstance(template, list):
+            return template
+        entries = cast(list[dict[str, str]], template)
+        return {entry["name"]: entry["template"] for entry in entries}.get("default")
+    except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"the chat template of {folder} cannot be read: {error!r}") from error
 
 
 # Any character would do: where a message holds it, it is replaced too.

@@ -101,14 +101,18 @@ class ModelConfig:
                 raise ModelError(
                     f"a rotary table turns {2 * len(rope.inv_freq)} of {self.head_dim} dimensions"
                 )
+            for value in (rope.factor, *rope.inv_freq, *(rope.long_inv_freq or ())):
+                _check_real("a number of a rotary table", value)
+            if rope.long_inv_freq is not None:
+                _check_count("a table's original_context", rope.original_context, least=1)
+                if len(rope.long_inv_freq) != len(rope.inv_freq):
+                    raise ModelError("the long rotary table is not as long as the short one")
 
     def _check_numbers(self) -> None:
         for name in _POSITIVE:
             _check_count(name, getattr(self, name), least=1)
         for name in _REAL:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-                raise ModelError(f"{name} is {value!r}; it must be a finite number")
+            _check_real(name, getattr(self, name))
         if self.activation not in get_args(Activation):
             raise ModelError(f"the activation {self.activation!r} is none of {Activation}")
         for token in (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id):
@@ -207,6 +211,11 @@ _REAL = (
 )
 # What native code counts with.
 _MOST = (1 << 31) - 1
+
+
+def _check_real(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ModelError(f"{name} is {value!r}; it must be a finite number")
 
 
 def _check_count(name: str, value: Any, *, least: int, most: int = _MOST) -> None:

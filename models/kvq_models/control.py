@@ -65,12 +65,15 @@ class ControlTokens:
         """Rebuild from `to_json`'s dict. Raises ModelError when it is something else."""
         try:
             fim = data.get("fim")
-            return cls(
+            found = cls(
                 bos=data.get("bos"),
                 eos=tuple(data.get("eos", ())),
                 start=tuple(data.get("start", ())),
                 fim=None if fim is None else FimTokens(**fim),
             )
+            if any(type(token) is not int for token in found.ids()):
+                raise TypeError("ids are whole numbers")
+            return found
         except (AttributeError, TypeError) as error:
             raise ModelError(f"these are not control tokens: {error}") from error
 

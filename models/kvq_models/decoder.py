@@ -14,6 +14,7 @@ from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
 
+MOST_HEAD_DIM = 1 << 16
 ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
 
 LAYER_WEIGHTS: Mapping[str, tuple[str, ...]] = {
@@ -127,12 +128,21 @@ def decoder_config(
 
 def head_dim_of(values: Mapping[str, Any]) -> int:
     """head_dim, or hidden_size / num_attention_heads when absent. Raises CheckpointError."""
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    if values["head_dim"] is not None:
-        return values["head_dim"]
-    if heads < 1 or hidden % heads:
-        raise CheckpointError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
-    return hidden // heads
+    hidden, heads, head_dim = (
+        values[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    if head_dim is None:
+        if heads < 1 or hidden % heads:
+            raise CheckpointError(
+                f"hidden_size {hidden} is not a multiple of {heads} attention heads"
+            )
+        head_dim = hidden // heads
+    # Its rotary table takes memory before any of the weights is looked for.
+    if not 1 <= head_dim <= MOST_HEAD_DIM:
+        raise CheckpointError(
+            f"config.json gives a head {head_dim} dimensions; 1 to {MOST_HEAD_DIM} are possible"
+        )
+    return head_dim
 
 
 def rope_settings(

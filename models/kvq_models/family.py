@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvq.errors import CheckpointError
 from kvq_models.config import ModelConfig
 from kvq_models.keys import Key, read_keys
@@ -61,14 +63,20 @@ class Family:
         Raises UnsupportedModelError for keys or values this family does not compute,
         CheckpointError for missing or malformed ones.
         """
-        values = read_keys(self.model_type, self.keys, config_json)
-        # Each layer takes memory here, before any of its weights is looked for.
-        if values["num_hidden_layers"] > MOST_LAYERS:
+        try:
+            values = read_keys(self.model_type, self.keys, config_json)
+            # Each layer takes memory here, before any of its weights is looked for.
+            if values["num_hidden_layers"] > MOST_LAYERS:
+                raise CheckpointError(
+                    f"config.json has num_hidden_layers = {values['num_hidden_layers']}; at most "
+                    f"{MOST_LAYERS} are possible"
+                )
+            with np.errstate(divide="raise", over="raise", invalid="raise"):
+                return self.build(values)
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"config.json has num_hidden_layers = {values['num_hidden_layers']}; at most "
-                f"{MOST_LAYERS} are possible"
-            )
-        return self.build(values)
+                f"config.json describes no {self.model_type} model: {error}; download it again"
+            ) from error
 
     def weights(self, config: ModelConfig) -> dict[str, WeightSource]:
         """Every canonical weight of the model, in the order of the forward pass."""

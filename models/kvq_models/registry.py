@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         kind = type(cast(object, data)).__name__

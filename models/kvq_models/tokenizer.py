@@ -252,15 +252,19 @@ class JsonVocabulary:
         """
         definition = _definition(tokenizer_json)
         added: list[dict[str, Any]] = definition.get("added_tokens") or []
-        self._added: dict[int, bytes] = {
-            token["id"]: token["content"].encode("utf-8") for token in added
-        }
-        for token in added:
-            token["special"] = _is_control(token) or token["id"] in control
+        try:
+            self._added: dict[int, bytes] = {
+                token["id"]: token["content"].encode("utf-8") for token in added
+            }
+            for token in added:
+                token["special"] = _is_control(token) or token["id"] in control
+            changed = json.dumps(definition)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"tokenizer.json cannot be used: {error!r}") from error
         self.special: Mapping[int, str] = {
             token["id"]: token["content"] for token in added if token["special"]
         }
-        self._library = _load(json.dumps(definition))
+        self._library = _load(changed)
         self._library.no_truncation()
         self._library.no_padding()
         # Held by whoever encodes, and by whoever is next: a long text keeps nobody out.
@@ -391,7 +395,7 @@ def _read_tokenizer(folder: Path) -> str:
 def _definition(text: str) -> dict[str, Any]:
     try:
         definition: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"tokenizer.json is not JSON: {error}") from error
     if not isinstance(definition, dict) or "model" not in definition:
         raise CheckpointError("tokenizer.json does not describe a tokenizer: it has no model")

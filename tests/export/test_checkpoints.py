@@ -15,6 +15,7 @@ import pytest
 
 from kvq.errors import KvqError
 from kvq_export import export
+from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import DATA_FILE
@@ -225,6 +226,15 @@ def test_a_damaged_sharded_checkpoint_is_refused(case: str, sources: Path, tmp_p
     source = Path(shutil.copytree(sources / "sharded", tmp_path / "source"))
     damage(source)
     refuse(source, tmp_path, message)
+
+
+def test_of_two_tensors_of_one_name_the_index_decides(sources: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sources / "sharded", tmp_path / "source"))
+    shards: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    (name, first), *_, (_, last) = shards.items()
+    stale = read_safetensors(folder / last) | {name: read_safetensors(folder / first)[name]}
+    write_safetensors(folder / last, stale)
+    assert Checkpoint.open(folder).tensors[name].file.name == first != last
 
 
 def test_a_destination_that_cannot_be_made_is_refused(sources: Path, tmp_path: Path) -> None:

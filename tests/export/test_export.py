@@ -25,13 +25,14 @@ from kvq_export.export import export_model
 from kvq_export.hub import locate
 from kvq_export.layout import plan_layout
 from kvq_export.random_bundle import random_bundle
+from kvq_export.staging import staged
 from kvq_export.standard_bundle import standard_bundle
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
+from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle
 from tiny import checkpoint_weights, make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False)
@@ -484,7 +485,7 @@ def test_sharded_and_single_checkpoints_give_the_same_bytes(tmp_path: Path) -> N
 
 def test_manifest_tokenizer_and_licence(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
-    (source / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    (source / "README.md").write_text("---\nlanguage: en\nlicense:\n- apache-2.0\n---\n# A model\n")
     options = ExportOptions(kv=KvPlan(k_bits=8, v_bits=4), name="small", quality=False)
     calls: list[tuple[int, int]] = []
     bundle = export_model(
@@ -567,6 +568,33 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
 
 
+def test_what_came_to_be_there_meanwhile_is_never_replaced(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis"
+
+    def write() -> None:
+        with staged(thesis, force=True):
+            thesis.mkdir()
+            (thesis / "chapter.tex").write_text("years of work")
+
+    with pytest.raises(BundleError, match="is not a bundle, so it is not replaced"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+    assert (thesis / "chapter.tex").read_text() == "years of work"
+
+
+def test_a_link_to_a_bundle_stays_and_the_bundle_is_replaced(tmp_path: Path) -> None:
+    bundle, link = tmp_path / "disk" / "bundle", tmp_path / "link"
+    bundle.mkdir(parents=True)
+    (bundle / MANIFEST_FILE).write_text("old")
+    link.symlink_to(bundle)
+    with staged(link, force=True) as partial:
+        (partial / MANIFEST_FILE).write_text("new")
+    assert link.readlink() == bundle
+    assert (bundle / MANIFEST_FILE).read_text() == "new"
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
 # The hub
 
 
@@ -584,16 +612,20 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text(commit)
     make_llama_checkpoint(model / "snapshots" / commit)
+    (model / "snapshots" / commit / "LICENSES").mkdir()
     located = locate("org/small")
     assert (located.name, located.revision) == ("org/small", commit)
     bundle = export_model("org/small", tmp_path / "bundle", PLAIN)
     assert bundle.manifest.source["model"] == "org/small"
     assert bundle.manifest.source["revision"] == commit
+    assert bundle.manifest.source["license"] == "unknown"
 
 
 def test_neither_folder_nor_hub_id_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no checkpoint at"):
         locate(tmp_path / "nothing")
+    with pytest.raises(ModelError, match="no folder checkpoints/my--model here"):
+        locate("checkpoints/my--model")
 
 
 # The quality report

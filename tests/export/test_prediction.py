@@ -137,6 +137,9 @@ def test_a_bundle_without_maps_has_no_auto_and_a_damaged_one_is_refused(
             export_model(
                 shelf.checkpoint(num_hidden_layers=4), tmp_path / "new", ExportOptions(**options)
             )
+    auto = ExportOptions(predict="auto")
+    with pytest.raises(UsageError, match="1 to 0 of this model's 1 layers"):
+        export_model(shelf.checkpoint(num_hidden_layers=1), tmp_path / "new", auto)
     for options in ({"predict": "some"}, {"predict": "2", "weights": WeightFormat(linear="ort")}):
         with pytest.raises(UsageError, match="predict"):
             ExportOptions(**options)  # type: ignore[arg-type]

@@ -55,6 +55,11 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "window of text": lambda d: layer(d).update(window_tokens="8"),
     "window": lambda d: layer(d).update(window_tokens=8),
     "rope": lambda d: layer(d).update(rope=1),
+    "rope of text": lambda d: d["config"]["ropes"][0].update(inv_freq=["x"] * 32),
+    "rope that is not finite": lambda d: d["config"]["ropes"][0].update(inv_freq=[1e999] * 32),
+    "a long rope of no context": lambda d: d["config"]["ropes"][0].update(
+        long_inv_freq=d["config"]["ropes"][0]["inv_freq"], original_context="x"
+    ),
     "NUL in a file name": lambda d: d["files"].update({"a\0b": d["files"][MODEL_FILE]}),
     "vocabulary of NaN": lambda d: d["config"].update(vocab_size=float("nan")),
     "vocabulary": lambda d: d["config"].update(vocab_size=d["config"]["vocab_size"] - 1),

@@ -30,7 +30,14 @@ HOSTILE = {
     "a long list": "{{ ([1] * 300000000)|length }}",
     "a list of a long text": "{{ [('a' * 9000000)] * 1000 }}",
     "a long range": "{{ range(1000000000)|list }}",
-    "a large number": "{{ 9 ** 9 ** 9 }}",
+    "a large number": "{{ 9 ** (9 ** 9) }}",
+    "a quotient of large numbers": "{% set x = 2 ** 4000000 %}{{ x * x // (x + 1) > 0 }}",
+    "a sum of lists": "{{ ([[0]] * 200000)|sum(start=[])|length }}",
+    "bytes of a text": "{{ 'a'.encode().ljust(3000000000)|length }}",
+    "bytes of a number": "{{ (5).to_bytes(3000000000, 'big')|length }}",
+    "a search from the right": "{% set x = 'a' * 500000 %}{{ (x ~ x).rfind('ab' ~ x) }}",
+    "a text without many letters": "{% set x = 'b' * 500000 ~ 'a' %}"
+    "{{ (x|replace('b', 'a')).strip(x) }}",
     "lipsum": "{{ lipsum(n=100000) }}",
     "width by format": "{{ '%2000000000d'|format(1) }}",
     "width by %": "{{ '%2000000000d' % 1 }}",
@@ -52,6 +59,7 @@ HOSTILE = {
     "by the filter replace": "{% set x = 'a' * 100000 %}{{ x|replace('a', x)|replace('a', x) }}",
     "by join": "{% set x = 'a' * 1000000 %}{{ range(99999)|join(x) }}",
     "by the method join": "{% set x = 'a' * 1000000 %}{{ x.join(range(99999)|map('string')) }}",
+    "by join of what comes one by one": "{{ ([''] * 400000)|reject|join('x' * 3000) }}",
     "by map": "{% set x = 'a' * 1000000 %}{{ range(99999)|map('replace', '1', x)|join }}",
     "doubling by ~": doubled("'ab'", "ns.x ~ ns.x"),
     "doubling by +": doubled("'ab'", "ns.x + ns.x"),
@@ -105,12 +113,16 @@ def test_a_template_may_do_what_templates_do() -> None:
         "{{ '<' ~ message.role ~ '>' + ns.text }}|{{ '%s %5.1f' % (ns.text[:2], 1) }}"
         "{{ 'of 20000000000: %d' % 1700000000 }}{{ '{}'.format(1700000000) }}"
         "{{ (messages|last).content|tojson(indent=2) }}{{ ns.all|length }}{% endfor %}"
+        "{{ messages|map(attribute='role')|join(', ')|length }} {{ [0.5, 2]|sum * 3000000 // 2 }}"
+        "{{ 7 ** 20 % 1000 }}{{ 'a</s>b'.rsplit('</s>')|last }}{{ ' c '|trim }}"
     )
     messages = [{"role": "user", "content": f"text\n{n} " * 50} for n in range(1000)]
     text = template.render({"messages": messages})
     assert text.count("<user>text\n    0") == 1
     assert text.endswith(
-        'te   1.0of 20000000000: 17000000001700000000"' + r"text\n999 " * 50 + '"1000'
+        'te   1.0of 20000000000: 17000000001700000000"'
+        + r"text\n999 " * 50
+        + '"10005998 3750000.01bc'
     )
 
 

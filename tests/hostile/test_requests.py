@@ -106,6 +106,42 @@ def test_a_huge_prompt_is_refused_early_and_holds_up_nobody(unit: str) -> None:
         assert 1024 < error["n_prompt_tokens"] < 150_000
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("logit_bias", {"0" * 12 + "99999": 1}, "logit_bias.00000000000099999"),
+        ("logit_bias", {"0" * 12 + "9" * 5000: 1}, "logit_bias.00000000000099999999"),
+        ("logit_bias", {"\ud800": 1}, "logit_bias.\ud800"),
+        ("max_tokens", int("9" * 4200), "max_tokens"),
+    ],
+    ids=("zeros", "digits", "surrogate", "whole"),
+)
+def test_numbers_that_are_none_are_refused_in_short(
+    field: str, value: object, param: str, served: Server
+) -> None:
+    reply = ask(served, COMPLETIONS, {"prompt": "a", field: value})
+    assert (reply.status, reply.json["error"]["param"]) == (400, param)
+    assert len(reply.json["error"]["message"]) < 200
+
+
+def test_ids_become_text_beside_the_event_loop(
+    rule: Rule, served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def decode(*_: object, **__: object) -> str:
+        threads.append(threading.current_thread().name)
+        return "text"
+
+    monkeypatch.setattr(rule.tokenizer, "decode", decode)
+    talk = {"messages": [{"role": "user", "content": "a"}]}
+    assert ask(served, "/detokenize", {"tokens": [70]}).json == {"content": "text"}
+    assert ask(served, "/apply-template", talk).json == {"prompt": "text"}
+    assert [name.partition("_")[0] for name in threads] == ["asyncio"] * 2
+    many = ask(served, "/detokenize", {"tokens": [70] * ((1 << 18) + 1)})
+    assert (many.status, many.json["error"]["param"]) == (400, "tokens")
+
+
 def test_owners_are_told_apart_by_key_and_salt() -> None:
     first, second = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
     names = [

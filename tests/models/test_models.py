@@ -371,6 +371,29 @@ def test_malformed_config_is_refused(keys: dict[str, Any], message: str) -> None
     assert message in str(refusal.value)
 
 
+ODD = [
+    *(0, -1, 1 << 40, 10**400, 1e308, 1e-40, float("nan"), True, "x", [[1]], ["x"], {"a": 1}),
+    *({"type": ["x"]}, {"rope_type": 5}, {"full_attention": [1]}, {"factor": 1e-60}),
+    *({"rope_type": kind, "factor": 1e-60} for kind in ("linear", "yarn")),
+    {"rope_type": "default", "partial_rotary_factor": 1e308},
+]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
+    window = {} if model_type == "llama" else {"sliding_window": 8}
+    keys = llama_json(model_type=model_type, **window)
+    family = family_for(keys)
+    assert family.config(keys).head_dim == 64
+    for name in family.keys:
+        for odd in ODD:
+            try:
+                config = family.config({**keys, name: odd})
+            except ModelError:
+                continue
+            assert "Infinity" not in json.dumps(config.to_json()), (name, odd)
+
+
 def test_mistral_null_window_means_none() -> None:
     keys = llama_json(model_type="mistral", sliding_window=None)
     assert family_for(keys).config(keys).layers == (LayerConfig(), LayerConfig())
@@ -393,7 +416,12 @@ def test_switched_off_unknown_keys_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "holds no config.json"), ("{", "cannot be read as JSON"), ("[1]", "holds a list")],
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[1]", "holds a list"),
+    ],
 )
 def test_broken_config_files(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:

@@ -231,7 +231,8 @@ def test_a_checkpoint_says_that_its_suffix_comes_first(tmp_path: Path) -> None:
 def test_control_tokens_survive_json(byte_level: Tokenizer) -> None:
     data = json.loads(json.dumps(byte_level.control.to_json()))
     assert ControlTokens.from_json(data) == byte_level.control
-    for broken in ({"fim": {"prefix": 1}}, {"eos": 3}, {"fim": [1]}):
+    odd = {"start": ["x"]}, {"eos": [[1]]}, {"bos": True}
+    for broken in ({"fim": {"prefix": 1}}, {"eos": 3}, {"fim": [1]}, *odd):
         with pytest.raises(ModelError, match="not control tokens"):
             ControlTokens.from_json(broken)
 
@@ -309,6 +310,16 @@ def test_template_from_the_tokenizer_config(
     assert open_tokenizer(folder).chat_template == expected
 
 
+@pytest.mark.parametrize("content", [b"\xff", None])
+def test_a_template_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None:
+    folder = tiny.make_llama_checkpoint(tmp_path)
+    path = folder / "chat_template.jinja"
+    path.unlink() if content is None else path.write_bytes(content)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}')
+    with pytest.raises(ModelError, match=r"the chat template of .* cannot be read"):
+        open_tokenizer(folder)
+
+
 def test_no_template_is_said(byte_fallback: Tokenizer) -> None:
     with pytest.raises(ModelError, match="no chat template, so it cannot chat"):
         byte_fallback.chat([{"role": "user", "content": "a"}])
@@ -332,6 +343,9 @@ def test_bundle_needs_no_tokenizer_config(
         ("[]", "has no model"),
         ('{"model": {"type": "?"}}', "cannot be used"),
         (b"\xff", "cannot be read"),
+        ('{"model":' + "[" * 100_000, "is not JSON"),
+        ('{"model": {}, "added_tokens": [5]}', "cannot be used"),
+        ('{"model": {}, "added_tokens": [{"id": 1, "content": "\\ud800"}]}', "cannot be used"),
     ],
 )
 def test_broken_tokenizer_files(content: str | bytes | None, message: str, tmp_path: Path) -> None:

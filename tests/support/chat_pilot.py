@@ -125,10 +125,6 @@ def on_screen(app: ChatApp) -> str:
     return unescape(re.sub("<[^>]*>", "", re.sub(r"</text>", "\n", svg))).replace("\xa0", " ")
 
 
-async def nothing() -> None:
-    """A script that does nothing."""
-
-
 def help_of_app() -> str:
     texts: list[str] = []
 

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import tempfile
 from asyncio import AbstractEventLoop, get_running_loop
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from textual import on, work
 from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
@@ -32,11 +32,12 @@ from kvq_apps.chat.chat_list import ChatList, Sidebar
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController
 from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.history import ChatSummary
+from kvq_apps.chat.history import ChatSummary, History
 from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import meter_line
 from kvq_apps.chat.prompt import Prompt
+from kvq_apps.chat.replies import words_of
 from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.slash import ClientFor, SlashCommands
@@ -45,6 +46,7 @@ from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
 
 QUIT_WITHIN_S = 1.0
+LEAVE_WITHIN_S = 3.0
 # A signal ends the chat: what runs may take so long to stop, and the KV so long to be saved.
 STOP_WITHIN_S = 0.4
 SAVE_WITHIN_S = 0.8
@@ -53,6 +55,7 @@ INLINE_LINES = 16
 # A lower screen has no room for the welcome.
 SIDEBAR_COLUMNS = 80
 WELCOME_LINES, INLINE_WELCOME_LINES = 16, 30
+T = TypeVar("T")
 
 
 class Transcript(TranscriptView):
@@ -225,6 +228,9 @@ class ChatApp(App[None]):
         welcome.greet(self.controller.engine.facts)
 
     def show(self, messages: Sequence[Message]) -> None:
+        """Shows these; an edit of a message that is not among them is over."""
+        if self._editing is not None and self._editing.id not in {row.id for row in messages}:
+            self._edit(None)
         self.transcript.show(messages)
         self._draw_welcome()
 
@@ -248,12 +254,16 @@ class ChatApp(App[None]):
         return self.push_screen(DraftsScreen(drafts, marked), wait_for_dismiss=True)
 
     def feed_draft(self, number: int, text: str) -> None:
-        if isinstance(self.screen, DraftsScreen):
-            self.screen.feed(number, text)
+        for screen in self._drafts_screens():
+            screen.feed(number, text)
 
     def drafts_finished(self, drafts: Sequence[Message]) -> None:
-        if isinstance(self.screen, DraftsScreen):
-            self.screen.finish(drafts)
+        for screen in self._drafts_screens():
+            screen.finish(drafts)
+
+    def _drafts_screens(self) -> list[DraftsScreen]:
+        """The one with the drafts, which another may be over; none once it is left."""
+        return [screen for screen in self.screen_stack if isinstance(screen, DraftsScreen)]
 
     async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
         return await self.push_screen_wait(Question(question, answers))
@@ -271,8 +281,9 @@ class ChatApp(App[None]):
         if text.startswith("/") and not text.startswith("//"):
             try:
                 self.slash.run(text)
-            except KvqError as error:
-                self.say(str(error), error=True)
+            except Exception as error:  # noqa: BLE001 - what was typed is there to be mended
+                self.say(words_of(error), error=True)
+                self.prompt.fill(text)
             return
         text = text[1:] if text.startswith("//") else text
         editing = self._editing
@@ -330,20 +341,26 @@ class ChatApp(App[None]):
         """Leaves; asked again, without waiting for anything."""
         if self._leaving:
             self.exit()
+            return
         self._leaving = True
-        self.run_worker(self._leave(), exit_on_error=True)
+        self._only_leave(self._leave())
 
     def quit(self) -> None:
         self.run_worker(self.action_quit())
 
+    def _only_leave(self, leave: Coroutine[Any, Any, None]) -> None:
+        """Does `leave` in place of a way that takes longer."""
+        self.run_worker(leave, exit_on_error=True, exclusive=True, group="leaving")
+
     async def _leave(self) -> None:
-        self._close_drafts()
-        await self.controller.leave()
+        self._close_screens()
+        await self.controller.leave(LEAVE_WITHIN_S)
         self.said = self.transcript.lines_since(self._started_s)
         self.exit()
 
-    def _close_drafts(self) -> None:
-        if isinstance(self.screen, DraftsScreen):
+    def _close_screens(self) -> None:
+        """Closes what is over the conversation; what waits for an answer there goes on."""
+        while len(self.screen_stack) > 1:
             self.screen.dismiss(None)
 
     # Ending by a signal
@@ -372,12 +389,11 @@ class ChatApp(App[None]):
             self._driver.write = lambda data: None
 
     def _end(self, number: int) -> None:
-        if not self._leaving:
-            self._leaving = True
-            self.run_worker(self._end_soon(number), exit_on_error=True)
+        self._leaving = True
+        self._only_leave(self._end_soon(number))
 
     async def _end_soon(self, number: int) -> None:
-        self._close_drafts()
+        self._close_screens()
         await self.controller.leave(STOP_WITHIN_S, SAVE_WITHIN_S)
         if not os.isatty(0):
             os._exit(128 + number)  # all is kept, and Textual would wait for the terminal
@@ -405,9 +421,16 @@ class ChatApp(App[None]):
             self.controller.do(partial(self.controller.resume_chat, chat_id))
 
     async def _find(self, words: str) -> list[ChatSummary]:
-        if not self.controller.history.is_open:
-            return []
-        return await self.controller.history.read(lambda history: history.search(words))
+        return await self._read(lambda history: history.search(words), [])
+
+    async def _read(self, read: Callable[[History], T], nothing: T) -> T:
+        """What is read of the history; `nothing` while it is not open, and where it is damaged."""
+        try:
+            history = self.controller.history
+            return await history.read(read) if history.is_open else nothing
+        except KvqError as error:
+            self.say(str(error), error=True)
+            return nothing
 
     @on(ChatList.Opened)
     def _opened_beside(self, event: ChatList.Opened) -> None:
@@ -441,7 +464,7 @@ class ChatApp(App[None]):
     async def _title_of(self, chat_id: str) -> str:
         if chat_id == self.controller.conversation.id:
             return self.controller.conversation.title
-        saved = await self.controller.history.read(lambda history: history.saved_chat(chat_id))
+        saved = await self._read(lambda history: history.saved_chat(chat_id), None)
         return "" if saved is None else saved.title
 
     # The chats beside
@@ -586,19 +609,18 @@ class ChatApp(App[None]):
 
     def action_editor(self) -> None:
         """Writes the message in the user's editor; what was written stays if that fails."""
-        command = editor_command()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "message.md"
-            path.write_text(self.prompt.written, encoding="utf-8")
-            text = ""
-            try:
+        command, text = editor_command(), ""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "message.md"
+                path.write_text(self.prompt.written, encoding="utf-8")
                 words = [*shlex.split(command), str(path)]
                 with self.suspend():
                     # An error that left this block would leave the screen suspended.
                     trouble = _run_in_terminal(words)
                 text = path.read_text(encoding="utf-8")
-            except (OSError, ValueError, SuspendNotSupported) as error:
-                trouble = str(error)
+        except (OSError, ValueError, SuspendNotSupported) as error:
+            trouble = str(error)
         if trouble:
             self.notify(f"{command}: {trouble}; set EDITOR to one that works", markup=False)
         else:

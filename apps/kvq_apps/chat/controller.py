@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvq.errors import KvqError, UsageError
+from kvq.errors import UsageError
 from kvq_apps import output
 from kvq_apps.chat import interchange
 from kvq_apps.chat.client import ChatClient, News
@@ -21,14 +21,14 @@ from kvq_apps.chat.history import History, SavedChat
 from kvq_apps.chat.history_link import HistoryLink
 from kvq_apps.chat.kv_files import KvFiles
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_apps.chat.replies import AGAIN, Replies
+from kvq_apps.chat.replies import AGAIN, Replies, words_of
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 
-LEAVE_WITHIN_S = 3.0
 SAVE_AFTER_S = 2.0
 # Nobody waits for the engine: what it predicted is computed.
 REFINE_AFTER_S = 0.3
+_NO_QUESTION = "there is nothing to answer yet; write a message first"
 _Job = Callable[[], Awaitable[None]]
 
 
@@ -73,8 +73,8 @@ class ChatController:
 
     async def work(self) -> None:
         """Opens history and engine, then does what is asked for, until it is cancelled."""
-        await self._open_history()
-        await self._open_engine()
+        await self._attempt(self._open_history)
+        await self._attempt(self._open_engine)
         while True:
             while (job := self._next_job()) is not None:
                 self._refined = False
@@ -134,12 +134,17 @@ class ChatController:
         self._busy = True
         self._view.changed()
         try:
-            await job()
-        except KvqError as error:
-            self._view.say(str(error), error=True)
+            await self._attempt(job)
         finally:
             self._busy = False
             self.engine.rest()
+
+    async def _attempt(self, job: _Job) -> None:
+        """Does `job`; what goes wrong is said, and the chat goes on."""
+        try:
+            await job()
+        except Exception as error:  # noqa: BLE001 - one failed job must not end the others
+            self._view.say(words_of(error), error=True)
 
     def do(self, job: _Job) -> None:
         """Queues `job`; what streams now is stopped for it."""
@@ -155,9 +160,7 @@ class ChatController:
         self._view.changed()
         self._wake.set()
 
-    async def leave(
-        self, within_s: float = LEAVE_WITHIN_S, save_within_s: float | None = None
-    ) -> None:
+    async def leave(self, within_s: float, save_within_s: float | None = None) -> None:
         """Stops what runs, saves the KV, closes history and engine; waits for none that hangs.
 
         Each of these may take `within_s`, saving `save_within_s`, None: as long as it takes.
@@ -169,7 +172,9 @@ class ChatController:
         with suppress(TimeoutError):
             await wait_for(self._until_idle(), within_s)
         if self._busy and self.engine.stream is not None:
-            self.conversation.finish("interrupted", self.engine.stats)
+            for message in self.conversation.messages:
+                if message.state == "streaming":
+                    self.conversation.finish("interrupted", self.engine.stats, message)
         elif self.engine.facts is not None:
             with suppress(TimeoutError):
                 await wait_for(self._kv_files.save(), save_within_s)
@@ -232,12 +237,13 @@ class ChatController:
         if edited.role == "user":
             await self._replies.reply(edited=before)
             stats = self.engine.stats
-            self._view.say(f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again")
+            encoded, total = stats.encoded_tokens, stats.prompt_tokens
+            if total:
+                self._view.say(f"encoded {encoded} of {total} tokens again")
 
     async def reread(self) -> None:
         """Has what edits left as it was encoded again."""
-        if self.engine.facts is None:
-            raise UsageError("there is no model yet; /model NAME loads one")
+        self.engine.opened()
         count = await self.engine.follow(self.engine.measure, self.engine.client.reread)
         self._view.say(
             f"{count} tokens were encoded again" if count else "all of it is exact already"
@@ -254,25 +260,25 @@ class ChatController:
         if answer is None and last is not None and last.role == "assistant":
             answer = last
         if answer is None and (last is None or last.role != "user"):
-            raise UsageError("there is nothing to answer yet; write a message first")
+            raise UsageError(_NO_QUESTION)
         await self._replies.reply(instead_of=answer)
 
     def make_drafts(self, count: int) -> None:
         """Answers the last question until there are `count` answers, the one there included."""
-        if self.conversation.last("user") is None:
-            raise UsageError("there is nothing to answer yet; write a message first")
-        if count > (self.conversation.answered is not None):
-            self._jobs.append(partial(self._make_drafts, count))
-            self._wake.set()
+        self._jobs.append(partial(self._make_drafts, count))
+        self._wake.set()
 
     async def _make_drafts(self, count: int) -> None:
-        if self.engine.facts is None:
-            raise UsageError("there is no model yet; /model NAME loads one")
-        taken = await self._replies.drafts(count)
-        await self._choose(taken.id)
+        self.engine.opened()
+        if self.conversation.last("user") is None:
+            raise UsageError(_NO_QUESTION)
+        if count > (self.conversation.answered is not None):
+            taken = await self._replies.drafts(count)
+            await self._choose(taken.id)
 
     async def choose_draft(self, message: Message, step: int) -> None:
         """Shows the replies beside `message`, the one `step` further marked; one is kept."""
+        self.conversation.place_of(message)
         chat_id = self.conversation.id
         siblings = await self.history.read(lambda history: history.beside(chat_id, message.id))
         ids = [sibling.id for sibling in siblings]
@@ -284,6 +290,7 @@ class ChatController:
 
     async def switch_branch(self, message: Message, step: int) -> None:
         """Shows the branch `step` siblings after `message`."""
+        self.conversation.place_of(message)
         chat_id = self.conversation.id
         siblings = await self.history.read(lambda history: history.siblings(chat_id, message.id))
         await self._choose(siblings[(siblings.index(message.id) + step) % len(siblings)])
@@ -343,8 +350,7 @@ class ChatController:
     async def change_kv(self, k_bits: int | None, v_bits: int | None, budget: str | None) -> None:
         """Goes on with other KV settings, the conversation encoded again."""
         engine = self.engine
-        if engine.facts is None:
-            raise UsageError("there is no model yet; /model NAME loads one")
+        engine.opened()
         engine.facts = facts = await engine.follow(
             engine.measure, engine.client.change_kv, k_bits, v_bits, budget
         )
@@ -362,9 +368,7 @@ class ChatController:
 
     async def save_now(self) -> None:
         """Saves the KV without leaving."""
-        self.engine.kv_changed = True
-        await self._kv_files.save()
-        self._view.say("the KV cache of this chat is saved")
+        await self._kv_files.save_now()
 
     async def load_file(self, path: Path) -> None:
         """Begins a chat with the messages of a file."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import accumulate
 from time import monotonic, time
 
+from kvq.errors import UsageError
 from kvq_apps.chat.history import History, SavedChat, new_id
 from kvq_apps.chat.messages import Message, ReplyStats
 
@@ -39,8 +40,10 @@ class Conversation:
         self._saved_s = 0.0
 
     def show(self, saved: SavedChat) -> None:
-        """Becomes a chat of the history."""
+        """Becomes a chat of the history. What another process still writes is not waited for."""
         self.id, self.title, self.messages = saved.id, saved.title, list(saved.messages)
+        for message in self.messages:
+            message.state = "interrupted" if message.state == "streaming" else message.state
         self.first_id, self.summary = saved.first_id, saved.summary
         self._stored = True
         self._unsaved = {}
@@ -54,13 +57,16 @@ class Conversation:
         return "" if self._stored else self._system or ""
 
     def add(self, role: str, text: str, *, instead_of: Message | None = None) -> Message:
-        """Appends a message; `instead_of` one, everything from that on leaves the branch."""
-        if not self._stored:
-            self._store()
+        """Appends a message; `instead_of` one, everything from that on leaves the branch.
+
+        Raises `UsageError` where that one is not in the branch.
+        """
         branches = 1
         if instead_of is not None:
             branches = instead_of.branches + 1
-            del self.messages[self.messages.index(instead_of) :]
+            del self.messages[self.place_of(instead_of) :]
+        if not self._stored:
+            self._store()
         parent = self.messages[-1].id if self.messages else None
         message = Message(
             id=new_id(),
@@ -77,6 +83,13 @@ class Conversation:
         if role == "user" and not self.title:
             self._name(text)
         return message
+
+    def place_of(self, message: Message) -> int:
+        """Where in the branch `message` is. Raises `UsageError` where it is not."""
+        ids = [row.id for row in self.messages]
+        if message.id not in ids:
+            raise UsageError("this message is not on the screen any more; Alt+Up selects another")
+        return ids.index(message.id)
 
     def adopt(self, messages: Sequence[Message]) -> None:
         """Takes the messages of a file into this empty chat."""

@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from time import monotonic
 from typing import Any, TypeVar
 
-from kvq.errors import KvqError
+from kvq.errors import KvqError, UsageError
 from kvq_apps.chat.client import ChatClient, EngineLostError, Facts, News, Stream
 from kvq_apps.chat.messages import ReplyStats
 from kvq_apps.chat.view import View
@@ -129,7 +129,13 @@ class EngineLink:
                 return True
         return False
 
+    def opened(self) -> Facts:
+        """What the engine runs on. Raises `UsageError` where there is none."""
+        if self.facts is None:
+            raise UsageError("there is no model yet; /model NAME loads one")
+        return self.facts
+
     async def change_client(self, client: ChatClient, facts: Facts) -> None:
         """Goes on with another client, which is open, and closes the old one."""
-        old, self.client, self.facts = self.client, client, facts
+        old, self.client, self.facts, self.lost = self.client, client, facts, False
         await self.call(old.close)

@@ -1,7 +1,8 @@
 """The chats on disk: one SQLite file, a tree of messages per chat, text in chunks as it arrives.
 
 Every method is one short transaction; `History` is used from one thread at a time. What cannot be
-written is kept in memory from then on, told through `on_trouble`, and nothing is deleted.
+written is kept in memory from then on, told through `on_trouble`, and nothing is deleted. What
+cannot be read raises `DataError`.
 """
 
 import os
@@ -15,7 +16,9 @@ from pathlib import Path
 from time import monotonic, sleep, time, time_ns
 from typing import Any
 
+from kvq.errors import DataError
 from kvq_apps.chat.messages import Message
+from kvq_apps.chat.visible import storable
 
 # One script per version; a database of version v gets the scripts after the first v.
 MIGRATIONS = (
@@ -228,6 +231,7 @@ class History:
 
     def search(self, text: str, limit: int = 200) -> list[ChatSummary]:
         """Chats with a message that holds all the words, or else the text itself; latest first."""
+        text = storable(text)
         words = ['"' + word.replace('"', '""') + '"' for word in text.split()]
         if not words:
             return self.chats(limit)
@@ -335,10 +339,16 @@ class History:
         self._on_trouble(reason + LOSES_NOTHING)
 
     def _one(self, statement: str, *values: Any) -> sqlite3.Row | None:
-        return self._db.execute(statement, values).fetchone()
+        return next(iter(self._all(statement, *values)), None)
 
     def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
-        return self._db.execute(statement, values).fetchall()
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise DataError(
+                f"the chat history cannot be read ({error}), nothing was deleted; "
+                "sqlite3's .recover may repair its file"
+            ) from error
 
     def _mark_interrupted(self, db: sqlite3.Connection) -> None:
         """What a process that is gone was streaming stays, as interrupted."""

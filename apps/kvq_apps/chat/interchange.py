@@ -15,6 +15,14 @@ from kvq_apps.chat.visible import storable
 _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
 
 
+def path_of(name: str) -> Path:
+    """The file that `name` means; `~` is the user's folder. Raises `DataError`."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise DataError(f"{name} is not possible: there is no such user; write ./{name}") from None
+
+
 def export_chat(path: Path, messages: Sequence[Message]) -> None:
     """Writes a whole file or none: Markdown for `.md`, otherwise JSON lines.
 
@@ -36,6 +44,7 @@ def import_chat(path: Path) -> list[Message]:
         messages = _from_markdown(text)
     else:
         messages = _from_json(path, text)
+    messages = [message for message in messages if message.text]
     if not messages:
         raise DataError(
             f"{path} holds no messages; give JSON lines with role and content, Markdown made by "
@@ -81,16 +90,19 @@ def _from_markdown(text: str) -> list[Message]:
 def _from_json(path: Path, text: str) -> list[Message]:
     try:
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             rows = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is neither JSON lines nor JSON: {error}") from None
     rows = rows if isinstance(rows, list) else [rows]
     if len(rows) == 1 and isinstance(rows[0], list):
         rows = rows[0]
     if rows and isinstance(rows[0], dict) and "mapping" in rows[0]:
-        return _from_chatgpt(rows[0])
+        try:
+            return _from_chatgpt(rows[0])
+        except (AttributeError, TypeError):
+            raise DataError(f"{path} is not as ChatGPT writes its conversations.json") from None
     return [_message(path, row) for row in rows]
 
 
@@ -98,18 +110,12 @@ def _message(path: Path, row: Any) -> Message:
     role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
     if role not in ROLES or not isinstance(content, str):
         raise DataError(f"{path}: each row needs a role ({', '.join(ROLES)}) and its content")
-    stamp, stats = row.get("ts"), row.get("stats")
-    return Message(
-        role=role,
-        text=storable(content),
-        created_s=float(stamp) if isinstance(stamp, int | float) else 0.0,
-        stats=stats if isinstance(stats, dict) else {},
-    )
+    return Message(role=role, text=storable(content))
 
 
 def _from_chatgpt(chat: Mapping[str, Any]) -> list[Message]:
     """The branch that was shown last, from its end to its root."""
-    nodes: Mapping[str, Any] = chat["mapping"] if isinstance(chat["mapping"], dict) else {}
+    nodes: Mapping[str, Any] = chat["mapping"]
     current = chat.get("current_node")
     messages: list[Message] = []
     seen: set[str] = set()

@@ -5,7 +5,7 @@ from pathlib import Path
 from time import time
 
 from kvq.config import parse_kv
-from kvq.errors import KvqError, SnapshotError
+from kvq.errors import KvqError, SnapshotError, UsageError
 from kvq_apps import output
 from kvq_apps.chat.client import Facts
 from kvq_apps.chat.conversation import Conversation
@@ -81,11 +81,26 @@ class KvFiles:
         return f" at {kept}"
 
     async def save(self) -> None:
-        """Saves the chat's KV, if there is anything new in it."""
-        engine, folder, chat_id = self._engine, self._folder, self._conversation.id
-        facts = engine.facts
-        if folder is None or facts is None or not (facts.keeps_kv and engine.kv_changed):
-            return
+        """Saves the chat's KV, if there is anything new in it; says why that failed."""
+        facts = self._engine.facts
+        if self._folder and facts is not None and facts.keeps_kv and self._engine.kv_changed:
+            try:
+                await self._write(self._folder, facts)
+            except SnapshotError as error:
+                self._view.say(str(error), error=True)
+
+    async def save_now(self) -> None:
+        """Saves it, new or not, and says so. Raises `UsageError` where no KV is kept."""
+        facts = self._engine.opened()
+        if self._folder is None or not facts.keeps_kv:
+            keeps = "the server keeps it itself" if self._folder else "--no-log keeps nothing"
+            raise UsageError(f"the KV cache of this chat is not saved: {keeps}")
+        saved = await self._write(self._folder, facts)
+        self._view.say(f"the KV cache of this chat is {'saved' if saved else 'empty'}")
+
+    async def _write(self, folder: Path, facts: Facts) -> bool:
+        """Saves it; False: there is nothing in it. Raises `SnapshotError`."""
+        engine, chat_id = self._engine, self._conversation.id
         engine.kv_changed = False
         engine.doing("saving the KV cache")
         path = folder / f"{chat_id}.kv"
@@ -93,8 +108,7 @@ class KvFiles:
             digest = await engine.call(engine.client.save, path)
             await engine.call(forget_oldest, folder, SNAPSHOT_BYTES)
         except (SnapshotError, OSError) as error:
-            self._view.say(f"the KV cache is not saved: {error}", error=True)
-            return
+            raise SnapshotError(f"the KV cache is not saved: {error}") from error
         if digest is not None:
             row = SnapshotRow(
                 path=str(path),
@@ -104,6 +118,7 @@ class KvFiles:
                 kv_budget=facts.kv_budget,
             )
             self._history.write(lambda history: history.remember_snapshot(chat_id, row))
+        return digest is not None
 
     async def forget(self, chat_id: str) -> None:
         """Removes what is saved of a chat."""
@@ -117,14 +132,22 @@ def _settings(widths: str, budget: int) -> str:
 
 
 def forget_oldest(folder: Path, limit_bytes: int) -> None:
-    """Removes the saved caches used longest ago until `limit_bytes` hold the rest."""
+    """Removes the saved caches used longest ago until `limit_bytes` hold the rest.
+
+    The newest stays, however large. Other processes may remove some meanwhile.
+    """
     for path in folder.glob(".*.kv-*"):
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < time() - ABANDONED_S:
                 path.unlink()
-    files = sorted(folder.glob("*.kv"), key=lambda path: path.stat().st_mtime, reverse=True)
-    kept = 0
-    for path in files:
-        kept += path.stat().st_size
+    sizes: list[tuple[float, int, Path]] = []
+    for path in folder.glob("*.kv"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            sizes.append((status.st_mtime, status.st_size, path))
+    newest_first = sorted(sizes, reverse=True)
+    kept = sum(size for _, size, _ in newest_first[:1])
+    for _, size, path in newest_first[1:]:
+        kept += size
         if kept > limit_bytes:
             path.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ from kvq_apps.chat.visible import storable
 from kvq_apps.interrupt import INTERRUPTED, interruptible
 
 POLL_S = 0.02
+# An engine whose reply nobody reads any more may take so long to stop.
+STOP_WITHIN_S = 3.0
 Show = Callable[[str], None]
 
 
@@ -31,6 +33,7 @@ class PlainChat:
         self._client = client
         self._settings = settings
         self._show = show
+        self._thread: Thread | None = None
         self._history = History(settings.history_path, on_trouble=output.print_note)
         self.conversation = Conversation(self._write, system=settings.system)
         self._resume()
@@ -58,9 +61,12 @@ class PlainChat:
         return reason
 
     def close(self) -> None:
-        """Closes history and engine."""
+        """Closes history and engine; one that is still at work ends with the process."""
         self._history.close()
-        self._client.close()
+        if self._thread is not None:
+            self._thread.join(STOP_WITHIN_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._client.close()
 
     def _stream(self, turn: Turn) -> str:
         stream = Stream()
@@ -73,15 +79,18 @@ class PlainChat:
                 outcome.append(error)
 
         # Waiting beside the engine leaves Ctrl-C to this thread, also while the engine is silent.
-        thread = Thread(target=reply, daemon=True)
-        with interruptible() as pressed:
-            thread.start()
-            while thread.is_alive():
-                thread.join(POLL_S)
-                if pressed():
-                    stream.cancel()
-                self._drain(stream)
-        self._drain(stream)
+        self._thread = thread = Thread(target=reply, daemon=True)
+        try:
+            with interruptible() as pressed:
+                thread.start()
+                while thread.is_alive():
+                    thread.join(POLL_S)
+                    if pressed():
+                        stream.cancel()
+                    self._drain(stream)
+            self._drain(stream)
+        finally:
+            stream.cancel()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]

@@ -29,11 +29,15 @@ class RemoteClient:
     """Talks to the server at `url`, such as http://127.0.0.1:8012."""
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._port = parts.port
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"--server {url!r} is not possible: give http://HOST:PORT")
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host = parts.hostname
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._url = url
         self._model = model

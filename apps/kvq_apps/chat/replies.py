@@ -18,6 +18,12 @@ from kvq_apps.chat.visible import storable
 AGAIN = "Enter in the empty prompt asks again"
 
 
+def words_of(error: Exception) -> str:
+    """What to say of an error on the screen, instead of a traceback."""
+    ours = isinstance(error, KvqError)
+    return str(error) if ours else f"internal error: {type(error).__name__}: {error}"
+
+
 class Replies:
     """Answers the branch of `conversation` that is shown.
 
@@ -65,11 +71,8 @@ class Replies:
         except ContextFullError as error:
             alone = not self._conversation.oldest_turns(1)
             self._view.say(fitting.too_long(error) if alone else str(error), error=True)
-        except KvqError as error:
-            self._view.say(f"{error}. {AGAIN}", error=True)
-        except Exception as error:  # noqa: BLE001 - shown instead of a traceback on the screen
-            text = f"internal error: {type(error).__name__}: {error}. {AGAIN}"
-            self._view.say(text, error=True)
+        except Exception as error:  # noqa: BLE001 - said, and the chat goes on
+            self._view.say(f"{words_of(error)}. {AGAIN}", error=True)
         finally:
             self._conversation.finish(state, self._engine.stats)
             self._view.finished(message)
@@ -94,8 +97,10 @@ class Replies:
             client = self._engine.client
             reasons = await self._engine.follow(show, client.drafts, turn, len(new))
             states = [state_after(reason) for reason in reasons]
-        except KvqError as error:
-            self._view.say(str(error), error=True)
+        except EngineLostError as error:
+            self._engine.lose(error)
+        except Exception as error:  # noqa: BLE001 - said, and one of the drafts is still chosen
+            self._view.say(words_of(error), error=True)
         finally:
             for message, state in zip(new, states, strict=True):
                 self._conversation.finish(state, self._engine.stats, message)

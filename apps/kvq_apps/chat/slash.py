@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from kvq.config import parse_budget, parse_kv
@@ -122,13 +121,13 @@ class SlashCommands:
     def _load(self, name: str) -> None:
         if not name:
             raise UsageError("/load needs a FILE: JSON lines, Markdown or ChatGPT's JSON")
-        self._controller.do(partial(self._controller.load_file, Path(name).expanduser()))
+        self._controller.do(partial(self._controller.load_file, interchange.path_of(name)))
 
     def _export(self, name: str) -> None:
         if not name:
             raise UsageError("/export needs a FILE: .md for Markdown, otherwise JSON lines")
         messages = self._controller.conversation.messages
-        interchange.export_chat(Path(name).expanduser(), messages)
+        interchange.export_chat(interchange.path_of(name), messages)
         self._screen.say(f"{len(messages)} messages are written to {name}")
 
     def _facts(self) -> list[str]:

@@ -171,13 +171,13 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
     """Writes a chat to a file, or reads one into the history."""
     from kvq_apps.chat.conversation import Conversation
     from kvq_apps.chat.history import History
-    from kvq_apps.chat.interchange import import_chat
+    from kvq_apps.chat.interchange import import_chat, path_of
 
     history = History(settings.history_path, on_trouble=output.print_note)
     try:
         source = getattr(arguments, "import")
         if source is not None:
-            messages = import_chat(Path(source).expanduser())
+            messages = import_chat(path_of(source))
             conversation = Conversation(lambda write: write(history))
             conversation.adopt(messages)
             output.print_data(conversation.id)
@@ -193,9 +193,9 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
 
 def _write(path: str, messages: "Sequence[Message]") -> None:
     """A chat into the file at `path`, or as JSON lines on stdout for `-`."""
-    from kvq_apps.chat.interchange import as_lines, export_chat
+    from kvq_apps.chat.interchange import as_lines, export_chat, path_of
 
     if path == "-":
         output.print_data(as_lines(messages), end="")
     else:
-        export_chat(Path(path).expanduser(), messages)
+        export_chat(path_of(path), messages)

@@ -203,15 +203,14 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
     from kvq_apps.evaluation import several
     from kvq_apps.evaluation.documents import training_texts
 
-    context = min(_one_length(engine, arguments), engine.model.context_length)
-    if not options.written(arguments, "context"):
-        context = min(context, DRAFTS_CONTEXT)
-    length = arguments.predict or DRAFTS_TOKENS
+    context = min(_one_length(engine, arguments, DRAFTS_CONTEXT), engine.model.context_length)
+    wanted = _asked(arguments, files, limit=DRAFTS_PLACES, line_tokens=DRAFTS_TOKENS)
+    length = wanted.line_tokens
     counts = arguments.drafts or (1, 3, 5)
     texts = [text for file in files for text in training_texts(file)]
     asked = several.places(
-        engine.tokenizer, texts, count=arguments.limit or DRAFTS_PLACES, context=context,
-        length=length, seed=arguments.seed or 0,
+        engine.tokenizer, texts, count=wanted.limit, context=context, length=length,
+        seed=wanted.seed,
     )  # fmt: skip
     own = options.session_options(arguments)
     with output.Progress() as progress:
@@ -234,14 +233,11 @@ def _predict(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> in
     from kvq_apps.evaluation import predicting
     from kvq_apps.evaluation.documents import training_texts
 
-    context = min(
-        arguments.context[0] if arguments.context else PREDICT_CONTEXT,
-        engine.model.context_length - predicting.FOLLOWING_TOKENS,
-    )
+    most = engine.model.context_length - predicting.FOLLOWING_TOKENS
+    context = min(_one_length(engine, arguments, PREDICT_CONTEXT), most)
     texts = [text for file in files for text in training_texts(file)]
-    asked = predicting.passages(
-        engine.tokenizer, texts, count=arguments.limit or PREDICT_PASSAGES, context=context
-    )
+    count = _asked(arguments, files, limit=PREDICT_PASSAGES).limit
+    asked = predicting.passages(engine.tokenizer, texts, count=count, context=context)
     own = options.session_options(arguments)
     with output.Progress() as progress:
         found = predicting.predicting(engine, asked, progress, **own)
@@ -398,8 +394,10 @@ def _refuse(arguments: Namespace, mode: str, *names: str) -> None:
             raise UsageError(f"{mode} chooses the caches itself; leave out --{name}")
 
 
-def _lengths(engine: "Engine", arguments: Namespace, room: int = 0) -> tuple[int, ...]:
-    default = min(DEFAULT_CONTEXT, engine.model.context_length - room)
+def _lengths(
+    engine: "Engine", arguments: Namespace, room: int = 0, default: int = DEFAULT_CONTEXT
+) -> tuple[int, ...]:
+    default = min(default, engine.model.context_length - room)
     lengths: tuple[int, ...] = arguments.context or (default,)
     if min(lengths) < 1:
         raise UsageError(
@@ -409,8 +407,8 @@ def _lengths(engine: "Engine", arguments: Namespace, room: int = 0) -> tuple[int
     return lengths
 
 
-def _one_length(engine: "Engine", arguments: Namespace) -> int:
-    length, *more = _lengths(engine, arguments)
+def _one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_CONTEXT) -> int:
+    length, *more = _lengths(engine, arguments, default=default)
     if more:
         asked = ",".join(map(str, (length, *more)))
         raise UsageError(

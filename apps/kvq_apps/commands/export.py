@@ -11,6 +11,7 @@ from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
 
 if TYPE_CHECKING:
+    from kvq_export.config import ExportOptions
     from kvq_runtime.bundle import Bundle
 
 
@@ -49,11 +50,32 @@ def run(arguments: Namespace) -> int:
     _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
-    from kvq.config import KvPlan
     from kvq_apps import known_models
-    from kvq_apps.model_path import resolve_checkpoint, resolve_model
-    from kvq_export.config import ExportOptions, WeightFormat
+    from kvq_apps.model_path import resolve_checkpoint
     from kvq_export.export import export_model
+
+    export_options = _export_options(arguments)
+    source = resolve_checkpoint(arguments.source)
+    since = perf_counter()
+    with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
+        bundle = export_model(source, destination, export_options, progress)
+        if bundle.manifest.quality is not None and bundle.has_onnx:
+            progress(1, 1, "which way to write several drafts is best")
+            bundle = _with_drafts(bundle, export_options.threads)
+    known_models.remember(bundle.path)
+    report = _report(bundle, perf_counter() - since)
+    if arguments.json:
+        output.print_json(report)
+    else:
+        _print(bundle, report)
+    return 0
+
+
+def _export_options(arguments: Namespace) -> "ExportOptions":
+    """What the flags ask for."""
+    from kvq.config import KvPlan
+    from kvq_apps.model_path import resolve_model
+    from kvq_export.config import ExportOptions, WeightFormat
     from kvq_runtime.device import default_threads
 
     weights = WeightFormat(
@@ -67,7 +89,7 @@ def run(arguments: Namespace) -> int:
         )
     )
     reader = arguments.kv_predict_with
-    export_options = ExportOptions(
+    return ExportOptions(
         **options.given(
             arguments,
             format="format",
@@ -83,20 +105,6 @@ def run(arguments: Namespace) -> int:
         calibrate=not arguments.no_calibrate,
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
-    source = resolve_checkpoint(arguments.source)
-    since = perf_counter()
-    with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
-        bundle = export_model(source, destination, export_options, progress)
-        if bundle.manifest.quality is not None and bundle.has_onnx:
-            progress(1, 1, "which way to write several drafts is best")
-            bundle = _with_drafts(bundle, export_options.threads)
-    known_models.remember(bundle.path)
-    report = _report(bundle, perf_counter() - since)
-    if arguments.json:
-        output.print_json(report)
-    else:
-        _print(bundle, report)
-    return 0
 
 
 def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":

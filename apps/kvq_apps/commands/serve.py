@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq import __version__
-from kvq.config import parse_budget
-from kvq.errors import KvqError, UsageError
+from kvq.errors import KvqError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
 
@@ -66,7 +65,7 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
-    settings = options.serve_options(arguments) | _disk(arguments) | _socket(arguments)
+    settings = options.serve_options(arguments) | _socket(arguments)
     config = ServeConfig(
         sampling=options.sampling(arguments),
         origins=tuple(arguments.origin or ()),
@@ -178,17 +177,6 @@ def _socket(arguments: Namespace) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"socket_path": Path(arguments.socket).absolute()}
     return found if options.given(arguments, port="port", host="host") else found | {"port": None}
-
-
-def _disk(arguments: Namespace) -> dict[str, Any]:
-    """`saved_bytes` as `--sessions-disk` says it; empty for the default."""
-    text = arguments.sessions_disk
-    if text is None:
-        return {}
-    num_bytes = 0 if text == "0" else parse_budget(text).num_bytes
-    if num_bytes is None:
-        raise UsageError(f"--sessions-disk {text} is not possible: give bytes such as 2GiB, or 0")
-    return {"saved_bytes": num_bytes}
 
 
 def _announce(served: "ServedModel", url: str, sessions: int, *, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{path}:{number}", _record(line, f"{path}:{number}")
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "it is cut short"
         raise DataError(f"{path} cannot be read: {reason}") from error
 
@@ -33,7 +34,7 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _record(line: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise DataError(f"{place} is not a JSON object; give one object per line")

@@ -5,6 +5,7 @@ in a worker thread, what the engine does comes back through the job's outbox.
 """
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -41,8 +42,10 @@ from kvq_apps.serve.streams import (
     chunks,
     whole_answer,
 )
+from kvq_apps.serve.tools import tools_of
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest, leaving
@@ -52,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
-# Writing more ids than this as JSON would hold up the event loop.
+# More ids than this would hold up others for too long.
 _MOST_TOKENIZED = 1 << 18
 # Fields that change no answer.
 _MEANT_FOR_OTHERS = {
@@ -79,23 +82,25 @@ def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
         Route(path, routes.generating(path, read), methods=["POST"])
         for path, read in _GENERATE.items()
     ]
+    table = [
+        *generating,
+        Route("/v1/models", routes.models),
+        Route("/v1/models/{name:path}", routes.one_model),
+        Route("/tokenize", routes.tokenize, methods=["POST"]),
+        Route("/detokenize", routes.detokenize, methods=["POST"]),
+        Route("/apply-template", routes.apply_template, methods=["POST"]),
+        Route("/health", routes.health),
+        Route("/metrics", routes.metrics),
+        Route("/props", routes.props),
+        Route("/slots", routes.slots),
+        Route("/", routes.page),
+    ]
+    known = frozenset(route.path for route in table)
     return Starlette(
-        routes=[
-            *generating,
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.one_model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/apply-template", routes.apply_template, methods=["POST"]),
-            Route("/health", routes.health),
-            Route("/metrics", routes.metrics),
-            Route("/props", routes.props),
-            Route("/slots", routes.slots),
-            Route("/", routes.page),
-        ],
+        routes=table,
         middleware=[
             Middleware(Reclaiming),
-            Middleware(_Counting, answered=routes.answered),
+            Middleware(_Counting, answered=routes.answered, known=known),
             Middleware(Guard, config=config, refuse=error_response),
         ],
         exception_handlers={
@@ -107,12 +112,20 @@ def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
     )
 
 
+class JsonAnswer(JSONResponse):
+    """ASCII only: not all that a client or a model writes is Unicode text."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 def error_response(error: RequestError) -> Response:
     """`error` in OpenAI's shape."""
     headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), error.status, headers)
+    return JsonAnswer(error_body(error), error.status, headers)
 
 
 class _Routes:
@@ -147,7 +160,7 @@ class _Routes:
 
     async def models(self, _: Request) -> Response:
         """`GET /v1/models`."""
-        return JSONResponse({"object": "list", "data": [self._model_row(self._served())]})
+        return JsonAnswer({"object": "list", "data": [self._model_row(self._served())]})
 
     async def one_model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
@@ -160,39 +173,31 @@ class _Routes:
                 param="model",
                 code="model_not_found",
             )
-        return JSONResponse(self._model_row(served))
+        return JsonAnswer(self._model_row(served))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: ids of `content`."""
         tokenizer, fields = await self._plain(request)
-        return JSONResponse({"tokens": await in_worker(request, _tokens, tokenizer, fields)})
+        return JsonAnswer({"tokens": await in_worker(request, _tokens, tokenizer, fields)})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of `tokens`."""
         tokenizer, fields = await self._plain(request)
-        ids = fields.get("tokens")
         size = self._served().vocab_size
-        if not isinstance(ids, list) or not all(
-            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size
-            for token in ids
-        ):
-            fields.refuse("tokens", f"a list of token ids from 0 to {size - 1}")
-        return JSONResponse({"content": tokenizer.decode(ids, special=True)})
+        return JsonAnswer({"content": await in_worker(request, _text, tokenizer, fields, size)})
 
     async def apply_template(self, request: Request) -> Response:
         """`POST /apply-template`: the prompt that `messages` become."""
         _, fields = await self._plain(request)
         view = self._view(self._served())
-        chat = await in_worker(request, requests.chat_request, fields, view)
-        text = self._served().tokenizer.decode(chat.prompts[0], special=True)
-        return JSONResponse({"prompt": text})
+        return JsonAnswer({"prompt": await in_worker(request, _templated, fields, view)})
 
     async def health(self, _: Request) -> Response:
         """`GET /health`: 503 until the model is loaded, and while the server is leaving."""
         self._served()
         if self._pool.draining:
             raise leaving()
-        return JSONResponse({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`: Prometheus' text."""
@@ -204,7 +209,7 @@ class _Routes:
     async def props(self, _: Request) -> Response:
         """`GET /props`: what llama-server's clients look up."""
         served = self._served()
-        return JSONResponse(
+        return JsonAnswer(
             {
                 "default_generation_settings": {"n_ctx": served.context_tokens},
                 "total_slots": self._config.sessions,
@@ -238,7 +243,7 @@ class _Routes:
             }
             for number, slot in enumerate(served.slots.all)
         ]
-        return JSONResponse(rows)
+        return JsonAnswer(rows)
 
     async def page(self, request: Request) -> Response:
         """`GET /`: for a person with a browser."""
@@ -313,7 +318,7 @@ class _Routes:
         owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
         view = self._view(served)
         asked = replace(read(fields, view), owner=owner)
-        tools = requests.chat_tools(fields, view) if read is requests.chat_request else None
+        tools = tools_of(fields, served.tokenizer) if read is requests.chat_request else None
         found = asked, requests.delivery(fields, tools)
         self._name_unread(fields)
         return found
@@ -340,7 +345,7 @@ class _Routes:
                 if isinstance(first, Failed):
                     raise as_request_error(first.error) from first.error
                 return EventStream(chunks(events, first, shape, self._config.ping_s), events)
-            return JSONResponse(await whole_answer(events, shape, answered))
+            return JsonAnswer(await whole_answer(events, shape, answered))
         except BaseException:
             events.cancel()
             raise
@@ -349,12 +354,12 @@ class _Routes:
 
 
 class _Counting:
-    """Counts requests by path and status."""
+    """Counts requests by path, where it is a `known` one, and status."""
 
-    def __init__(self, app: Any, answered: Counter[tuple[str, int]]) -> None:
+    def __init__(self, app: Any, answered: Counter[tuple[str, int]], known: frozenset[str]) -> None:
         self._app = app
         self._answered = answered
-        self._known = {*_GENERATE, "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
+        self._known = known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI request."""
@@ -406,6 +411,28 @@ def _tokens(tokenizer: Tokenizer, fields: Fields) -> list[Any]:
     return [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
 
 
+def _text(tokenizer: Tokenizer, fields: Fields, vocab_size: int) -> str:
+    """What `/detokenize` is asked for."""
+    ids = fields.get("tokens")
+    if (
+        not isinstance(ids, list)
+        or len(ids) > _MOST_TOKENIZED
+        or not all(
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+            for token in ids
+        )
+    ):
+        possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {vocab_size - 1}"
+        fields.refuse("tokens", possible)
+    return tokenizer.decode(ids, special=True)
+
+
+def _templated(fields: Fields, view: ModelView) -> str:
+    """What `/apply-template` is asked for."""
+    chat = requests.chat_request(fields, view)
+    return view.tokenizer.decode(chat.prompts[0], special=True)
+
+
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
     """A token's text, or its bytes when these are not whole characters."""
     content = tokenizer.token_bytes(token)
@@ -417,29 +444,13 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
 
 def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]]) -> list[Metric]:
     """Everything `/metrics` tells."""
-    counts, served = pool.counts, pool.served
     waiting, running = pool.queue
-    rows: dict[str, tuple[str, float]] = {
-        "jobs_total": ("Jobs that ended, however they did.", counts.finished),
-        "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
-        "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
-        "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
-        "steps_total": ("Steps of the pool.", counts.steps),
-        "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
-        "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
-        "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
-        "new_tokens_total": ("Tokens written.", counts.new_tokens),
-        "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
-        "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
-        "draft_seconds_total": ("Seconds spent on guessing.", counts.draft_s),
-        "pass_seconds_total": ("Seconds of passes over written tokens.", counts.pass_s),
-        "choose_seconds_total": ("Seconds spent on choosing tokens.", counts.choose_s),
-        "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
+    rows = _count_metrics(pool.counts) | {
         "jobs_running": ("Jobs that hold a session.", running),
         "jobs_waiting": ("Jobs that wait for one.", waiting),
     }
-    if served is not None:
-        rows |= _session_metrics(served.slots, served.slot_bytes)
+    if pool.served is not None:
+        rows |= _session_metrics(pool.served.slots, pool.served.slot_bytes)
     metrics = [
         Metric(
             name=f"kvq_{name}",
@@ -457,6 +468,27 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
         name="kvq_requests_total", kind="counter", help="HTTP requests.", values=by_status
     )
     return [*metrics, requests_total]
+
+
+def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
+    """Help and value of what the pool has done so far, by the metric's name."""
+    return {
+        "jobs_total": ("Jobs that ended, however they did.", counts.finished),
+        "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
+        "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
+        "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
+        "steps_total": ("Steps of the pool.", counts.steps),
+        "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
+        "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
+        "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
+        "new_tokens_total": ("Tokens written.", counts.new_tokens),
+        "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
+        "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
+        "draft_seconds_total": ("Seconds spent on guessing.", counts.draft_s),
+        "pass_seconds_total": ("Seconds of passes over written tokens.", counts.pass_s),
+        "choose_seconds_total": ("Seconds spent on choosing tokens.", counts.choose_s),
+        "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
+    }
 
 
 def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, float]]:

@@ -120,7 +120,7 @@ class Fields:
     def refuse(self, name: str, possible: str) -> NoReturn:
         """Raises the `RequestError` that says what `name` may be."""
         value = self._values.get(name)
-        shown = json.dumps(value) if isinstance(value, int | float | bool) else _kind(value)
+        shown = json.dumps(value)[:40] if isinstance(value, int | float | bool) else _kind(value)
         self.refuse_with(name, f"{self._prefix}{name} is {shown}; give {possible}")
 
     def refuse_with(self, name: str, message: str, code: str | None = None) -> NoReturn:

@@ -79,7 +79,7 @@ class Guard:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         # Headers arrive as Latin-1; what a client sent are the key's own bytes.
-        right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        right = hmac.compare_digest(given.encode("latin-1").strip(), key.encode().strip())
         if kind.lower() != "bearer" or not right:
             raise RequestError(
                 "this server needs its API key as `Authorization: Bearer KEY`",
@@ -104,7 +104,8 @@ class Guard:
             status_code=204,
             headers={
                 "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-                "Access-Control-Allow-Headers": "authorization, content-type",
+                # "*" never means Authorization.
+                "Access-Control-Allow-Headers": "authorization, *",
                 "Access-Control-Max-Age": _PREFLIGHT_S,
             },
         )

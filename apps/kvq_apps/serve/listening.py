@@ -17,9 +17,10 @@ def listen(host: str, port: int) -> socket.socket:
         rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = rows[0]
         return socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; give another --port "
+            f"cannot listen on {host} port {port}: {reason}; give another --port "
             "(0: any free one) or --host"
         ) from error
 

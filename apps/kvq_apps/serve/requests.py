@@ -4,6 +4,7 @@ Knows OpenAI's and llama-server's fields; what a client may send that this serve
 refused, what it does not know is ignored.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,7 @@ MOST_STOPS = 4
 _MOST_TOKENS = 1 << 31
 _MOST_NATIVE_STOPS = 64
 _COMPLETION_TOKENS = 16
+_DECIMAL = re.compile("[0-9]{1,12}")
 _ROLES = {
     **{"system": "system", "developer": "system"},
     **{"user": "user", "assistant": "assistant", "tool": "tool"},
@@ -82,7 +84,7 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """`POST /v1/chat/completions`."""
     _refuse_unsupported(fields, _CHAT_UNSUPPORTED)
     _check_model(fields, model)
-    tools = chat_tools(fields, model)
+    tools = tools_of(fields, model.tokenizer)
     ids = _chat_ids(model, _messages(fields), tools)
     count = fields.whole("top_logprobs", 0, MOST_LOGPROBS, 0)
     logprobs = fields.flag("logprobs")
@@ -103,11 +105,6 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     )
 
 
-def chat_tools(fields: Fields, model: ModelView) -> Tools | None:
-    """The tools that a chat may call."""
-    return tools_of(fields, model.tokenizer)
-
-
 def _chat_ids(
     model: ModelView, messages: list[dict[str, Any]], tools: Tools | None
 ) -> Sequence[int]:
@@ -120,13 +117,15 @@ def _chat_ids(
     except ModelError as error:
         raise RequestError(f"{model.name}: {error}", param="messages") from error
     except RecursionError:
-        raise RequestError("tools is nested too deeply", param="tools") from None
+        message = "the arguments of a call, or tools, are nested too deeply; nest them less"
+        raise RequestError(message, param="messages" if tools is None else "tools") from None
 
 
 def _grammar(fields: Fields, model: ModelView, tools: Tools | None = None) -> Grammar | None:
     """The form of the answer, read for the model."""
     constraint = constraint_of(fields)
-    name = next((name for name in NAMES if fields.get(name)), "tools")
+    # Beside another name `response_format` only asks for text.
+    name = next((name for name in reversed(NAMES) if fields.get(name)), "tools")
     try:
         if tools is not None:
             constraint = tools.constraint(model.tokenizer, constraint)
@@ -230,7 +229,7 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
             transient=True,
-            edits=not fields.object("x_kvq").flag("exact", False),
+            edits=not fields.object("x_kvq").flag("exact"),
         ),
         model,
         "input_prefix",
@@ -240,18 +239,12 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
 def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
     """What both of OpenAI's routes read alike; the prompts come later."""
     seed = fields.whole("seed", -(1 << 63), (1 << 63) - 1, randbits(62))
-    return GenerationRequest(
-        prompts=(),
-        sampling=_sampling(fields, model),
+    return replace(
+        _any_request(fields, model, priority),
         # A generator takes no negative seed; the two's complement keeps them apart.
         seed=seed % (1 << 64),
-        rank=_rank(fields, priority),
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
-        distinct=fields.object("x_kvq").flag("distinct", False),
         stop=fields.texts("stop", MOST_STOPS),
-        reuse=fields.flag("cache_prompt", True),
-        draft=_draft(fields.object("x_kvq")),
-        predict=_predict(fields.object("x_kvq")),
     )
 
 
@@ -260,21 +253,30 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _check_model(fields, model)
     limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
     seed = fields.whole("seed", -1, (1 << 63) - 1, -1)
-    return GenerationRequest(
-        prompts=(),
-        sampling=_sampling(fields, model),
+    return replace(
+        _any_request(fields, model, "completion"),
         seed=randbits(62) if seed < 0 else seed,
-        rank=_rank(fields, "completion"),
         choices=fields.whole("n_cmpl", 1, MOST_CHOICES, 1),
-        distinct=fields.object("x_kvq").flag("distinct", False),
         max_tokens=None if limit < 0 else limit,
         stop=fields.texts("stop", _MOST_NATIVE_STOPS),
-        reuse=fields.flag("cache_prompt", True),
-        draft=_draft(fields.object("x_kvq")),
-        predict=_predict(fields.object("x_kvq")),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
         grammar=_grammar(fields, model),
+    )
+
+
+def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+    """What every route reads alike; the prompts and the seed come later."""
+    extension = fields.object("x_kvq")
+    return GenerationRequest(
+        prompts=(),
+        seed=0,
+        sampling=_sampling(fields, model),
+        rank=_rank(extension, priority),
+        distinct=extension.flag("distinct"),
+        reuse=fields.flag("cache_prompt", True),
+        draft=_draft(extension),
+        predict=_predict(extension),
     )
 
 
@@ -304,10 +306,9 @@ def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
         return {}
     bias: dict[int, float] = {}
     for name in given.names():
-        if not (name.isdecimal() and name.isascii() and int(name[:12]) < model.vocab_size):
-            given.refuse_with(
-                name, f"logit_bias names token {name[:20]!r}; ids are 0 to {model.vocab_size - 1}"
-            )
+        if not (_DECIMAL.fullmatch(name) and int(name) < model.vocab_size):
+            shown, last = name[:20], model.vocab_size - 1
+            given.refuse_with(shown, f"logit_bias names token {shown!r}; ids are 0 to {last}")
         bias[int(name)] = given.number(name, -1e6, 1e6, 0.0)
     return bias
 
@@ -336,9 +337,8 @@ def _predict(extension: Fields) -> str | None:
     return text
 
 
-def _rank(fields: Fields, priority: str) -> int:
+def _rank(extension: Fields, priority: str) -> int:
     """The rank of the request; `x_kvq.priority` may ask for another one."""
-    extension = fields.object("x_kvq")
     name = extension.text("priority", priority)
     if name not in PRIORITIES:
         extension.refuse("priority", f"one of {', '.join(PRIORITIES)}")

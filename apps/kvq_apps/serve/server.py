@@ -39,6 +39,7 @@ class Server:
         self._config = config
         self._socket = None if config.port is None else listen(config.host, config.port)
         self._file = self._listen_on_file(config)
+        self._path = config.socket_path
         self._on_ready = on_ready
         self._stops = 0
         self.pool = SessionPool(load, config, self._notify)
@@ -68,12 +69,16 @@ class Server:
 
     def close(self) -> None:
         """Listens no more. `run` does so at its end."""
+        self._leave_path()
         for one in (self._socket, self._file):
             if one is not None:
                 one.close()
-        if self._config.socket_path is not None and self._file is not None:
-            remove_file(self._config.socket_path)
-            self._file = None
+
+    def _leave_path(self) -> None:
+        """Removes the socket's file, once and while it listens: later it may be another's."""
+        path, self._path = self._path, None
+        if path is not None:
+            remove_file(path)
 
     def _listen_on_file(self, config: ServeConfig) -> socket.socket | None:
         if config.socket_path is None:
@@ -116,6 +121,7 @@ class Server:
                     await self._until(lambda: not self.pool.busy or self._stops > 1)
         finally:
             await asyncio.to_thread(self.pool.stop)
+            self._leave_path()
             server.should_exit = True
             await serving
 

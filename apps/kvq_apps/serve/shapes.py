@@ -2,21 +2,15 @@
 
 Each shape turns the same events into JSON objects, whole or streamed. Knows no socket.
 
-Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
-
-    {kv, kv_bytes, kv_bytes_peak, kv_budget, auxiliary_bytes, mean_k_bits, mean_v_bits,
-     evicted_share, prompt_tokens, cached_tokens, edited, new_tokens, drafted_tokens,
-     accepted_tokens, draft_ms, pass_ms, choose_ms, context_tokens, context_limit, queued_ms,
-     ttft_ms, prefill_tok_s, decode_tok_s}
-
-`kv` are the K:V widths pages are closed at; `kv_bytes` is what the session's arena holds now,
-`kv_bytes_peak` the most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over
-the tokens still held (the newest at 16), `evicted_share` is what was given up of the tokens of all
-layers and heads; `cached_tokens` of the prompt were held already, `edited` are new ones in the
-middle of an editor's text whose rest was kept; of the `drafted_tokens` that a
-drafter guessed `accepted_tokens` were right, `draft_n` and `draft_n_accepted` in the timings;
-`ttft_ms` counts from the request's arrival. In a stream both come with every chunk that has a
-`finish_reason`, and with the usage.
+Every finished answer also carries llama-server's `timings` and our own `x_kvq`: `kv` are the K:V
+widths pages are closed at; `kv_bytes` is what the session's arena holds now, `kv_bytes_peak` the
+most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over the tokens still
+held (the newest at 16), `evicted_share` is what was given up of the tokens of all layers and
+heads; `cached_tokens` of the prompt were held already, `edited` are new ones in the middle of an
+editor's text whose rest was kept; `exact`: all that the session holds was computed, in its order;
+of the `drafted_tokens` that a drafter guessed `accepted_tokens` were right, `draft_n` and
+`draft_n_accepted` in the timings; `ttft_ms` counts from the request's arrival. In a stream both
+come with every chunk that has a `finish_reason`, and with the usage.
 """
 
 import time
@@ -26,12 +20,21 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, Protocol, cast
 
-from kvq_apps.serve.requests import Delivery, GenerationRequest
+from kvq_apps.serve.requests import Delivery
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import CallPiece, CallReader, Piece
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
+from kvq_runtime.serving.request import GenerationRequest
 
 Json = dict[str, Any]
+
+# What `x_kvq` tells of a report under the report's own names.
+_REPORTED = (
+    *("kv_bytes", "kv_bytes_peak", "kv_budget", "auxiliary_bytes", "mean_k_bits", "mean_v_bits"),
+    *("evicted_share", "prompt_tokens", "cached_tokens", "predicted_tokens", "new_tokens"),
+    *("drafted_tokens", "accepted_tokens", "draft_ms", "pass_ms", "choose_ms", "context_tokens"),
+    *("queued_ms", "ttft_ms", "prefill_tok_s", "decode_tok_s"),
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -448,30 +451,10 @@ def _measures(answered: Answered, report: Report) -> Json:
         },
         "x_kvq": {
             "kv": answered.kv,
-            "kv_bytes": report.kv_bytes,
-            "kv_bytes_peak": report.kv_bytes_peak,
-            "kv_budget": report.kv_budget,
-            "auxiliary_bytes": report.auxiliary_bytes,
-            "mean_k_bits": report.mean_k_bits,
-            "mean_v_bits": report.mean_v_bits,
-            "evicted_share": report.evicted_share,
-            "prompt_tokens": report.prompt_tokens,
-            "cached_tokens": report.cached_tokens,
-            "edited": report.edited_tokens,
-            "predicted_tokens": report.predicted_tokens,
-            "exact": report.stale_tokens == 0,
-            "new_tokens": report.new_tokens,
-            "drafted_tokens": report.drafted_tokens,
-            "accepted_tokens": report.accepted_tokens,
-            "draft_ms": report.draft_ms,
-            "pass_ms": report.pass_ms,
-            "choose_ms": report.choose_ms,
-            "context_tokens": report.context_tokens,
             "context_limit": answered.context_limit,
-            "queued_ms": report.queued_ms,
-            "ttft_ms": report.ttft_ms,
-            "prefill_tok_s": report.prefill_tok_s,
-            "decode_tok_s": report.decode_tok_s,
+            "edited": report.edited_tokens,
+            "exact": report.stale_tokens == 0,
+            **{name: getattr(report, name) for name in _REPORTED},
         },
     }
 

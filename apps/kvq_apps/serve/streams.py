@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import as_request_error, error_body
-from kvq_apps.serve.requests import GenerationRequest
 from kvq_apps.serve.shapes import Answered, Choice, Shape
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import Delta, Done, Event, Failed, Finished, Outbox
 from kvq_runtime.serving.pool import SessionPool
+from kvq_runtime.serving.request import GenerationRequest
 
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

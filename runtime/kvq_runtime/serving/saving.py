@@ -69,10 +69,11 @@ class SavedSessions:
         self.saved = 0
         self.restored = 0
         self.failures = 0
-        for path in self._files(".*"):
+        for path in _files(self._folder, ".*"):
             _unlink_stale(path)
         if limit_bytes:
-            self._rows = [row for path in self._files("*.ids") if (row := _row(path)) is not None]
+            found = map(_row, _files(self._folder, "*.ids"))
+            self._rows = [row for row in found if row is not None]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,9 +121,10 @@ class SavedSessions:
 
         try:
             taken = session.capture()
-        except KvqError as error:
+        except (KvqError, MemoryError) as error:
             self._count_failure()
-            logger.warning("a session was not saved and will be computed again: %s", error)
+            said = str(error) or "there is no memory for a copy"
+            logger.warning("a session was not saved and will be computed again: %s", said)
             return row
         self._replace(row)
         self.writer.put(Parcel(path=row.path, taken=taken, done=done))
@@ -192,7 +194,7 @@ class SavedSessions:
     def _make_room(self, keep: Path) -> None:
         """Deletes the sessions unused for longest, of any model, until the rest fits."""
         sizes: list[tuple[float, int, Path]] = []
-        for path in self._root.glob("*/*.kvq"):
+        for path in _files(self._root, "*/*.kvq"):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 sizes.append((status.st_mtime, status.st_size, path))
@@ -204,15 +206,17 @@ class SavedSessions:
                 self._forget(path)
                 total -= size
 
-    def _files(self, pattern: str) -> list[Path]:
-        with contextlib.suppress(OSError):
-            return sorted(self._folder.glob(pattern))
-        return []
-
 
 def as_ids(tokens: Sequence[int]) -> Ids:
     """Tokens as int64 [n]."""
     return np.array(tokens, np.int64)
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """What can be seen of it: none where the disk or the system refuses."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.glob(pattern))
+    return []
 
 
 def _row(path: Path) -> SavedSession | None:

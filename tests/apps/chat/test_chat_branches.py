@@ -169,7 +169,8 @@ def test_a_choice_stops_what_is_still_written_and_a_narrow_screen_shows_one() ->
         assert (last.state, last.branch, last.branches) == ("stopped", 3, 3)
         assert last.text.startswith("word word")
 
-    run(script, FakeClient(FakeOptions(tok_ms=1), script=endless), size=(60, 24))
+    # Slowly: the pilot waits until the process does little.
+    run(script, FakeClient(FakeOptions(tok_ms=60), script=endless), size=(60, 24))
 
 
 def test_leaving_with_drafts_on_the_screen() -> None:

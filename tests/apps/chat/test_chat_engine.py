@@ -606,7 +606,7 @@ def test_no_server_and_no_such_model() -> None:
         gone = url
     with pytest.raises(EngineLostError, match="start it with `kvq serve`"):
         RemoteClient(gone).open()
-    for bad in ("ftp://x", "http://", ""):
+    for bad in ("ftp://x", "http://", "", "http://host:port", "http://host:99999", "http://[::1"):
         with pytest.raises(UsageError, match="--server"):
             RemoteClient(bad)
 

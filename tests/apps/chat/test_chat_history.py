@@ -99,7 +99,7 @@ def test_search_finds_words_prefixes_and_text_without_spaces() -> None:
     assert [row.id for row in history.search("jum")] == [fox.id]
     assert [row.id for row in history.search("量化")] == [chinese.id]
     assert history.search("brown cow") == []
-    assert history.search("100%_") == []
+    assert history.search("100%_") == history.search("\udcff") == []
     for hostile in ('"', "'; DROP TABLE chat; --", "* OR", "NEAR(", "a:b", "-", "%"):
         history.search(hostile)
     assert len(history.search("")) == 3
@@ -345,7 +345,7 @@ def test_a_chat_survives_a_file(name: str, tmp_path: Path) -> None:
     if name.endswith("jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert list(rows[2]) == ["role", "content", "ts", "stats"]
-        assert again[2].stats == {"new_tokens": 2}
+        assert (rows[2]["ts"], rows[2]["stats"]) == (5, {"new_tokens": 2})
 
 
 def test_chatgpt_exports_are_read(tmp_path: Path) -> None:
@@ -368,8 +368,11 @@ def test_chatgpt_exports_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "not json", "[1]", '{"role": "king", "content": "x"}', '{"role": "user"}', "{}"]
-)
+    "content",
+    ["", "not json", "[1]", '{"role": "king", "content": "x"}', '{"role": "user"}', "{}",
+     '{"role": "assistant", "content": ""}', '{"mapping": {"a": 5}, "current_node": "a"}',
+     pytest.param("[" * 100_000, id="deep")],
+)  # fmt: skip
 def test_files_that_hold_no_chat_are_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(content)

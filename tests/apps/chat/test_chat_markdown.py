@@ -54,7 +54,7 @@ def lines_of(text: str, width: int = 40) -> list[str]:
 @pytest.mark.slow
 @settings(SETTINGS, max_examples=500)
 @given(text=texts, seed=st.integers(0, 2**32), width=st.sampled_from([1, 7, 40, 120]))
-def test_streamed_strips_equal_a_one_shot_render(text: str, seed: int, width: int) -> None:
+def test_streamed_blocks_are_those_of_the_whole_and_fit(text: str, seed: int, width: int) -> None:
     generator = random.Random(seed)
     document, streamed, rest = Document(), [], text
     while rest:
@@ -64,8 +64,8 @@ def test_streamed_strips_equal_a_one_shot_render(text: str, seed: int, width: in
         document.tail(width, PALETTE, closed=generator.random() < 0.3)
     streamed += document.finish()
     assert streamed == blocks_of(text)
+    # A block is drawn from what it says alone, so equal blocks are equal strips.
     strips = strips_of(streamed, width)
-    assert [list(strip) for strip in strips] == [list(s) for s in strips_of(blocks_of(text), width)]
     assert all(strip.cell_length <= width or width < 4 for strip in strips)
 
 

@@ -6,7 +6,7 @@ nothing here. `python tests/apps/chat/test_chat_snapshots.py` draws the files an
 
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from html import unescape
 from itertools import groupby
@@ -21,7 +21,6 @@ from chat_pilot import run, say, telling, until
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat import client as client_module
 from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.client import Turn
 from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.screens import Question
 
@@ -78,13 +77,10 @@ async def full(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 
 def answering() -> FakeClient:
-    def script(_turn: Turn) -> Iterator[str]:
-        text = ANSWER + TABLE
-        yield from (text[first : first + 4] for first in range(0, len(text), 4))
-        while True:
-            yield ""
-
-    return FakeClient(FakeOptions(tok_ms=1), script)
+    text = ANSWER + TABLE
+    pieces = [text[first : first + 4] for first in range(0, len(text), 4)]
+    # Waiting for more, not writing it: the pilot waits until the process does little.
+    return FakeClient(FakeOptions(tok_ms=1, hold_at=len(pieces) + 1), lambda _: [*pieces, ""])
 
 
 def listing() -> FakeClient:

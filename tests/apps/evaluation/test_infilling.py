@@ -172,6 +172,12 @@ def test_records_of_text_give_held_out_python_only(tmp_path: Path) -> None:
         ("a.jsonl", b"{}\nno\n", "a.jsonl:1 has no text 'prompt'; it has nothing"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1 is not a JSON object"),
         ("a.jsonl", b'{"prompt": "p", "suffix": 3}', "has no text 'canonical_solution'"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is not a JSON object"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20,
+            "a.jsonl.gz cannot be read: Error -3",
+        ),
         ("a.jsonl.gz", b"no", "a.jsonl.gz cannot be read: Not a gzipped file"),
         (
             "a.jsonl.gz",

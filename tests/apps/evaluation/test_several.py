@@ -117,3 +117,5 @@ def test_the_table(shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]  # fmt: skip
     assert main([*command, "--drafts-method", "nosuch"]) == 2
     assert "possible: auto, branches, spliced, superposed" in capsys.readouterr().err
+    assert main([*command, "--limit", "-1"]) == 2
+    assert "--limit -1 is not possible: give 1 or more" in capsys.readouterr().err

@@ -328,15 +328,15 @@ def test_a_key_is_needed_everywhere_but_in_public(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     body = {"prompt": "hi", "max_tokens": 2}
-    with running(rule.load, api_key="s3cret-ü") as server:
+    with running(rule.load, api_key="s3cret-à") as server:
         for path in ("/health", "/v1/models"):
             assert ask(server, path).status == 200
         for path in ("/metrics", "/props", "/v1/models/rule"):
             assert ask(server, path).status == 401
-        for value in ("Bearer wrong", "Bearer s3cret", "s3cret-ü", "Basic s3cret-ü", "Bearer "):
+        for value in ("Bearer wrong", "Bearer s3cret", "s3cret-à", "Basic s3cret-à", "Bearer "):
             reply = ask(server, COMPLETIONS, body, {"Authorization": value})
             assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
-        right = {"Authorization": "Bearer s3cret-ü"}
+        right = {"Authorization": "Bearer s3cret-à"}
         assert ask(server, COMPLETIONS, body, right).status == 200
         with client(server, api_key="wrong") as sdk, pytest.raises(openai.AuthenticationError):
             sdk.completions.create(model="default", prompt="hi")
@@ -403,6 +403,8 @@ def test_web_pages_are_kept_out(rule: Rule) -> None:
         assert flight.status == 204
         assert flight.headers["access-control-allow-origin"] == good
         assert "POST" in flight.headers["access-control-allow-methods"]
+        # "*" never means Authorization; OpenAI's client sends headers of its own beside it
+        assert flight.headers["access-control-allow-headers"] == "authorization, *"
         assert "access-control-allow-credentials" not in flight.headers
         allowed = ask(server, COMPLETIONS, body, {"Origin": good})
         assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, good)
@@ -464,10 +466,12 @@ def test_metrics_parse_and_only_grow(served: Server) -> None:
     before = values()
     ask(served, CHAT, chat("hello", max_tokens=5))
     ask(served, "/nowhere/" + "x" * 30)
+    ask(served, "/props")
     after = values()
     assert all(after[name] >= value for name, value in before.items() if "total" in name)
     assert after["kvq_new_tokens_total"] - before["kvq_new_tokens_total"] == 5
     assert after['kvq_requests_total{path="other",status="404"}'] == 1
+    assert after['kvq_requests_total{path="/props",status="200"}'] == 1
     assert after["kvq_kv_peak_bytes"] <= after["kvq_kv_budget_bytes"] == 1 << 20
     assert prometheus_text([]) == "\n"
 
@@ -592,6 +596,8 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         (["--sessions", "0"], "--sessions 0 is not possible"),
         (["--port", "70000"], "--port 70000 is not possible"),
         (["--sessions-disk", "10tok"], "--sessions-disk 10tok is not possible"),
+        (["--sessions-disk", "lots"], "--sessions-disk lots is not possible"),
+        (["--host", "127.0.0..1"], "cannot listen on 127.0.0..1 port 8012"),
         (["--grace", "-1"], "--grace -1.0 is not possible"),
         (["a", "-m", "b"], "give the model once"),
         (["/nowhere/at/all", "--port", "0"], "there is no model at /nowhere/at/all"),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from environment import ROOTS, folders_in
 from kvq import __version__
@@ -259,6 +260,24 @@ def test_a_server_on_a_socket_alone(rule: Rule, tmp_path: Path) -> None:
         wait_until(lambda: server.pool.queue == (0, 0))
         assert server.pool.counts.cancelled == 1
     assert not path.exists()
+
+
+def test_a_server_that_leaves_lets_the_next_ones_socket_be(
+    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    listens_no_more = uvicorn.Server.shutdown
+
+    async def then_another_listens(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        await listens_no_more(self, sockets)
+        others.append(listen_on_file(path))
+
+    others: list[socket.socket] = []
+    monkeypatch.setattr(uvicorn.Server, "shutdown", then_another_listens)
+    with running(rule.load, port=None, socket_path=path):
+        pass
+    with others[0]:
+        assert path.is_socket()
 
 
 def test_a_socket_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def _text(choice: dict[str, Any]) -> str:
         ({"grammar": "root ::= x"}, "grammar", "names 'x', which has no rule"),
         ({"grammar": 3}, "grammar", "a string"),
         ({"regex": "("}, "regex", "unclosed group"),
+        ({"regex": "(", "response_format": {"type": "text"}}, "regex", "unclosed group"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "exclude each other"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "the same name"),
         ({"tools": [{"type": "browser"}]}, "tools[0].type", "function"),
@@ -263,6 +264,17 @@ def test_calls_are_told_by_value(form: str) -> None:
         for more in ({"tool_choice": "none"}, {"tools": []}):
             (choice,) = sdk.chat.completions.create(**settings | more).choices
             assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
+@pytest.mark.parametrize(
+    "call", ['"name": "\\ud800", "arguments": {}', '"arguments": {}, "name": "\\ud800"']
+)
+def test_a_call_that_is_no_unicode_text_is_told_too(call: str) -> None:
+    with served("hermes", f"<tool_call>{{{call}}}</tool_call>") as server:
+        reply = ask(server, CHAT, user(tools=[CLOCK], temperature=0))
+    assert reply.status == 200
+    (told,) = reply.json["choices"][0]["message"]["tool_calls"]
+    assert told["function"] == {"name": "\ud800", "arguments": "{}"}
 
 
 def test_text_is_text_with_tools_too() -> None:
@@ -350,6 +362,9 @@ def test_a_conversation_with_calls_reaches_the_template(wild: Server) -> None:
         400,
         "messages[1].tool_calls[0].function.arguments",
     )
+    function["arguments"] = '{"a": ' * 900 + "1" + "}" * 900
+    error = ask(wild, CHAT, {"messages": messages}).json["error"]
+    assert (error["param"], "nested too deeply" in error["message"]) == ("messages", True)
 
 
 def test_control_tokens_in_tools_stay_text() -> None:

@@ -11,6 +11,7 @@ from kvq.errors import SnapshotError
 from kvq_runtime import snapshot
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.saving import SavedSessions, as_ids
+from kvq_runtime.session import Session
 from serving import COMPLETIONS, PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
 
@@ -41,6 +42,15 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     monkeypatch.setattr(snapshot, "write", disk)
     yield disk
     disk.let(1000)
+
+
+def refuse(error: Exception) -> Callable[..., None]:
+    """Whatever it is called with, it raises `error`."""
+
+    def refused(*_: object) -> None:
+        raise error
+
+    return refused
 
 
 def prompt(number: int, tokens: int = 1) -> dict[str, object]:
@@ -156,6 +166,24 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     saved.writer.close()
     assert len(list(tmp_path.rglob("*.kvq"))) == len(saved) == 2
     assert list(tmp_path.rglob(".*")) == []
+
+
+def test_what_fails_beside_the_writing_ends_neither_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = Rule(folder=tmp_path)
+    with running(rule.load, sessions=1, idle_save_s=3600) as server:
+        saved = server.pool.served.slots.saved
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "glob", refuse(OSError("Too many open files")))
+            for number in range(3):
+                assert ask(server, COMPLETIONS, prompt(number)).status == 200
+            wait_until(lambda: saved.saved == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "capture", refuse(MemoryError()))
+            assert ask(server, COMPLETIONS, prompt(3)).status == 200
+        assert (saved.saved, saved.failures) == (2, 1)
+        assert ask(server, COMPLETIONS, prompt(0)).cached_tokens == 100
 
 
 def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
