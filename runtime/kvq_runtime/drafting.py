@@ -27,7 +27,11 @@ class Drafting(Generic[C]):
         """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
         if drafter is self.drafter:
             return
-        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+        if (
+            drafter is not None
+            and getattr(drafter, "branches", False)
+            and not self._backend.takes_trees
+        ):
             raise BackendError(
                 f"--draft {name_of(drafter)} is not possible on the "
                 f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "

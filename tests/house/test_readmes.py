@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import getsource
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
@@ -34,8 +35,9 @@ ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
-# Of `x_kvq`, as `serve/shapes.py` says.
-MEASURES = re.findall(r"\w+", re.findall(r"\{([^}]*)\}", shapes.__doc__ or "")[0])
+# What `x_kvq` tells of an answer.
+_OWN = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
+MEASURES = (*re.findall(r'"(\w+)":', _OWN), *shapes.REPORTED)
 LICENSE = (ROOT / "LICENSE").read_bytes()
 PIPED = {
     "": b"Hello\n",

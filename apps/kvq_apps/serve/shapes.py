@@ -29,7 +29,7 @@ from kvq_runtime.serving.request import GenerationRequest
 Json = dict[str, Any]
 
 # What `x_kvq` tells of a report under the report's own names.
-_REPORTED = (
+REPORTED = (
     *("kv_bytes", "kv_bytes_peak", "kv_budget", "auxiliary_bytes", "mean_k_bits", "mean_v_bits"),
     *("evicted_share", "prompt_tokens", "cached_tokens", "predicted_tokens", "new_tokens"),
     *("drafted_tokens", "accepted_tokens", "draft_ms", "pass_ms", "choose_ms", "context_tokens"),
@@ -454,7 +454,7 @@ def _measures(answered: Answered, report: Report) -> Json:
             "context_limit": answered.context_limit,
             "edited": report.edited_tokens,
             "exact": report.stale_tokens == 0,
-            **{name: getattr(report, name) for name in _REPORTED},
+            **{name: getattr(report, name) for name in REPORTED},
         },
     }
 
