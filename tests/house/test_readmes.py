@@ -47,6 +47,7 @@ PIPED = {
     "cat LICENSE": LICENSE[:2000],
 }
 CANNOT_RUN = {
+    "kvq bench --device cuda": "needs a GPU",
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
 }
