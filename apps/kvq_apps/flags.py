@@ -65,6 +65,9 @@ FLAGS: dict[str, Flag] = {
     "kv-budget": Flag("bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size",
         "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
+    "kv-offload": Flag("with --device cuda: bytes of the host's memory, such as 8GiB, for pages "
+        "of the context that the budget does not hold; each pass copies them to the GPU, and "
+        "none loses bits", "none", setting="kv.offload", metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]", suggests=Owned("kvq.policies:POLICIES")),
     "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
@@ -252,7 +255,7 @@ FLAGS: dict[str, Flag] = {
 }  # fmt: skip
 
 KV_WIDTHS = ("kbits", "vbits")
-KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-policy", "kv-read")
+KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-offload", "kv-policy", "kv-read")
 PREDICT_FLAGS = ("kv-predict", "kv-predict-with")
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",

@@ -86,7 +86,8 @@ def session_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.session` as the KV flags and `--draft` ask for them."""
     return (
         kv_bits(arguments)
-        | given(arguments, kv_budget="kv-budget", context_tokens="ctx-size")
+        | given(arguments, kv_budget="kv-budget", kv_offload="kv-offload")
+        | given(arguments, context_tokens="ctx-size")
         | given(arguments, policy="kv-policy", kv_read="kv-read")
         | predictor(arguments)
         | drafter(arguments)
@@ -213,10 +214,10 @@ def check(name: str, value: Any) -> None:
             predictor_named(value)
         case "draft":
             drafter(alone)
-        case "kv-budget":
-            from kvq.config import parse_budget
+        case "kv-budget" | "kv-offload":
+            from kvq.config import parse_budget, parse_offload
 
-            parse_budget(value)
+            (parse_budget if name == "kv-budget" else parse_offload)(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 

@@ -95,16 +95,20 @@ int kvq_device_open(const char* path, int32_t* device, kvq_device* facts) {
     return KVQ_OK;
 }
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
-                   int32_t device, int64_t* handle) {
+                   int32_t device, int32_t resident_columns, int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
     kvq::Device* there = kvq::Device::find(device);
     if (device && (!there || !attends(*there, config->head_dim))) return KVQ_BAD_ARGUMENT;
+    if (resident_columns < 0 || (resident_columns && !there) ||
+        (resident_columns && resident_columns >= layout.sizes.max_columns))
+        return KVQ_BAD_ARGUMENT;
     // Kernels of a device copy 16 bytes at a time, and granules end where the pool does. No page has
     // another multiple, so none is lost.
     if (there) layout.sizes.pool_bytes -= layout.sizes.pool_bytes % kvq::kDeviceAlign;
-    std::shared_ptr<Cache> cache = Cache::open(*config, layout, budget_bytes, forms, there);
+    std::shared_ptr<Cache> cache =
+        Cache::open(*config, layout, budget_bytes, forms, there, resident_columns);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;

@@ -18,7 +18,7 @@ constexpr int64_t kHugePage = int64_t{1} << 21;
 }  // namespace
 
 std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
-                                   const uint8_t* forms, Device* device) {
+                                   const uint8_t* forms, Device* device, int resident) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
     void* memory = nullptr;
@@ -37,7 +37,7 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     for (int s = 0; s < cache->arena_.streams(); s++)
         cache->arena_.forms[s] = forms ? forms[s] : uint8_t{0};
     if (device) {
-        cache->twin_ = Twin::open(*device, cache->arena_, cache->memory_, budget);
+        cache->twin_ = Twin::open(*device, cache->arena_, cache->memory_, budget, resident);
         cache->arena_.twin = cache->twin_.get();
         if (!cache->twin_) return nullptr;
     }
@@ -345,6 +345,10 @@ int Cache::edit(int start, int stop, int count) {
 // Between the passes of a branch pages may lose bits, to make room for what it may become.
 int Cache::demote(const kvq_action* actions, int count) {
     if (tail_.unattended() || tail_.branch().staged) return KVQ_BAD_STATE;
+    // Pages in two tiers keep their widths: whoever opens them has bytes for all.
+    const auto narrows = [](const kvq_action& action) { return action.k_bits != 0; };
+    if (twin_ && twin_->tiers() && std::any_of(actions, actions + count, narrows))
+        return KVQ_BAD_ARGUMENT;
     return pages_.demote(actions, count);
 }
 
@@ -387,6 +391,10 @@ void Cache::stats(kvq_stats& out) const {
     out.peak_bytes = state().peak;
     out.pages_seen = reading_.seen;
     out.pages_read = reading_.read;
+    out.device_bytes = twin_ ? twin_->bytes() : 0;
+    if (!twin_ || !twin_->tiers()) return;
+    out.offloaded_bytes = twin_->tiers()->offloaded_bytes();
+    out.streamed_bytes = twin_->tiers()->streamed_bytes();
 }
 
 int Cache::columns(int columns, int64_t* facts, uint8_t* widths) const {

@@ -18,9 +18,11 @@ class Cache {
 public:
     std::mutex turn;  // held for the length of every call
 
-    // `device`: where pages and rows lie and passes run, null: here. Null: no memory.
+    // `device`: where pages and rows lie and passes run, null: here. `resident`: see Twin::open.
+    // Null: no memory.
     static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
-                                       int64_t budget, const uint8_t* forms, Device* device);
+                                       int64_t budget, const uint8_t* forms, Device* device,
+                                       int resident);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
@@ -79,7 +81,7 @@ private:
     void keep_probes(const kvq_attention& a, const Inputs& in);
     // Pages and rows are read here in what follows.
     void fetch() const {
-        if (twin_) twin_->fetch(pages_.pool());
+        if (twin_) twin_->fetch(pages_);
     }
     int commit_chunk();
     // Whether a branch of so many rows can begin at token `at`, -1 for where it goes on.

@@ -66,6 +66,8 @@ bool Device::load(const char* path, std::string& why) {
     find("kvq_cuda_error", calls_.error), find("kvq_cuda_abi", calls_.abi);
     find("kvq_cuda_open", calls_.open), find("kvq_cuda_allocate", calls_.allocate);
     find("kvq_cuda_free", calls_.free), find("kvq_cuda_copy", calls_.copy);
+    find("kvq_cuda_allocate_host", calls_.allocate_host);
+    find("kvq_cuda_free_host", calls_.free_host), find("kvq_cuda_after", calls_.after);
     find("kvq_cuda_clear", calls_.clear), find("kvq_cuda_wait", calls_.wait);
     find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
     find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_pack", calls_.pack);

@@ -37,9 +37,12 @@ public:
         decltype(&kvq_cuda_open) open;
         decltype(&kvq_cuda_allocate) allocate;
         decltype(&kvq_cuda_free) free;
+        decltype(&kvq_cuda_allocate_host) allocate_host;
+        decltype(&kvq_cuda_free_host) free_host;
         decltype(&kvq_cuda_copy) copy;
         decltype(&kvq_cuda_clear) clear;
         decltype(&kvq_cuda_wait) wait;
+        decltype(&kvq_cuda_after) after;
         decltype(&kvq_cuda_set_ops) set_ops;
         decltype(&kvq_cuda_store) store;
         decltype(&kvq_cuda_attend) attend;

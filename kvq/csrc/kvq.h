@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 13
+#define KVQ_ABI 14
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -64,6 +64,9 @@ typedef struct {
     int32_t reserved;
     int64_t used_bytes, peak_bytes;
     int64_t pages_seen, pages_read; /* by steps so far: pages of KV heads that queries could see */
+    int64_t device_bytes;           /* the arena's on a device */
+    int64_t offloaded_bytes;        /* pages' in the second tier now */
+    int64_t streamed_bytes;         /* copied from there by the newest pass */
 } kvq_stats;
 
 /* How steps read, passes of at most draft_tokens rows: of a KV head's pages that a token can see the
@@ -95,9 +98,10 @@ typedef struct {
 KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *facts);
 
 /* `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
-   run, 0: here. */
+   run, 0: here. `resident_columns`: the newest so many columns lie on the device, the others in the
+   host's memory, from where passes bring them; 0: all of them. Pages in two tiers lose no bits. */
 KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, const uint8_t *forms,
-                              int32_t device, int64_t *handle);
+                              int32_t device, int32_t resident_columns, int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 

@@ -267,6 +267,7 @@ int PageTable::demote_entering(const uint8_t* widths) {
 
 void PageTable::drop_column(int column) {
     changed();
+    if (arena_.twin) arena_.twin->column_dropped(column);
     const size_t after = static_cast<size_t>(columns() - column - 1);
     for (int s = 0; s < arena_.streams(); s++) {
         release(entry_at(s, column));

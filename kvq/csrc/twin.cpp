@@ -82,22 +82,30 @@ Twin::Twin(Device& device, const Arena& arena, const uint8_t* host)
       told_(static_cast<size_t>(arena.config().layers)) {}
 
 std::unique_ptr<Twin> Twin::open(Device& device, const Arena& arena, const uint8_t* host,
-                                 int64_t bytes) {
+                                 int64_t bytes, int resident) {
     std::unique_ptr<Twin> twin(new Twin(device, arena, host));
     void* memory = nullptr;
-    if (device.calls().allocate(bytes, &memory)) return nullptr;
+    const int64_t fixed = arena.pool - host;
+    twin->bytes_ = resident ? fixed + Tiers::device_bytes(arena, resident) : bytes;
+    if (device.calls().allocate(twin->bytes_, &memory)) return nullptr;
     twin->memory_ = static_cast<uint8_t*>(memory);
+    if (resident) {
+        twin->tiers_ = Tiers::open(device, arena, resident, twin->memory_ + fixed);
+        if (!twin->tiers_) return nullptr;
+    }
     twin->copy(twin->of(arena.forms), arena.forms, arena.streams());
     return twin;
 }
 
 Twin::~Twin() {
+    tiers_.reset();
     device_.wait();
     device_.calls().free(memory_);
 }
 
-// What overlaps goes in pieces that do not.
+// What overlaps goes in pieces that do not. Pages in tiers have places of their own.
 void Twin::move(void* to, const void* from, int64_t bytes) {
+    if (tiers_ && static_cast<uint8_t*>(to) >= arena_.pool) return;
     auto* target = of(static_cast<const uint8_t*>(to));
     const auto* source = of(static_cast<const uint8_t*>(from));
     const int64_t apart = const_cast<uint8_t*>(source) - target;
@@ -115,19 +123,46 @@ void Twin::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_s
 }
 
 template <class Run>
-void Twin::in_use(const Pool& pool, Run&& run) const {
-    run(reinterpret_cast<uint8_t*>(arena_.tail),
-        arena_.streams() * int64_t{2} * config().tail_rows * config().head_dim * kRowBytes);
-    pool.visit_used(run);
+void Twin::in_use(const PageTable& pages, Run&& run) const {
+    const auto alike = [&](uint8_t* part, int64_t bytes) { run(part, of(part), bytes); };
+    alike(reinterpret_cast<uint8_t*>(arena_.tail),
+          arena_.streams() * int64_t{2} * config().tail_rows * config().head_dim * kRowBytes);
+    if (!tiers_) return pages.pool().visit_used(alike);
+    for (int i = 0; i < arena_.streams() * pages.columns(); i++) {
+        const int stream = i / pages.columns(), column = i % pages.columns();
+        const Entry& e = pages.entry(stream, column);
+        if (!e.k_bits) continue;
+        run(pages.pool().constant(e.constants), tiers_->constants(stream, column),
+            arena_.sizes.constant_bytes);
+        for (int slot = 0; slot < 2 * kGranulesPerSide; slot++)
+            if (e.granule[slot] != kNone)
+                run(pages.pool().granule(e.granule[slot]), tiers_->granule(stream, column, slot),
+                    arena_.sizes.granule_bytes);
+    }
 }
 
-void Twin::fetch(const Pool& pool) {
-    in_use(pool, [&](uint8_t* part, int64_t bytes) { copy(part, of(part), bytes); });
+void Twin::fetch(const PageTable& pages) {
+    in_use(pages, [&](uint8_t* here, uint8_t* there, int64_t bytes) { copy(here, there, bytes); });
     note(device_.wait());
 }
 
-void Twin::send(const Pool& pool) {
-    in_use(pool, [&](uint8_t* part, int64_t bytes) { copy(of(part), part, bytes); });
+void Twin::send(const PageTable& pages) {
+    // What was on its way is of no use any more.
+    if (tiers_) note(device_.calls().after(device_.facts().stream, device_.facts().copies));
+    if (tiers_) tiers_->place(pages.columns());
+    in_use(pages, [&](uint8_t* here, uint8_t* there, int64_t bytes) { copy(there, here, bytes); });
+    // Memory of the host's is not the arena's, which its owner may change at once.
+    if (tiers_) note(device_.wait());
+}
+
+uint8_t* Twin::constants(const PageTable& pages, int stream, int column) const {
+    if (tiers_) return tiers_->constants(stream, column);
+    return of(pages.pool().constant(pages.entry(stream, column).constants));
+}
+
+uint8_t* Twin::granule(const PageTable& pages, int stream, int column, int slot) const {
+    if (tiers_) return tiers_->granule(stream, column, slot);
+    return of(pages.pool().granule(pages.entry(stream, column).granule[slot]));
 }
 
 uint16_t* Twin::rows(const Tail& tail, int stream, int side) const {
@@ -152,8 +187,16 @@ void Twin::tell_entries(const PageTable& pages, int layer) {
     if (told == entries_ || !pages.columns()) return;
     const int first = layer * config().kv_heads;
     const int64_t step = arena_.sizes.max_columns * static_cast<int64_t>(sizeof(Entry));
-    copy_rows(of(&pages.entry(first, 0)), step, &pages.entry(first, 0), step,
-              pages.columns() * static_cast<int64_t>(sizeof(Entry)), config().kv_heads);
+    const int64_t bytes = pages.columns() * static_cast<int64_t>(sizeof(Entry));
+    for (int head = 0; tiers_ && head < config().kv_heads; head++) {
+        std::vector<Entry> entries;
+        for (int c = 0; c < pages.columns(); c++)
+            entries.push_back(tiers_->told(first + head, c, pages.entry(first + head, c)));
+        copy(of(&pages.entry(first + head, 0)), entries.data(), bytes);
+    }
+    if (!tiers_)
+        copy_rows(of(&pages.entry(first, 0)), step, &pages.entry(first, 0), step, bytes,
+                  config().kv_heads);
     told = entries_;
 }
 
@@ -224,9 +267,10 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     s.tail_stride = static_cast<int32_t>(2 * (staged ? chunk_rows() : config().tail_rows));
     s.turns = pass_.turns, s.row_turns = pass_.row_turns, s.tiles = pass_.tiles;
     s.hi_view = tail.branch().hi_view;
-    s.pool_bytes = arena_.sizes.pool_bytes;
+    s.pool_bytes = tiers_ ? tiers_->room().bytes() : arena_.sizes.pool_bytes;
     s.constant_bytes = arena_.sizes.constant_bytes, s.granule_bytes = arena_.sizes.granule_bytes;
     s.pool = of(arena_.pool), s.forms = of(arena_.forms + stream);
+    if (tiers_ && !silent) note(tiers_->bring(a.layer));
     s.entries = of(arena_.entries + int64_t{stream} * arena_.sizes.max_columns);
     s.views = of(arena_.views);
     const auto table = [&](auto*& member, int64_t start) {
@@ -274,11 +318,14 @@ int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail:
         const int stream = layer * config().kv_heads + head;
         uint16_t* from[2] = {rows(tail, stream, 0), rows(tail, stream, 1)};
         for (int p = 0; p < count; p++) {
-            const Entry& e = pages.enter(stream, pages.columns() + p);
+            const int column = pages.columns() + p;
+            if (tiers_) note(tiers_->enter(column));
+            pages.enter(stream, column);
             copy(scratch, closed.rows.data() + int64_t{p} * kPageTokens, sizeof(int) * kPageTokens);
-            note(device_.calls().clear(of(const_cast<uint8_t*>(pages.constants(e))),
+            note(device_.calls().clear(constants(pages, stream, column),
                                        arena_.sizes.constant_bytes, device_.facts().stream));
-            for (int side = 0; side < 2; side++) pack(pages, stream, e, side, from[side], scratch);
+            for (int side = 0; side < 2; side++)
+                pack(pages, stream, column, side, from[side], scratch);
         }
         for (int side = 0; side < 2; side++)
             keep_rows(tail, stream, side, from[side], closed.staying);
@@ -299,12 +346,12 @@ void Twin::keep_rows(const Tail& tail, int stream, int side, const uint16_t* fro
     }
 }
 
-void Twin::pack(const PageTable& pages, int stream, const Entry& e, bool values,
-                const uint16_t* rows, uint8_t* scratch) {
+void Twin::pack(const PageTable& pages, int stream, int column, bool values, const uint16_t* rows,
+                uint8_t* scratch) {
     const int dim = config().head_dim, form = pages.form(stream);
-    const PageView view = pages.view(stream, e, false);
-    const int bits = values ? view.v_bits : view.k_bits;
-    const uint8_t* const* granule = values ? view.v : view.k;
+    const Entry& e = pages.entry(stream, column);
+    const int bits = values ? e.v_bits : e.k_bits;
+    uint8_t* grid = constants(pages, stream, column) + (values ? grid_bytes(dim) : 0);
     uint8_t* floats = scratch + 4 * kPageTokens;
     uint8_t* planes = floats + int64_t{4} * kPageTokens * dim;
     const int64_t bytes = arena_.sizes.granule_bytes;
@@ -316,13 +363,14 @@ void Twin::pack(const PageTable& pages, int stream, const Entry& e, bool values,
                              !values && (form & kRotatedKeys),
                              reinterpret_cast<float*>(floats),
                              planes,
-                             of(const_cast<uint8_t*>(values ? view.v_grid : view.k_grid))};
+                             grid};
     note(device_.calls().pack(&call, device_.facts().stream));
     if (halves_plane(bits))
         note(device_.calls().narrow(planes + static_cast<int64_t>(halved(bits)) * bytes, dim,
                                     device_.facts().stream));
     for (int g = 0; g < granules(bits); g++)
-        copy(of(const_cast<uint8_t*>(granule[g])), planes + g * bytes, bytes);
+        copy(granule(pages, stream, column, values * kGranulesPerSide + g), planes + g * bytes,
+             bytes);
 }
 
 void Twin::narrow(uint8_t* first, const uint8_t* second) {

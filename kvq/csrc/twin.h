@@ -11,14 +11,16 @@
 #include "device_library.h"
 #include "page_table.h"
 #include "tail.h"
+#include "tiers.h"
 
 namespace kvq {
 
 class Twin {
 public:
-    // Null: no memory on the device.
+    // `resident`: columns whose pages lie on the device, the others in a second tier (tiers.h); 0:
+    // all of them. Null: no memory.
     static std::unique_ptr<Twin> open(Device& device, const Arena& arena, const uint8_t* host,
-                                      int64_t bytes);
+                                      int64_t bytes, int resident);
     ~Twin();
 
     Device& device() const { return device_; }
@@ -27,12 +29,21 @@ public:
     // Addresses are the host arena's; both stay as they are there.
     void move(void* to, const void* from, int64_t bytes);
     // Pages and rows that are in use come from the device, or go there with all tables.
-    void fetch(const Pool& pool);
-    void send(const Pool& pool);
+    void fetch(const PageTable& pages);
+    void send(const PageTable& pages);
 
     // What was told of views and rows holds no more, or of entries.
-    void new_pass() { pass_ = {}; }
+    void new_pass() {
+        pass_ = {};
+        if (tiers_) tiers_->new_pass();
+    }
     void entries_changed() { entries_++; }
+    void column_dropped(int column) {
+        if (tiers_) tiers_->drop(column);
+    }
+    // Null: all pages lie on the device.
+    const Tiers* tiers() const { return tiers_.get(); }
+    int64_t bytes() const { return bytes_; }
 
     // A pass of one layer; of `in` positions are on the host, all else on the device. `silent`:
     // keys and values are stored, nothing is asked.
@@ -74,8 +85,12 @@ private:
     void copy(void* to, const void* from, int64_t bytes) { note(device_.copy(to, from, bytes)); }
     void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step,
                    int64_t row_bytes, int64_t rows);
+    // Calls run(place in the host's arena, place of the bytes, count).
     template <class Run>
-    void in_use(const Pool& pool, Run&& run) const;
+    void in_use(const PageTable& pages, Run&& run) const;
+    // Of a page that the table has an entry of; `slot` is one of the entry's.
+    uint8_t* constants(const PageTable& pages, int stream, int column) const;
+    uint8_t* granule(const PageTable& pages, int stream, int column, int slot) const;
     // Keys (0) or values (1) of a stream's rows, where a pass or its closing reads them: the tail,
     // or for a chunk the room where it follows the tail's rows.
     uint16_t* rows(const Tail& tail, int stream, int side) const;
@@ -87,7 +102,7 @@ private:
     bool tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
                      const Inputs& in);
     void tell_entries(const PageTable& pages, int layer);
-    void pack(const PageTable& pages, int stream, const Entry& e, bool values, const uint16_t* rows,
+    void pack(const PageTable& pages, int stream, int column, bool values, const uint16_t* rows,
               uint8_t* scratch);
     int splits(const kvq_attention& a, int rows, int work) const;
 
@@ -95,6 +110,8 @@ private:
     const Arena& arena_;
     const uint8_t* host_;
     uint8_t* memory_ = nullptr;
+    int64_t bytes_ = 0;
+    std::unique_ptr<Tiers> tiers_;
     DeviceBytes tables_, chunk_, taken_;
     PassTables pass_;
     uint64_t entries_ = 1;

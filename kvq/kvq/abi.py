@@ -24,7 +24,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 13
+ABI = 14
 
 
 class Config(Structure):
@@ -82,6 +82,9 @@ class Stats(Structure):
         ("peak_bytes", c_int64),
         ("pages_seen", c_int64),
         ("pages_read", c_int64),
+        ("device_bytes", c_int64),
+        ("offloaded_bytes", c_int64),
+        ("streamed_bytes", c_int64),
     )
 
 
@@ -139,7 +142,10 @@ POINTERS = {
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, POINTER(Layout))),
     "kvq_device_open": (c_int32, (c_char_p, _INT32S, POINTER(DeviceFacts))),
-    "kvq_cache_open": (c_int32, (POINTER(Config), c_int64, _BYTES, c_int32, POINTER(c_int64))),
+    "kvq_cache_open": (
+        c_int32,
+        (POINTER(Config), c_int64, _BYTES, c_int32, c_int32, POINTER(c_int64)),
+    ),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_read": (c_int32, (c_int64, POINTER(Read))),

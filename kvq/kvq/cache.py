@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq import native
-from kvq.cache_engine import open_engine
+from kvq.cache_engine import ON_HOST, open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
@@ -29,13 +29,16 @@ class Holdings:
     `mean_k_bits`, `mean_v_bits`: widths of what is held, a token of a page at its page's, one of
     the tail or the sinks at 16; 0 while nothing is. `evicted_share`: of all tokens in all layers
     and heads the share whose page is gone, or that is masked. `read_share`: of the pages that steps
-    could see so far the share they have read.
+    could see so far the share they have read. `offloaded_bytes`: of a device's pages those that lie
+    in the host's memory; `streamed_bytes`: what the newest pass copied from there.
     """
 
     mean_k_bits: float
     mean_v_bits: float
     evicted_share: float
     read_share: float = 1.0
+    offloaded_bytes: int = 0
+    streamed_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,6 +66,11 @@ class Cache:
         self, arena: Arena, *, sensitivity: Sensitivity | None = None, engine: str = "native"
     ) -> None:
         spec = arena.spec
+        if arena.resident_columns and engine in ON_HOST:
+            raise UsageError(
+                "--kv-offload is for a device: a processor's memory is one tier, so raise "
+                "--kv-budget instead"
+            )
         self.arena = arena
         self.shape = arena.shape
         self.plan = arena.plan
@@ -417,6 +425,8 @@ class Cache:
         """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
         if actions.shape != (len(actions), 5):
             raise CacheError(f"actions of shape {actions.shape} are not [n, 5]")
+        if self.arena.resident_columns and actions[:, 3:].any():
+            raise CacheError("pages keep their widths in a cache with --kv-offload: leave it out")
         self.engine.demote(actions)
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
@@ -463,11 +473,14 @@ class Cache:
         held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
         k_bits, v_bits = (bits / max(1, held)).tolist()
+        tiers = self.engine.tiers
         return Holdings(
             mean_k_bits=k_bits,
             mean_v_bits=v_bits,
             evicted_share=1 - held / (streams * self.tokens) if self.tokens else 0.0,
             read_share=self.read_share,
+            offloaded_bytes=tiers.offloaded_bytes,
+            streamed_bytes=tiers.streamed_bytes,
         )
 
     def entering(self) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.config import AttentionParams
 from kvq.errors import UsageError
 from kvq.selectors import ReadRule
-from kvq.sizing import Arena
+from kvq.sizing import Arena, Tiers
 
 ENGINES = {
     "native": "kvq.native:NativeCache",
@@ -22,6 +22,8 @@ ENGINES = {
     "emulated": "kvq.native:EmulatedCache",
     "numpy": "kvq.reference_cache:ReferenceCache",
 }
+# Those whose pages lie in the processor's memory.
+ON_HOST = ("native", "numpy")
 
 Float = NDArray[np.float32]
 Half = NDArray[np.float16]
@@ -63,6 +65,9 @@ class CacheEngine(Protocol):
 
     @property
     def pages_read(self) -> int: ...
+
+    @property
+    def tiers(self) -> Tiers: ...
 
     def read_by(self, rule: ReadRule) -> None: ...
 

@@ -156,6 +156,17 @@ def parse_budget(text: str | int) -> Budget:
     )
 
 
+def parse_offload(text: str | int) -> int:
+    """Bytes of the host's memory, as `"8GiB"` or a number. Raises `UsageError` for all else."""
+    try:
+        found = parse_budget(text).num_bytes
+    except UsageError:
+        found = None
+    if found is None:
+        raise UsageError(f"--kv-offload {text!r} is not possible: give bytes (8GiB, 536870912)")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionParams:
     """What one attention layer computes; the attributes of a `kvq::Attention` node.

@@ -20,7 +20,7 @@ from kvq.errors import BackendError, CacheError, SnapshotError
 from kvq.formats import constant_bytes, grid_bytes
 from kvq.selectors import ReadRule
 from kvq.settings import environment
-from kvq.sizing import Arena, Geometry, Regions
+from kvq.sizing import Arena, Geometry, Regions, Tiers
 
 LIBRARY = "libkvq_native.so"
 EVIDENCE_FACTS = 8
@@ -151,6 +151,7 @@ class NativeCache:
                 arena.num_bytes,
                 pointer(forms) if len(forms) else None,
                 self._device_number(),
+                arena.resident_columns,
                 ctypes.byref(handle),
             )
         )
@@ -212,6 +213,11 @@ class NativeCache:
     @property
     def pages_read(self) -> int:
         return self._held.pages_read
+
+    @property
+    def tiers(self) -> Tiers:
+        held = self._held
+        return Tiers(held.device_bytes, held.offloaded_bytes, held.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
         if self.device != "cpu" and rule.share < 1:

@@ -52,7 +52,7 @@ from kvq.reference import (
 from kvq.reference_pages import NO_PLACES, WHOLE, Column, Page, Places, Rows, View, grid_axis
 from kvq.reference_probes import Probes
 from kvq.selectors import READ_ALL, ReadRule
-from kvq.sizing import GAP_VIEWS, Arena
+from kvq.sizing import GAP_VIEWS, Arena, Tiers
 
 # Query rows that pass over the pages together.
 BLOCK_ROWS = 16
@@ -137,6 +137,7 @@ class ReferenceCache:
         self._open_branch()
         self._rule = READ_ALL
         self.pages_seen = self.pages_read = 0
+        self.tiers = Tiers()
         self._probes = Probes(arena)
         self.tokens = 0
         self.peak_bytes = self.used_bytes

@@ -53,6 +53,18 @@ SPARE_VIEWS, GAP_VIEWS = 64, 32
 SLACK_BYTES = 8 * ALIGNMENT
 
 
+class Tiers(NamedTuple):
+    """Where the bytes of a device's cache are.
+
+    Allocated on the device; of pages that lie in the host's memory instead; copied from there to
+    the device by the newest pass.
+    """
+
+    device_bytes: int = 0
+    offloaded_bytes: int = 0
+    streamed_bytes: int = 0
+
+
 class Regions(NamedTuple):
     """Bytes of the regions that lie before an arena's pages, in their order."""
 
@@ -214,12 +226,15 @@ class Arena(Geometry):
     """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
 
     `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
+    `resident_columns`: of an arena in two tiers the newest so many lie on the device, in
+    `device_bytes` with all that is no page, and the others on the host; 0: there is one tier.
     """
 
     spec: "CacheSpec"
     num_bytes: int
     max_columns: int
     regions: Regions
+    resident_columns: int = 0
 
     @property
     def spare_views(self) -> int:
@@ -231,6 +246,43 @@ class Arena(Geometry):
         """Bytes left for pages."""
         return self.num_bytes - self.regions.num_bytes
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on a device."""
+        if not self.resident_columns:
+            return self.num_bytes
+        return self.bytes_with_resident(self.resident_columns)
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of the host's memory that pages may move to."""
+        spilled = self.max_columns - self.resident_columns if self.resident_columns else 0
+        return spilled * self._full_bytes
+
+    def bytes_with_resident(self, columns: int) -> int:
+        """Bytes on a device that holds so many of the columns, and twice what a layer lacks."""
+        layers = self.shape.num_layers
+        pages = layers * columns + 2 * (self.max_columns - columns)
+        return self.regions.num_bytes + pages * self._full_bytes // layers
+
+    def in_tiers(self, device_bytes: int) -> "Arena":
+        """With as many columns on a device as so many bytes there take.
+
+        One pass closes fewer than stay there. Raises `BudgetError`.
+        """
+        least = max(1, self._columns_closed_by(self.pass_tokens))
+        if least >= self.max_columns or device_bytes < self.bytes_with_resident(least):
+            most = min(least, self.max_columns)
+            needed = min(self.bytes_with_resident(most), self.num_bytes)
+            raise BudgetError(
+                f"{format_bytes(device_bytes)} of KV budget cannot hold, beside what --kv-offload "
+                f"moves to the host, the pages of one pass and twice those of a layer; "
+                f"{sized(needed)} can"
+            )
+        step = self.bytes_with_resident(least + 1) - self.bytes_with_resident(least)
+        more = (device_bytes - self.bytes_with_resident(least)) // step if step > 0 else 0
+        return replace(self, resident_columns=min(least + more, self.max_columns - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
@@ -241,7 +293,8 @@ class CacheSpec:
     sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
     if the policy asks for attention and the budget cannot hold the whole context. `forms`: how the
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
-    what steps read of the pages, as `--kv-read` writes it.
+    what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
+    for the pages of the context that the budget of a device does not hold; 0: they lose bits.
     """
 
     shape: CacheShape
@@ -256,6 +309,7 @@ class CacheSpec:
     observed: bool | None = None
     forms: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
+    offload_bytes: int = 0
 
     def __post_init__(self) -> None:
         streams = self.shape.num_layers * self.shape.num_kv_heads
@@ -274,6 +328,8 @@ class CacheSpec:
         """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""
         num_bytes = self.budget_bytes
         whole = num_bytes >= self.whole_bytes
+        if self.offload_bytes and not whole:
+            return self._in_tiers()
         probes = self.observed
         if probes is None:
             require_budget(num_bytes, self.minimum_bytes)
@@ -287,6 +343,22 @@ class CacheSpec:
         return Arena(
             **vars(geometry), spec=self, num_bytes=num_bytes, max_columns=columns, regions=regions
         )
+
+    def _in_tiers(self) -> Arena:
+        """The whole context, on a device and behind it. Raises `BudgetError`."""
+        if not self.plan.quantized:
+            raise UsageError("--kv-offload moves quantised pages; --kv fp has none: leave one out")
+        whole = replace(self, budget=Budget(num_bytes=self.whole_bytes), offload_bytes=0)
+        arena = replace(whole.resolved(), spec=self).in_tiers(self.budget_bytes)
+        if arena.probes:
+            raise UsageError("--kv-offload gives up no page, so nothing can be observed for it")
+        if arena.offload_bytes > self.offload_bytes:
+            raise BudgetError(
+                f"--kv-offload {format_bytes(self.offload_bytes)} cannot hold what a context of "
+                f"{self.context_tokens} tokens has beyond the budget; {sized(arena.offload_bytes)} "
+                "can, or a smaller --ctx-size or a larger --kv-budget"
+            )
+        return arena
 
     def geometry(self, *, tight: bool, probes: bool) -> Geometry:
         """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context."""

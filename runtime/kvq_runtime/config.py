@@ -97,6 +97,7 @@ class SessionRequest:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
     sink_tokens: int | None = None
+    offload_bytes: int = 0
 
     def plan(self, default: KvPlan) -> KvPlan:
         """The widths asked for, or those of `default`; no more sinks than `default` has."""

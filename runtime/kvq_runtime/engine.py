@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, cast, overload
 
-from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv
+from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv, parse_offload
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends, gpu
@@ -188,6 +188,7 @@ class Engine:
         *,
         kv: str | None = None,
         kv_budget: Budget | str | int | None = None,
+        kv_offload: str | int | None = None,
         k_bits: int | None = None,
         v_bits: int | None = None,
         context_tokens: int | None = None,
@@ -204,10 +205,12 @@ class Engine:
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits`
         refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what
-        8192 tokens (or a shorter context) need. `kv_read` is what steps read of the cache's
-        pages: 25%, `exact`, or a row of `kvq.selectors` with options; None: all. `draft`
-        makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or `lambda: None` where
-        every token is to take a pass of its own; None: the engine's `drafter`.
+        8192 tokens (or a shorter context) need. `kv_offload`: bytes of the host's memory, 8GiB,
+        for pages of the context that a device's budget does not hold. `kv_read` is what steps
+        read of the cache's pages: 25%, `exact`, or a row of `kvq.selectors` with options;
+        None: all. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or
+        `lambda: None` where every token is to take a pass of its own; None: the engine's
+        `drafter`.
         `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
         such a share of the layers of a prompt, 50%, instead of computing them, see
         `kvq_runtime.prediction`; lossy, and None or `off`: none. `sink_tokens`: so few of the
@@ -219,6 +222,7 @@ class Engine:
         both = (None, None) if kv is None else parse_kv(kv)
         request = SessionRequest(
             kv_budget=_budget(kv_budget),
+            offload_bytes=0 if kv_offload is None else parse_offload(kv_offload),
             k_bits=both[0] if k_bits is None else k_bits,
             v_bits=both[1] if v_bits is None else v_bits,
             context_tokens=context_tokens,

@@ -19,7 +19,9 @@ class SessionStats:
     the model that reads prompts. `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step
     over its time. `kv_bytes` is what the cache uses now, `kv_bytes_peak` the most so far; for
     `mean_k_bits`, `mean_v_bits` and `evicted_share` see `kvq.cache.Holdings`, for `edits` and what
-    follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read.
+    follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read. Of
+    `kv_bytes`, `kv_offloaded_bytes` lie in the host's memory behind a device, and the newest pass
+    copied `kv_streamed_bytes` from there.
     """
 
     prompt_tokens: int
@@ -44,6 +46,8 @@ class SessionStats:
     mean_v_bits: float
     evicted_share: float
     kv_read_share: float
+    kv_offloaded_bytes: int
+    kv_streamed_bytes: int
     edits: int
     edited_tokens: int
     recomputed_edits: int
@@ -166,6 +170,8 @@ class Meter:
             mean_v_bits=holdings.mean_v_bits,
             evicted_share=holdings.evicted_share,
             kv_read_share=holdings.read_share,
+            kv_offloaded_bytes=holdings.offloaded_bytes,
+            kv_streamed_bytes=holdings.streamed_bytes,
             edits=edits.edits,
             edited_tokens=edits.edited_tokens,
             recomputed_edits=edits.recomputed_edits,

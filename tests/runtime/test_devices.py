@@ -10,12 +10,13 @@ import pytest
 
 from emulated import emulated_library
 from kvq import devices, native
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, BudgetError, UsageError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine, open_files
+from kvq_runtime.metrics import SessionStats
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -94,6 +95,37 @@ def test_a_session_goes_on_on_the_other_device(bundle: Path, tmp_path: Path) -> 
             return [step.token for step in session.generate(max_tokens=3, sampling=GREEDY)]
 
     assert told("cpu", "emulated") == told("emulated", "cpu")
+
+
+def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    path = shelf.bundle(options, num_hidden_layers=4)
+    asked = {"kv": "4:2", "context_tokens": 300, "chunk_tokens": 64}
+
+    def told(**memory: str | int) -> tuple[list[int], SessionStats]:
+        with engine.session(**asked, **memory) as session:
+            session.prefill(TEXT.tolist() + TEXT.tolist()[:60])
+            steps = session.generate(max_tokens=3, sampling=GREEDY)
+            return [step.token for step in steps], session.stats()
+
+    with Engine.open(path, device="emulated") as engine:
+        with engine.session(**asked, kv_budget="300tok") as session:
+            arena = session.config.arena
+        assert arena
+        alone, whole = told(kv_budget="300tok")
+        budget = arena.bytes_with_resident(1)
+        tiered, stats = told(kv_budget=budget, kv_offload="1GiB")
+        with pytest.raises(BudgetError, match="twice those of a layer"):
+            engine.session(**asked, kv_budget=budget - 1, kv_offload="1GiB")
+    assert tiered == alone
+    assert stats.kv_bytes == whole.kv_bytes
+    assert stats.kv_offloaded_bytes == stats.kv_streamed_bytes == arena.column_bytes(4, 2)
+    assert whole.kv_offloaded_bytes == 0
+    with (
+        Engine.open(path) as engine,
+        pytest.raises(BackendError, match="--kv-offload needs --device cuda"),
+    ):
+        engine.session(kv_offload="1GiB")
 
 
 def test_two_sessions_share_passes_of_a_device(bundle: Path) -> None:

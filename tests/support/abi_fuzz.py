@@ -99,10 +99,11 @@ class Fuzz:
         forms = np.array([self.chance.randint(0, most) for _ in range(streams)], np.uint8)
         given = native.pointer(forms) if self.chance.random() < 0.9 else None
         device = 1 if self.chance.random() < 0.1 else 0  # of which there are none
+        resident = self.number(4) if self.chance.random() < 0.1 else 0
         if not self.call.kvq_cache_open(
-            ctypes.byref(config), budget, given, device, ctypes.byref(handle)
+            ctypes.byref(config), budget, given, device, resident, ctypes.byref(handle)
         ):
-            assert device == 0
+            assert device == resident == 0
             self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:

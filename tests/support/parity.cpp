@@ -151,7 +151,7 @@ private:
         kvq_cache_close(cache_);
         const kvq_config config = record_->value<kvq_config>(0);
         return kvq_cache_open(&config, record_->value<int64_t>(1), record_->optional<uint8_t>(2),
-                              0, &cache_);
+                              0, 0, &cache_);
     }
 
     // attention, qkv, positions, inv_freq, limits -> out

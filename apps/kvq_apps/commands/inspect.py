@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "model", "offline", "estimate", "remove", "names")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
-        sized, "threads", "ctx-size", *flags.KV_FLAGS,
+        sized, "threads", "ctx-size", *(flag for flag in flags.KV_FLAGS if flag != "kv-offload"),
         kv_budget="bytes of the cache (default: what the context needs)",
     )  # fmt: skip
 

@@ -243,6 +243,8 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "mean_v_bits": stats.mean_v_bits,
         "evicted_share": stats.evicted_share,
         "kv_read_share": stats.kv_read_share,
+        "kv_offloaded_bytes": stats.kv_offloaded_bytes,
+        "kv_streamed_bytes": stats.kv_streamed_bytes,
         "predicted_tokens": stats.predicted_tokens,
     }
 

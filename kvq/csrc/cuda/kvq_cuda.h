@@ -23,6 +23,7 @@ typedef struct {
     int32_t on_host;    /* 1: the emulator, whose memory is the host's */
     int32_t head_dims[8]; /* channels of heads that attention has kernels for; then 0 */
     void* stream;       /* made by kvq_cuda_open, for everything, in order */
+    void* copies;       /* beside it, for copies that need not wait for it; kvq_cuda_after */
 } kvq_cuda_device;
 /* The first device. */
 int kvq_cuda_open(kvq_cuda_device* device);
@@ -30,13 +31,21 @@ int kvq_cuda_open(kvq_cuda_device* device);
 /* Memory is not cleared. KVQ_NO_MEMORY: there is not so much. */
 int kvq_cuda_allocate(int64_t bytes, void** memory);
 void kvq_cuda_free(void* memory);
+/* Likewise of the host, where the device copies from and to by itself: what is copied there must
+   stay as it is until the copy is done. */
+int kvq_cuda_allocate_host(int64_t bytes, void** memory);
+void kvq_cuda_free_host(void* memory);
 /* `rows` rows of row_bytes, as far apart as the steps say, in any direction between host and
-   device; nothing where there is nothing to copy. The host's memory may be used again on return. */
+   device; nothing where there is nothing to copy. The host's memory may be used again on return,
+   unless kvq_cuda_allocate_host gave it. */
 int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                   int64_t rows, void* stream);
 int kvq_cuda_clear(void* at, int64_t bytes, void* stream);
 /* Until what was queued is done. */
 int kvq_cuda_wait(void* stream);
+/* What is queued on the stream `later` from now on begins when all that `earlier` was asked so far is
+   done. */
+int kvq_cuda_after(void* later, void* earlier);
 
 /* ONNX Runtime asks the library for RegisterCustomOps; `add(options, base, user)` answers. */
 typedef void* (*kvq_cuda_add_ops)(void* options, const void* base, void* user);

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <vector>
 
 #include "../kvq.h"
 #include "device.h"
@@ -48,10 +49,12 @@ static int open_device(kvq_cuda_device& out) {
     size_t free_bytes = 0, all = 0;
     if (const int status = told(cudaMemGetInfo(&free_bytes, &all))) return status;
     out.free_bytes = static_cast<int64_t>(free_bytes), out.memory_bytes = static_cast<int64_t>(all);
-    cudaStream_t stream = nullptr;
-    if (const int status = told(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)))
-        return status;
-    out.stream = stream;
+    for (void** made : {&out.stream, &out.copies}) {
+        cudaStream_t stream = nullptr;
+        if (const int status = told(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)))
+            return status;
+        *made = stream;
+    }
     return KVQ_OK;
 }
 
@@ -60,6 +63,12 @@ static int allocate(int64_t bytes, void** memory) {
 }
 static void release(void* memory) {
     cudaFree(memory);
+}
+static int allocate_host(int64_t bytes, void** memory) {
+    return told(cudaMallocHost(memory, static_cast<size_t>(bytes)));
+}
+static void release_host(void* memory) {
+    cudaFreeHost(memory);
 }
 static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                 int64_t rows, void* stream) {
@@ -83,12 +92,43 @@ static int clear(void* at, int64_t bytes, void* stream) {
 static int wait(void* stream) {
     return told(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
+static int after(void* later, void* earlier) {
+    cudaEvent_t event = nullptr;
+    if (const int status = told(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)))
+        return status;
+    int status = told(cudaEventRecord(event, static_cast<cudaStream_t>(earlier)));
+    if (!status) status = told(cudaStreamWaitEvent(static_cast<cudaStream_t>(later), event, 0));
+    cudaEventDestroy(event);  // it lives on until it has happened
+    return status;
+}
 
 #else
 
 constexpr int64_t kEmulatedBytes = int64_t{1} << 30;
 
+// The stream beside the first one does what it is asked as late as it may: once somebody waits for
+// it. So whoever does not reads what was there before. Of what it may write too early, it refuses a
+// copy that waits for none of the kernels launched since it last did.
+static struct Copies {
+    struct Copy {
+        char* to;
+        const char* from;
+        int64_t to_step, from_step, row_bytes, rows;
+        void run() const {
+            for (int64_t i = 0; i < rows; i++)
+                std::memcpy(to + i * to_step, from + i * from_step, static_cast<size_t>(row_bytes));
+        }
+    };
+    std::vector<Copy> queued;
+    bool waits_for_all = true;  // that the first stream was asked
+    void run() {
+        for (const Copy& copy : queued) copy.run();
+        queued.clear();
+    }
+} g_copies;
+
 static int outcome() {
+    g_copies.waits_for_all = false;
     return *g_reason ? KVQ_DEVICE_FAILED : KVQ_OK;
 }
 
@@ -96,6 +136,7 @@ static int open_device(kvq_cuda_device& out) {
     std::snprintf(out.name, sizeof out.name, "an emulated device");
     out.memory_bytes = out.free_bytes = kEmulatedBytes;
     out.capability = 80, out.units = 2, out.on_host = 1;
+    out.copies = &g_copies;
     return KVQ_OK;
 }
 
@@ -109,19 +150,42 @@ static int allocate(int64_t bytes, void** memory) {
 static void release(void* memory) {
     std::free(memory);
 }
+static int allocate_host(int64_t bytes, void** memory) {
+    return allocate(bytes, memory);
+}
+static void release_host(void* memory) {
+    release(memory);
+}
 static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
-                int64_t rows, void*) {
-    for (int64_t i = 0; i < rows; i++)
-        std::memcpy(static_cast<char*>(to) + i * to_step,
-                    static_cast<const char*>(from) + i * from_step, static_cast<size_t>(row_bytes));
+                int64_t rows, void* stream) {
+    const Copies::Copy copy{static_cast<char*>(to),
+                            static_cast<const char*>(from),
+                            to_step,
+                            from_step,
+                            row_bytes,
+                            rows};
+    if (stream != &g_copies) {
+        copy.run();
+        return KVQ_OK;
+    }
+    if (!g_copies.waits_for_all) {
+        std::snprintf(g_reason, sizeof g_reason, "a copy may come before what it must wait for");
+        return KVQ_DEVICE_FAILED;
+    }
+    g_copies.queued.push_back(copy);
     return KVQ_OK;
 }
 static int clear(void* at, int64_t bytes, void*) {
     std::memset(at, 0, static_cast<size_t>(bytes));
     return KVQ_OK;
 }
-static int wait(void*) {
+static int wait(void* stream) {
+    if (stream == &g_copies) g_copies.run();
     return KVQ_OK;
+}
+static int after(void* later, void* earlier) {
+    if (later == &g_copies) g_copies.waits_for_all = true;
+    return wait(earlier);
 }
 
 #endif
@@ -148,6 +212,13 @@ KVQ_EXPORT int kvq_cuda_allocate(int64_t bytes, void** memory) {
 KVQ_EXPORT void kvq_cuda_free(void* memory) {
     kvq::cuda::release(memory);
 }
+KVQ_EXPORT int kvq_cuda_allocate_host(int64_t bytes, void** memory) {
+    *memory = nullptr;
+    return kvq::cuda::allocate_host(bytes, memory);
+}
+KVQ_EXPORT void kvq_cuda_free_host(void* memory) {
+    kvq::cuda::release_host(memory);
+}
 KVQ_EXPORT int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step,
                              int64_t row_bytes, int64_t rows, void* stream) {
     if (!row_bytes || !rows) return KVQ_OK;
@@ -158,6 +229,9 @@ KVQ_EXPORT int kvq_cuda_clear(void* at, int64_t bytes, void* stream) {
 }
 KVQ_EXPORT int kvq_cuda_wait(void* stream) {
     return kvq::cuda::wait(stream);
+}
+KVQ_EXPORT int kvq_cuda_after(void* later, void* earlier) {
+    return kvq::cuda::after(later, earlier);
 }
 KVQ_EXPORT void kvq_cuda_set_ops(kvq_cuda_add_ops add, void* user) {
     kvq::cuda::g_add_ops = add, kvq::cuda::g_ops_user = user;

@@ -168,6 +168,11 @@ def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> Ses
             f"--kv-read {request.read} is not possible on the llama.cpp backend, which reads its "
             "whole cache: leave the flag out, or run a bundle with an ONNX graph"
         )
+    if request.offload_bytes:
+        raise BackendError(
+            "--kv-offload is not possible on the llama.cpp backend: leave the flag out, or run a "
+            "bundle with an ONNX graph on --device cuda"
+        )
     plan = request.plan(_possible_plan(file))
     reason = refusal(file, plan)
     if reason is not None:

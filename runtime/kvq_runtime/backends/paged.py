@@ -88,6 +88,11 @@ class PagedBackend(ABC):
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
+        if request.offload_bytes and self.device == gpu.PROCESSOR:
+            raise BackendError(
+                "--kv-offload needs --device cuda: a processor's memory is one tier, so leave the "
+                "flag out and raise --kv-budget"
+            )
         return _config(self.bundle, request, self.threads)
 
     def open_cache(self, config: SessionConfig) -> Cache:
@@ -114,6 +119,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         read=DEFAULT_READ if request.read is None else request.read,
         windows=tuple(layer.window_tokens for layer in model.layers),
         forms=manifest.forms,
+        offload_bytes=request.offload_bytes,
     )
     arena = (spec.shortened() if given is None else spec).resolved()
     return SessionConfig(

@@ -64,6 +64,7 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "run", "--kv") == {
         "--kv",
         "--kv-budget",
+        "--kv-offload",
         "--kv-policy",
         "--kv-predict",
         "--kv-predict-with",

@@ -1,0 +1,192 @@
+"""A cache in two tiers, a device's memory and the host's, gives what one on the device gives.
+
+Bit for bit, on the emulated device: its second stream copies as late as it may and refuses what may
+come too early. With `-m gpu` on a real one.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from caches import spec
+from emulated import DEVICES, ready
+from kvq import devices, native
+from kvq.cache import Cache
+from kvq.config import Budget, CacheShape, KvPlan, parse_offload
+from kvq.errors import BudgetError, CacheError, UsageError
+from kvq.sizing import Arena
+from pairs import attention, frequencies, packed_rows
+from shelf import Shelf
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+CONTEXT, RESIDENT = 900, 2
+PLAN = KvPlan(k_bits=6, v_bits=2)
+ALL = 1 << 30
+
+
+@pytest.fixture(scope="module", autouse=True, params=DEVICES)
+def device(request: pytest.FixtureRequest, shelf: Shelf) -> str:
+    ready(request.param, shelf)
+    return request.param
+
+
+def shape(layers: int) -> CacheShape:
+    return CacheShape(num_layers=layers, num_heads=2, num_kv_heads=2, head_dim=64)
+
+
+def whole(layers: int, plan: KvPlan = PLAN) -> Arena:
+    asked = spec(shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers)
+    return asked.resolved()
+
+
+def in_tiers(layers: int, num_bytes: int, offload: int = ALL, plan: KvPlan = PLAN) -> Arena:
+    asked = spec(
+        shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers,
+        budget=Budget(num_bytes=num_bytes), offload_bytes=offload,
+    )  # fmt: skip
+    return asked.resolved()
+
+
+class Pair:
+    """One cache with all its pages on the device, one with two columns there, told the same."""
+
+    def __init__(self, device: str, layers: int) -> None:
+        self.rng, self.shape = np.random.default_rng(layers), shape(layers)
+        needed = whole(layers).bytes_with_resident(RESIDENT)
+        self.arena = in_tiers(layers, needed)
+        assert self.arena.resident_columns == RESIDENT
+        assert self.arena.device_bytes == needed
+        arenas = whole(layers), self.arena
+        self.caches = [Cache(arena, engine=device) for arena in arenas]
+        self.layers = [attention(self.shape, layer) for layer in range(layers)]
+
+    @property
+    def tiered(self) -> Cache:
+        return self.caches[1]
+
+    def every(self, call: Callable[[Cache], object]) -> None:
+        for cache in self.caches:
+            call(cache)
+
+    def run(self, count: int, at: int | None = None) -> None:
+        rows = packed_rows(self.shape, self.rng, count)
+        positions = (self.tiered.tokens if at is None else at) + np.arange(count)
+        outs = []
+        for cache in self.caches:
+            cache.begin(count, at=at)
+            given = zip(self.layers, rows, strict=True)
+            outs.append([cache.attend(a, x, positions, frequencies(16)) for a, x in given])
+            cache.commit(count)
+        for alone, tiered in zip(*outs, strict=True):
+            np.testing.assert_array_equal(alone, tiered)
+
+    def check(self) -> None:
+        states = [cache.state() for cache in self.caches]
+        assert states[0] == states[1]
+        assert self.tiered.engine.tiers.device_bytes == self.arena.device_bytes
+
+
+@pytest.fixture
+def opened(device: str) -> Iterator[Callable[[int], Pair]]:
+    made: list[Pair] = []
+
+    def open_pair(layers: int) -> Pair:
+        made.append(Pair(device, layers))
+        return made[-1]
+
+    yield open_pair
+    for pair in made:
+        pair.every(lambda cache: cache.close())
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_tiers_give_what_one_gives(layers: int, opened: Callable[[int], Pair]) -> None:
+    pair = opened(layers)
+    page = pair.arena.column_bytes(6, 2)
+    for count in (128, 128, 60, 1, 1, 128, 30, 2, 1):
+        pair.run(count)
+    assert len(pair.tiered.columns()[0]) == 6
+    assert pair.tiered.engine.tiers[1:] == (4 * page, 4 * page)
+    pair.check()
+
+    # What is there goes, and what comes takes its places.
+    pair.every(lambda cache: cache.trim(250))
+    assert len(pair.tiered.columns()[0]) == 4
+    assert pair.tiered.holdings().offloaded_bytes == 4 * page
+    for count in (128, 128, 1):
+        pair.run(count)
+    pair.every(lambda cache: cache.edit(30, 140, 100))
+    pair.run(100, at=30)
+    pair.run(1)
+    pair.check()
+
+
+def test_a_session_moves_between_one_tier_and_two(opened: Callable[[int], Pair]) -> None:
+    pair = opened(4)
+    for count in (128, 128, 70):
+        pair.run(count)
+    states = [cache.state() for cache in pair.caches]
+    for cache, state in zip(pair.caches, reversed(states), strict=True):
+        cache.load_state(state)
+    pair.run(1)
+    pair.run(128)
+    pair.check()
+
+
+def test_a_copy_that_waits_for_nothing_is_refused(
+    device: str, opened: Callable[[int], Pair]
+) -> None:
+    if device != "emulated":
+        pytest.skip("only the emulated device sees it")
+    library = ctypes.CDLL(str(devices.opened(device).library))
+    facts = (ctypes.c_char * 1024)()
+    assert library.kvq_cuda_open(facts) == 0
+    opened(3).run(1)
+    # The stream for copies is the structure's last member.
+    ends = np.frombuffer(facts, np.uint64)
+    copies = ctypes.c_void_p(int(ends[np.flatnonzero(ends)[-1]]))
+    room = (ctypes.c_char * 8)()
+    one = ctypes.c_int64(1)
+    given = (room, one, room, one, one, one, copies)
+    try:
+        assert library.kvq_cuda_copy(*given) != 0
+    finally:
+        library.kvq_cuda_fail(b"", None)
+    assert library.kvq_cuda_after(copies, None) == 0
+    assert library.kvq_cuda_copy(*given) == 0
+    assert library.kvq_cuda_wait(copies) == 0
+
+
+def test_tiers_take_what_they_are_given_and_no_less() -> None:
+    arena = whole(4)
+    least = arena.bytes_with_resident(2)
+    with pytest.raises(BudgetError, match=r"twice those of a layer; \d+ bytes can"):
+        in_tiers(4, least - 1)
+    for more in range(2, 13):
+        tiered = in_tiers(4, arena.bytes_with_resident(more))
+        assert tiered.resident_columns == more
+        assert tiered.offload_bytes == (arena.max_columns - more) * arena.column_bytes(6, 2)
+    assert in_tiers(4, least, in_tiers(4, least).offload_bytes).resident_columns == 2
+    with pytest.raises(BudgetError, match=r"cannot hold what a context of 900 tokens .* can"):
+        in_tiers(4, least, in_tiers(4, least).offload_bytes - 1)
+    assert in_tiers(4, ALL).resident_columns == 0
+
+
+def test_what_tiers_cannot_do_is_refused_by_name(device: str) -> None:
+    arena = in_tiers(4, whole(4).bytes_with_resident(2))
+    for engine in ("native", "numpy"):
+        with pytest.raises(UsageError, match="--kv-offload is for a device"):
+            Cache(arena, engine=engine)
+    with pytest.raises(UsageError, match="--kv fp has none"):
+        in_tiers(4, 1 << 20, plan=KvPlan(k_bits=16, v_bits=16))
+    cache = Cache(arena, engine=device)
+    with pytest.raises(CacheError, match="keep their widths"):
+        cache.demote(np.array([[0, 0, 0, 4, 2]], np.int32))
+    cache.close()
+    for text in ("25%", "900tok", "much", "0"):
+        with pytest.raises(UsageError, match=r"--kv-offload .* give bytes"):
+            parse_offload(text)
+    assert parse_offload("2KiB") == 2048
