@@ -3,19 +3,22 @@
     python models/training/pack.py corpus.jsonl.xz TOKENIZER --out PACKED --tokens 20000000
         --length 1024 --long-tokens 2000000 --long-length 4096
 
-PACKED gets train.bin and long.bin (uint16, documents end to end, each closed by <|endoftext|>, cut
-into runs of the length the model reads) and one held-out text file per kind, as it is.
+PACKED gets train.bin and long.bin (uint16, runs of the length the model reads, each of whole
+documents closed by <|endoftext|>) and one held-out text file per kind, as it is.
 Python source appears half of the time with a hole in it (fill-in-the-middle, arXiv 2207.14255:
 prefix-suffix-middle and suffix-prefix-middle, split at characters), the rest as whole files.
 Synthetic recall teaches what a KV cache is judged by: retrieval over the whole length. Whole short
 functions, edits that repeat their input and JSON (`lessons.py`) teach what people try first.
-A hole, a look-up or a copy teaches by its few last tokens, so these texts are of all sizes up to
-the length, most of them short: of full ones a small run would meet too few.
+A hole, a look-up or a copy teaches by its few last tokens, which need all that stands before them.
+So documents are not cut (best-fit packing, arXiv 2404.10830; ours begins each run with the document
+that has waited longest, and fills what then is left with the head of the shortest), and these texts
+are of all sizes up to the length, half of them short: of full ones a small run would meet too few.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import lzma
 import random
@@ -36,19 +39,25 @@ SHORT_MIX = {
     "function": 0.06, "primer": 0.02, "edit": 0.03, "json": 0.02,
 }  # fmt: skip
 LONG_MIX = {
-    "python": 0.63, "english": 0.07, "chat": 0.02, "recall": 0.15, "copy": 0.05,
-    "function": 0.03, "primer": 0.01, "edit": 0.03, "json": 0.01,
+    "python": 0.63, "english": 0.06, "chat": 0.02, "recall": 0.16, "copy": 0.04,
+    "function": 0.04, "primer": 0.01, "edit": 0.03, "json": 0.01,
 }  # fmt: skip
 # Of the pieces of source, which are two thirds of its tokens, since these are the shorter ones.
 INFILL = 0.88
 # The rest of the holes: suffix, prefix, middle, which is how this family is asked (a small model
 # goes on with a prefix long before it has learnt to find where one ended).
-PREFIX_FIRST = 0.3
+PREFIX_FIRST = 0.15
 # Of the holes: most are one line or a few, as an editor leaves them.
 LINE_HOLES = 0.8
 SHORTEST = 48
+# Of the length, for a text with its question and what else belongs to it.
+LONGEST = 0.95
 QUESTIONS = 8
+# What stands around the text that hides a pass key.
+QUESTION_TOKENS = 80
 CHARACTERS_PER_TOKEN = 3.3
+# Documents from which the next one to fill a run is chosen.
+WAITING = 256
 HELD_OUT_BYTES = 400_000
 
 
@@ -137,8 +146,16 @@ class Packer:
         return encode(self._tokenizer, text)
 
     def _size(self) -> float:
-        """Tokens of a text: up to 0.9 of the length, half of the texts less than a fifth."""
-        return SHORTEST * (0.9 * self._length / SHORTEST) ** (self._rng.random() ** 1.7)
+        """Tokens of a text: half of the texts of any size alike, half of them mostly short."""
+        longest = LONGEST * self._length
+        if self._rng.random() < 0.5:
+            return self._rng.uniform(SHORTEST, longest)
+        return SHORTEST * (longest / SHORTEST) ** (self._rng.random() ** 1.7)
+
+    def _cut(self, text: str, tokens: float) -> str:
+        """The beginning of `text`, of at most so many tokens."""
+        ends = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(ends) <= tokens else text[: ends[int(tokens)][0]]
 
     def _pieces(self, text: str, tokens: Callable[[], float]) -> Iterator[str]:
         """`text` in runs of whole lines, each of about as many tokens as `tokens` then says."""
@@ -162,7 +179,7 @@ class Packer:
             def size() -> float:
                 nonlocal infill
                 infill = self._rng.random() < INFILL
-                return self._size() if infill else 0.95 * self._length
+                return self._size() if infill else LONGEST * self._length
 
             head = file
             for piece in self._pieces(text, size):
@@ -182,7 +199,7 @@ class Packer:
         sources = [self._shuffled(kind) for kind in kinds]
         while True:
             for source in sources:
-                pieces = list(self._pieces(next(source)[1], lambda: 0.95 * self._length))
+                pieces = list(self._pieces(next(source)[1], lambda: LONGEST * self._length))
                 for piece in self._rng.sample(pieces, min(len(pieces), 8)):
                     yield self._encode(piece)
 
@@ -218,14 +235,15 @@ class Packer:
                 depths = [self._rng.random() for _ in range(QUESTIONS)]
                 example = recall.key_values(self._rng, max(1, int(length / 17)), depths)[-1]
             else:
-                size = int(length * (CHARACTERS_PER_TOKEN if kind < 3 else 2.9))
+                room = max(0, length - QUESTION_TOKENS)
+                size = int(6 * length)
                 if kind == 1:
                     around = recall.filler_text(self._rng, size)
                 else:
                     text = next(books if kind == 2 else sources)[1]
                     at = self._rng.randrange(max(1, len(text) - size))
                     around = text[at : at + size]
-                example = recall.passkey(self._rng, around, depth)
+                example = recall.passkey(self._rng, self._cut(around, room), depth)
             yield self._encode(example.text)
 
     def _copies(self) -> Iterator[list[int]]:
@@ -241,16 +259,26 @@ class Packer:
             yield self._encode(f"{part}\n{between}\n# again\n{part}\n")
 
 
-def write_tokens(path: Path, documents: Iterator[list[int]], count: int) -> None:
-    """The first `count` tokens of `documents` as uint16."""
-    tokens = np.empty(count, np.uint16)
-    filled = 0
-    for ids in documents:
-        part = ids[: count - filled]
-        tokens[filled : filled + len(part)] = part
-        filled += len(part)
-        if filled == count:
-            break
+def runs(documents: Iterator[list[int]], length: int) -> Iterator[list[int]]:
+    """Endless `documents` as runs of exactly `length` tokens; what is longer than one is cut."""
+    waiting = [ids[:length] for ids in itertools.islice(documents, WAITING)]
+    while True:
+        run: list[int] = []
+        at = 0  # the one that has waited longest
+        while len(run) + len(waiting[at]) <= length:
+            run += waiting.pop(at)
+            waiting.append(next(documents)[:length])
+            left = length - len(run)
+            sizes = [len(ids) for ids in waiting]
+            fitting = [size for size in sizes if size <= left]
+            at = sizes.index(max(fitting) if fitting else min(sizes))
+        yield run + waiting[at][: length - len(run)]
+
+
+def write_tokens(path: Path, documents: Iterator[list[int]], count: int, length: int) -> None:
+    """Runs of `documents`, in all `count` tokens or a little less, as uint16."""
+    whole = itertools.islice(runs(documents, length), count // length)
+    tokens = np.array(list(whole), np.uint16)
     partial = path.with_suffix(".partial")
     tokens.tofile(partial)
     partial.replace(path)
@@ -282,8 +310,11 @@ def main() -> None:
     short = Packer(corpus, tokenizer, arguments.seed, arguments.length)
     long = Packer(corpus, tokenizer, arguments.seed + 1, arguments.long_length)
     # The long file first: it is the short one that may be cut when time is short.
-    write_tokens(arguments.out / "long.bin", long.stream(LONG_MIX), arguments.long_tokens)
-    write_tokens(arguments.out / "train.bin", short.stream(SHORT_MIX), arguments.tokens)
+    for name, packer, mix, tokens, length in (
+        ("long.bin", long, LONG_MIX, arguments.long_tokens, arguments.long_length),
+        ("train.bin", short, SHORT_MIX, arguments.tokens, arguments.length),
+    ):
+        write_tokens(arguments.out / name, packer.stream(mix), tokens, length)
 
 
 if __name__ == "__main__":
