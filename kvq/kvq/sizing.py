@@ -268,12 +268,11 @@ class Arena(Geometry):
     def in_tiers(self, device_bytes: int) -> "Arena":
         """With as many columns on a device as so many bytes there take.
 
-        One pass closes fewer than stay there. Raises `BudgetError`.
+        At least what one pass closes stays there. Raises `BudgetError`.
         """
         least = max(1, self._columns_closed_by(self.pass_tokens))
         if least >= self.max_columns or device_bytes < self.bytes_with_resident(least):
-            most = min(least, self.max_columns)
-            needed = min(self.bytes_with_resident(most), self.num_bytes)
+            needed = min(self.bytes_with_resident(min(least, self.max_columns)), self.num_bytes)
             raise BudgetError(
                 f"{format_bytes(device_bytes)} of KV budget cannot hold, beside what --kv-offload "
                 f"moves to the host, the pages of one pass and twice those of a layer; "

@@ -146,7 +146,7 @@ def test_a_copy_that_waits_for_nothing_is_refused(
     assert library.kvq_cuda_open(facts) == 0
     opened(3).run(1)
     # The stream for copies is the structure's last member.
-    ends = np.frombuffer(facts, np.uint64)
+    ends = np.frombuffer(facts.raw, np.uint64)
     copies = ctypes.c_void_p(int(ends[np.flatnonzero(ends)[-1]]))
     room = (ctypes.c_char * 8)()
     one = ctypes.c_int64(1)

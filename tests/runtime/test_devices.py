@@ -4,6 +4,7 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,9 +101,9 @@ def test_a_session_goes_on_on_the_other_device(bundle: Path, tmp_path: Path) -> 
 def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
     path = shelf.bundle(options, num_hidden_layers=4)
-    asked = {"kv": "4:2", "context_tokens": 300, "chunk_tokens": 64}
+    asked: dict[str, Any] = {"kv": "4:2", "context_tokens": 300, "chunk_tokens": 64}
 
-    def told(**memory: str | int) -> tuple[list[int], SessionStats]:
+    def told(**memory: Any) -> tuple[list[int], SessionStats]:
         with engine.session(**asked, **memory) as session:
             session.prefill(TEXT.tolist() + TEXT.tolist()[:60])
             steps = session.generate(max_tokens=3, sampling=GREEDY)

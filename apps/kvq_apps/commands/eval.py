@@ -277,7 +277,7 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     from kvq_apps.evaluation import table
     from kvq_apps.evaluation.cache_setting import CacheSetting
 
-    _refuse(arguments, "--table", "kv-budget", "kv-policy", "kbits", "vbits")
+    _refuse(arguments, "--table", "kv-budget", "kv-offload", "kv-policy", "kbits", "vbits")
     texts = arguments.kv.split(",") if options.written(arguments, "kv") else table.SETTINGS
     pairs = dict.fromkeys(parse_kv(text) for text in texts)
     context_tokens = _one_length(engine, arguments)
@@ -303,7 +303,7 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     from kvq_apps.evaluation import sweep, sweep_report
     from kvq_apps.evaluation.cache_setting import UNQUANTIZED
 
-    _refuse(arguments, "--sweep", "kv-budget", "kv-policy")
+    _refuse(arguments, "--sweep", "kv-budget", "kv-offload", "kv-policy")
     context_tokens = _one_length(engine, arguments)
     asked = _asked(
         arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens, limit=DEFAULT_SWEEP_LINES
