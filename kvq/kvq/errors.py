@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 _ARGUMENTS = {
     "kv fp": 'kv="fp"', "kv": "kv", "kbits": "k_bits", "vbits": "v_bits", "kv-budget": "kv_budget",
+    "kv-offload": "kv_offload",
     "kv-policy": "policy", "kv-predict": "predict",
     "ctx-size": "context_tokens", "chunk-tokens": "chunk_tokens",
     "threads": "threads", "backend": "backend", "seed": "seed", "draft": "draft",

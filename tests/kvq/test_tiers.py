@@ -102,20 +102,23 @@ def opened(device: str) -> Iterator[Callable[[int], Pair]]:
         pair.every(lambda cache: cache.close())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 4])
 def test_tiers_give_what_one_gives(layers: int, opened: Callable[[int], Pair]) -> None:
     pair = opened(layers)
     page = pair.arena.column_bytes(6, 2)
-    for count in (128, 128, 60, 1, 1, 128, 30, 2, 1):
+    for count in (128, 128, 128, 30, 1, 1):
         pair.run(count)
-    assert len(pair.tiered.columns()[0]) == 6
-    assert pair.tiered.engine.tiers[1:] == (4 * page, 4 * page)
+    assert len(pair.tiered.columns()[0]) == 5
+    # Of three layers the second is alone in its room, and stays there.
+    streamed = 3 * page if layers == 4 else 2 * page
+    assert pair.tiered.engine.tiers[1:] == (3 * page, streamed)
     pair.check()
 
     # What is there goes, and what comes takes its places.
     pair.every(lambda cache: cache.trim(250))
     assert len(pair.tiered.columns()[0]) == 4
-    assert pair.tiered.holdings().offloaded_bytes == 4 * page
+    assert pair.tiered.holdings().offloaded_bytes == 3 * page
     for count in (128, 128, 1):
         pair.run(count)
     pair.every(lambda cache: cache.edit(30, 140, 100))
@@ -124,6 +127,7 @@ def test_tiers_give_what_one_gives(layers: int, opened: Callable[[int], Pair]) -
     pair.check()
 
 
+@pytest.mark.slow
 def test_a_session_moves_between_one_tier_and_two(opened: Callable[[int], Pair]) -> None:
     pair = opened(4)
     for count in (128, 128, 70):
@@ -163,7 +167,7 @@ def test_a_copy_that_waits_for_nothing_is_refused(
 def test_tiers_take_what_they_are_given_and_no_less() -> None:
     arena = whole(4)
     least = arena.bytes_with_resident(2)
-    with pytest.raises(BudgetError, match=r"twice those of a layer; \d+ bytes can"):
+    with pytest.raises(BudgetError, match=r"twice those of a layer; .* can"):
         in_tiers(4, least - 1)
     for more in range(2, 13):
         tiered = in_tiers(4, arena.bytes_with_resident(more))
@@ -178,15 +182,15 @@ def test_tiers_take_what_they_are_given_and_no_less() -> None:
 def test_what_tiers_cannot_do_is_refused_by_name(device: str) -> None:
     arena = in_tiers(4, whole(4).bytes_with_resident(2))
     for engine in ("native", "numpy"):
-        with pytest.raises(UsageError, match="--kv-offload is for a device"):
+        with pytest.raises(UsageError, match="kv_offload is for a device"):
             Cache(arena, engine=engine)
-    with pytest.raises(UsageError, match="--kv fp has none"):
+    with pytest.raises(UsageError, match=r"fp.* has none"):
         in_tiers(4, 1 << 20, plan=KvPlan(k_bits=16, v_bits=16))
     cache = Cache(arena, engine=device)
     with pytest.raises(CacheError, match="keep their widths"):
         cache.demote(np.array([[0, 0, 0, 4, 2]], np.int32))
     cache.close()
     for text in ("25%", "900tok", "much", "0"):
-        with pytest.raises(UsageError, match=r"--kv-offload .* give bytes"):
+        with pytest.raises(UsageError, match=r"kv_offload .* give bytes"):
             parse_offload(text)
     assert parse_offload("2KiB") == 2048

@@ -124,7 +124,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     assert whole.kv_offloaded_bytes == 0
     with (
         Engine.open(path) as engine,
-        pytest.raises(BackendError, match="--kv-offload needs --device cuda"),
+        pytest.raises(BackendError, match="kv_offload needs --device cuda"),
     ):
         engine.session(kv_offload="1GiB")
 
