@@ -35,8 +35,8 @@ from kvq.config import KvPlan
 from kvq.errors import BudgetError, KvqError, UsageError
 from kvq.files import replace_file
 from kvq_apps import output, text_input
-from kvq_apps.bench.engine_onnxruntime import WEIGHT_FOLDER, rotary_tables
-from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
+from kvq_apps.bench.engine_onnxruntime import rotary_tables
+from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.sweep_report import ratio_text, standard_error
@@ -420,7 +420,7 @@ def best_scale(x: np.ndarray, bits: int) -> np.ndarray:
 def _gqa_session(bundle: Bundle, cache: StaticCache | None, threads: int) -> Any:
     import onnxruntime
 
-    model = gqa_model(bundle, int8=False)
+    model = gqa_model(ir.load(bundle.model_path), bundle.config)
     if cache is not None:
         model = quantized_gqa(model, bundle.config, cache)
     options = session_options(threads)
