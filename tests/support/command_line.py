@@ -1,0 +1,33 @@
+"""Commands from outside, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# A fixture of the commands' tests: runs one with `--json` in this process and returns its object.
+Ask = Callable[..., dict[str, Any]]
+RUN_KEYS = {
+    *("text", "prompt_tokens", "new_tokens", "ttft_ms", "decode_tok_s"),
+    *("kv_bytes_peak", "kv_budget", "finish_reason"),
+}
+
+
+def kvq(
+    *words: str, home: dict[str, str], stdin: bytes = b"", **extra: str
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvq_apps.cli", *words],
+        input=stdin,
+        env=home | extra,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def answer(finished: subprocess.CompletedProcess[bytes]) -> dict[str, object]:
+    """The one object on stdout of a command that worked."""
+    assert finished.returncode == 0, finished.stderr.decode()
+    return json.loads(finished.stdout)
