@@ -55,12 +55,6 @@ class KvqEngine:
         if self._onnx:
             self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
-    @staticmethod
-    def missing(device: str) -> str | None:
-        """Why it cannot run here: never, as a slower backend always can."""
-        del device
-        return None
-
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
         return KvqSequence(
             self._backend,
