@@ -24,7 +24,8 @@ from kvq_runtime import gpu
 from kvq_runtime.bundle import Bundle
 
 INSTALL = "pip install torch transformers optimum-quanto hqq"
-GROUP_TOKENS = 64
+# Numbers that share a scale and a zero, by the library's default.
+GROUP = 64
 # Families whose attention, norms and biases a config of these few fields describes.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -39,13 +40,14 @@ class CacheKind:
 
 
 # With float16 constants: a scale and a zero per group.
-_GROUPED = 4 / 8 + 2 * 2 / GROUP_TOKENS
+_GROUPED = 4 / 8 + 2 * 2 / GROUP
 QUANTIZED: Mapping[str, CacheKind] = {
     "fp8": CacheKind(package="torch", bytes_each=1.0, options={"backend": "fp8"}),
     "quanto4": CacheKind(
         package="optimum.quanto",
         bytes_each=_GROUPED,
-        options={"backend": "quanto", "nbits": 4, "axis_key": -1, "axis_value": 0},
+        # Along a channel it groups 64 tokens, and takes no number of tokens but multiples of it.
+        options={"backend": "quanto", "nbits": 4, "axis_key": 0, "axis_value": 0},
     ),
     "hqq4": CacheKind(
         package="hqq",
@@ -114,10 +116,7 @@ class TransformersEngine:
         config = self._model.config
         if kv == self._plain:
             return transformers.DynamicCache(config=config)
-        options: dict[str, Any] = dict(QUANTIZED[kv].options)
-        if "nbits" in options:
-            options["q_group_size"] = GROUP_TOKENS
-        return transformers.QuantizedCache(config=config, **options)
+        return transformers.QuantizedCache(config=config, **QUANTIZED[kv].options)
 
     def _fill(self, cache: Any, depth: int) -> None:
         """Random keys and values, of all layers the same."""
@@ -134,7 +133,7 @@ class TransformersEngine:
         try:
             if importlib.util.find_spec(package) is None:
                 raise ImportError(f"{package} is not installed")
-            self._fill(self._cache(kv), 2 * GROUP_TOKENS)
+            self._fill(self._cache(kv), 2 * GROUP)
         # What an optional package raises that is too old for the other.
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             output.print_note(f"transformers {kv} is left out: {error}; {INSTALL}")
