@@ -164,7 +164,8 @@ KVQ_KERNEL narrow(const kvq_cuda_plane* planes, int head_dim) {
     for (int k = 0, at = i; k < 4 && at < 2 * half; k++, at += thread_count())
         merged[k] = at < half ? top_bits(first, at) : top_bits(second, at - half);
     sync_block();
-    for (int k = 0, at = i; k < 4 && at < 2 * half; k++, at += thread_count()) first[at] = merged[k];
+    for (int k = 0, at = i; k < 4 && at < 2 * half; k++, at += thread_count())
+        first[at] = merged[k];
 }
 
 constexpr int kGatherThreads = 256, kGatherPieces = 4;
