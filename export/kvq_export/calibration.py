@@ -242,17 +242,8 @@ def calibrate(
     """
     reading = _Reading(bundle, ids, threads, forms)
     try:
-        layers, _, count, _ = reading.widths.shape
         errors = reading.errors()
-        # Of keys and values at every width, and of evictions.
-        nats = np.zeros((2, len(MEASURED_WIDTHS), *errors.shape[1:]))
-        evict = np.zeros(errors.shape[1:])
-        for layer in range(layers):
-            for index, bits in enumerate(MEASURED_WIDTHS[1:], start=1):
-                nats[0, index, layer] = reading.divergence(layer, range(count), bits, 8)
-                nats[1, index, layer] = reading.divergence(layer, range(count), 8, bits)
-            evict[layer] = reading.divergence(layer, range(count // 2), 0, 0)
-            progress(layer + 1, layers)
+        nats, evict = _divergences(reading, progress)
     finally:
         reading.close()
     means = np.maximum(nats.mean(axis=-1), NOISE_NATS)
@@ -275,6 +266,22 @@ def calibrate(
         key_norm=key_norm,
         value_norm=value_norm,
     )
+
+
+def _divergences(reading: _Reading, progress: Callable[[int, int], None]) -> tuple[Floats, Floats]:
+    """Nats of a layer's keys and values at each width [2, widths, L, n], of evictions [L, n].
+
+    In n pieces of the text, as `_Reading.divergence` has them; at 8 bits none.
+    """
+    layers, _, pages, _ = reading.widths.shape
+    sides, evictions = [], []
+    for layer in range(layers):
+        keys = [reading.divergence(layer, range(pages), bits, 8) for bits in MEASURED_WIDTHS[1:]]
+        values = [reading.divergence(layer, range(pages), 8, bits) for bits in MEASURED_WIDTHS[1:]]
+        sides.append([[np.zeros_like(side[0]), *side] for side in (keys, values)])
+        evictions.append(reading.divergence(layer, range(pages // 2), 0, 0))
+        progress(layer + 1, layers)
+    return np.moveaxis(sides, 0, 2), np.array(evictions)
 
 
 def ratios(nats: Floats, errors: Floats, least_nats: float) -> tuple[Floats, Floats]:
