@@ -278,10 +278,10 @@ def _divergences(reading: _Reading, progress: Callable[[int, int], None]) -> tup
     for layer in range(layers):
         keys = [reading.divergence(layer, range(pages), bits, 8) for bits in MEASURED_WIDTHS[1:]]
         values = [reading.divergence(layer, range(pages), 8, bits) for bits in MEASURED_WIDTHS[1:]]
-        sides.append([[np.zeros_like(side[0]), *side] for side in (keys, values)])
+        sides.append(np.array([[np.zeros_like(side[0]), *side] for side in (keys, values)]))
         evictions.append(reading.divergence(layer, range(pages // 2), 0, 0))
         progress(layer + 1, layers)
-    return np.moveaxis(sides, 0, 2), np.array(evictions)
+    return np.stack(sides, axis=2), np.array(evictions)
 
 
 def ratios(nats: Floats, errors: Floats, least_nats: float) -> tuple[Floats, Floats]:
