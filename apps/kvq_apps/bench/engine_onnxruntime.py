@@ -140,7 +140,7 @@ class _Bound:
         self._inputs = {node.name for node in session.get_inputs()}
         self._fixed = fixed
         name, self.array = result
-        for given, value in (values.tables | fixed).items():
+        for given, value in {**values.tables, **fixed}.items():
             if given in self._inputs:
                 self._binding.bind_ortvalue_input(given, value)
         if self.array is None:
