@@ -70,7 +70,7 @@ bool Device::load(const char* path, std::string& why) {
     find("kvq_cuda_free_host", calls_.free_host), find("kvq_cuda_after", calls_.after);
     find("kvq_cuda_clear", calls_.clear), find("kvq_cuda_wait", calls_.wait);
     find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
-    find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_pack", calls_.pack);
+    find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_close", calls_.close);
     find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
     find("kvq_cuda_gather", calls_.gather);
     if (!whole || calls_.abi() != KVQ_ABI)

@@ -1,4 +1,4 @@
-"""Commands from outside, each in a process of its own."""
+"""Commands from outside, as a user starts them."""
 
 import json
 import subprocess
@@ -17,6 +17,7 @@ RUN_KEYS = {
 def kvq(
     *words: str, home: dict[str, str], stdin: bytes = b"", **extra: str
 ) -> subprocess.CompletedProcess[bytes]:
+    """A command in a process of its own, once it has ended."""
     return subprocess.run(
         [sys.executable, "-m", "kvq_apps.cli", *words],
         input=stdin,
@@ -24,6 +25,17 @@ def kvq(
         capture_output=True,
         timeout=120,
         check=False,
+    )
+
+
+def started(*words: str, home: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A command at work, with nothing to read and pipes for what it says."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvq_apps.cli", *words],
+        env=home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

@@ -158,6 +158,7 @@ static void release_host(void* memory) {
 }
 static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                 int64_t rows, void* stream) {
+    Emulator::now().copies++;
     const Copies::Copy copy{static_cast<char*>(to),
                             static_cast<const char*>(from),
                             to_step,
@@ -176,6 +177,7 @@ static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, 
     return KVQ_OK;
 }
 static int clear(void* at, int64_t bytes, void*) {
+    Emulator::now().copies++;
     std::memset(at, 0, static_cast<size_t>(bytes));
     return KVQ_OK;
 }

@@ -282,9 +282,8 @@ def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> 
     assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
 
 
-def test_export_json(checkpoint: Path, home: dict[str, str], tmp_path: Path) -> None:
-    words = ("export", str(checkpoint), "-o", str(tmp_path / "made"), "--no-quality", "--json")
-    report = answer(kvq(*words, home=home))
+def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
+    report = ask("export", str(checkpoint), "-o", str(tmp_path / "made"), "--no-quality")
     assert report["path"] == str(tmp_path / "made")
     assert report["quality"] is None
     assert report["weights"]["bits"] == 4

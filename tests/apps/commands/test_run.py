@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import RUN_KEYS, Ask, answer, kvq
+from command_line import RUN_KEYS, Ask, answer, kvq, started
 from kvq_apps.cli import main
 from kvq_runtime.session import Step
 
@@ -215,13 +215,7 @@ def test_a_slow_path_says_so_once(bundle: str, home: dict[str, str]) -> None:
 
 def test_a_reader_that_goes_away_ends_quietly(bundle: str, home: dict[str, str]) -> None:
     words = ["run", bundle, "The", "-n", "400", "--temp", "1"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvq_apps.cli", *words],
-        env=home,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(*words, home=home) as process:
         process.stdout.read(1)
         process.stdout.close()
         complaint = process.stderr.read()
@@ -260,13 +254,7 @@ def test_interrupting_prints_what_exists_and_ends_with_130(
     bundle: str, home: dict[str, str]
 ) -> None:
     words = ["run", bundle, "The", "-n", "480", "--temp", "1", "--backend", "reference"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvq_apps.cli", *words],
-        env=home,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(*words, home=home) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest, complaint = process.communicate(timeout=60)
