@@ -104,6 +104,8 @@ public:
     // How threads that can go on take turns: 0 in order, -1 in reverse, else shuffled by this seed.
     void take_turns(int order) { order_ = order, random_.seed(static_cast<unsigned>(order)); }
 
+    bool in_reverse() const { return order_ < 0; }
+
     int thread() const { return static_cast<int>(current_); }
     int threads() const { return static_cast<int>(count_); }
     Dim3 block;

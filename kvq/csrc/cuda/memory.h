@@ -107,8 +107,9 @@ static int after(void* later, void* earlier) {
 constexpr int64_t kEmulatedBytes = int64_t{1} << 30;
 
 // The stream beside the first one does what it is asked as late as it may: once somebody waits for
-// it. So whoever does not reads what was there before. Of what it may write too early, it refuses a
-// copy that waits for none of the kernels launched since it last did.
+// it. So whoever does not reads what was there before. Where turns are taken in reverse it does it
+// as early as it may: at once. It refuses a copy that does not wait for all kernels launched
+// before.
 static struct Copies {
     struct Copy {
         char* to;
@@ -173,7 +174,8 @@ static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, 
         std::snprintf(g_reason, sizeof g_reason, "a copy may come before what it must wait for");
         return KVQ_DEVICE_FAILED;
     }
-    g_copies.queued.push_back(copy);
+    if (Emulator::now().in_reverse()) copy.run();
+    else g_copies.queued.push_back(copy);
     return KVQ_OK;
 }
 static int clear(void* at, int64_t bytes, void*) {
