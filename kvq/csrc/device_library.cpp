@@ -86,8 +86,7 @@ int Device::best(const float* logits, int32_t rows, int32_t columns, int32_t cou
     if (!there) return KVQ_NO_MEMORY;
     auto* found = reinterpret_cast<int32_t*>(there);
     auto* their = reinterpret_cast<float*>(there + bytes);
-    if (const int status =
-            calls_.best(logits, rows, columns, count, found, their, facts_.stream))
+    if (const int status = calls_.best(logits, rows, columns, count, found, their, facts_.stream))
         return status;
     if (const int status = copy(places, found, bytes)) return status;
     if (const int status = copy(values, their, bytes)) return status;

@@ -118,7 +118,7 @@ CHOICES: list[tuple[Sampling, dict[str, Any], bool]] = [
     (Sampling(temperature=0, logit_bias={7: -100.0, 9: -4.0}), {}, True),
     (Sampling(temperature=0.9, top_k=0), {}, False),
     (Sampling(temperature=0, logit_bias={7: 30.0}), {}, False),
-    (GREEDY, {"logprobs": True, "top_logprobs": 3}, False),
+    (GREEDY, {"logprobs": True}, False),
 ]
 
 
