@@ -93,7 +93,8 @@ def best(
     stream was given before is done first. Of equal numbers the first are taken, and what is not a
     number counts as the largest. `count` is 1 to `MOST_BEST`, at most V. Raises `CacheError`.
     """
-    places, values = (np.empty((shape[0], count), kind) for kind in (np.int32, np.float32))
+    places = np.empty((shape[0], count), np.int32)
+    values = np.empty((shape[0], count), np.float32)
     found = native.pointer(places), native.pointer(values)
     library = native.library()
     if status := library.kvq_device_best(device.number, address, *shape, count, *found):
