@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq_apps import output
-from kvq_apps.bench.engine_onnxruntime import WEIGHT_FOLDER, rotary_tables
-from kvq_apps.bench.gqa_graph import gqa_model, past_names, present_names
+from kvq_apps.bench.engine_onnxruntime import rotary_tables
+from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
 from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
@@ -315,7 +315,7 @@ def best_scale(x: np.ndarray, bits: int) -> np.ndarray:
 def _gqa_session(bundle: Bundle, cache: StaticCache | None, threads: int) -> Any:
     import onnxruntime
 
-    model = gqa_model(bundle, int8=False)
+    model = gqa_model(ir.load(bundle.model_path), bundle.config)
     if cache is not None:
         model = quantized_gqa(model, bundle.config, cache)
     options = session_options(threads)
