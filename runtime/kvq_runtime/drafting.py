@@ -27,11 +27,8 @@ class Drafting(Generic[C]):
         """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
         if drafter is self.drafter:
             return
-        if (
-            drafter is not None
-            and getattr(drafter, "branches", False)
-            and not self._backend.takes_trees
-        ):
+        drafts_branch = getattr(drafter, "branches", False)
+        if drafts_branch and not self._backend.takes_trees:
             raise BackendError(
                 f"--draft {name_of(drafter)} is not possible on the "
                 f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "

@@ -234,7 +234,7 @@ class Job:
         limit_ms = self.request.time_limit_ms
         return limit_ms > 0 and "\n" in text and (monotonic() - started) * 1e3 > limit_ms
 
-    def _finish(self, index: int, reason: str, stop_string: str | None) -> None:
+    def _finish(self, index: int, reason: str, stop_string: str | None = None) -> None:
         self.outbox.put(
             Finished(index=index, reason=reason, stop_string=stop_string, report=self.report())
         )
