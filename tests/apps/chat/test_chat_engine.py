@@ -630,7 +630,7 @@ def test_a_line_end_in_two_pieces_is_one_newline() -> None:
 def test_a_number_no_machine_counts_to_is_refused() -> None:
     settings = ChatSettings()
     with pytest.raises(
-        UsageError, match=r"--top-k 10+ is not possible: give 0 \(off\) to 2147483647"
+        UsageError, match=r"top_k 10+ is not possible: give 0 \(off\) to 2147483647"
     ):
         settings.change("top-k 1" + "0" * 400)
     assert settings.change("top-k 7") == "top-k is 7 from the next reply on"
