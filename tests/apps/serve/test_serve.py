@@ -651,8 +651,11 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         (["--sessions-disk", "10tok"], "--sessions-disk 10tok is not possible"),
         (["--sessions-disk", "lots"], "--sessions-disk lots is not possible"),
         (["--host", "127.0.0..1"], "cannot listen on 127.0.0..1 port 8012"),
-        (["--origin", "http://good.example/"], "--origin http://good.example/ is not possible"),
-        (["--origin", "good.example"], "--origin good.example is not possible"),
+        (
+            ["/nowhere", "--origin", "http://good.example/"],
+            "--origin http://good.example/ is not possible",
+        ),
+        (["/nowhere", "--origin", "good.example"], "--origin good.example is not possible"),
         (["--grace", "-1"], "--grace -1.0 is not possible"),
         (["a", "-m", "b"], "give the model once"),
         (["/nowhere/at/all", "--port", "0"], "there is no model at /nowhere/at/all"),
