@@ -187,9 +187,12 @@ FLAGS: dict[str, Flag] = {
         "ttft: the first token of a prompt, predicted against computed",
         choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
-        "qwen3-0.6b or smollm2-135m", metavar="NAME"),
-    "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp",
-        metavar="NAME,.."),
+        "llama-3-8b, qwen3-0.6b or smollm2-135m; NAME:layers=N: its first layers",
+        metavar="NAME"),
+    "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp, "
+        "transformers", metavar="NAME,.."),
+    "batch": Flag("sequences whose attention alone is timed together, a row of each",
+        "{kvq_apps.bench.measure:SpeedJob.batch}", metavar="N,.."),
     "rows": Flag("rows of one sequence in a pass, timed whole and attention alone, 1 to 256",
         "{kvq_apps.bench.measure:SpeedJob.rows}", metavar="N,.."),
     "chats": Flag("suite serve: instead, tokens per second of so many chats at once, without HTTP",
@@ -263,9 +266,10 @@ ENGINE_FLAGS = ("model", "backend", "device", "threads", "offline")
 OUTPUT_FLAGS = ("json", "debug")
 
 
-def add_flags(
-    parser: ArgumentParser | _ArgumentGroup, *names: str, **texts: str
-) -> ArgumentParser | _ArgumentGroup:
+Group = ArgumentParser | _ArgumentGroup
+
+
+def add_flags(parser: Group, *names: str, **texts: str) -> Group:
     """Adds the named rows of `FLAGS`; `texts` replaces the help of single ones (kv_budget=...)."""
     for name in names:
         flag = FLAGS[name]

@@ -4,10 +4,13 @@ Errors of attention outputs are cheap to know at run time; what they cost in the
 differs between layers by orders of magnitude (Lee et al., arXiv 2502.04420, KVTuner; the layer
 sensitivities of KV-AdaQuant, arXiv 2502.15075, are norms of weights instead). So it is measured
 once, on the finished bundle: a text is read into 8-bit pages, then one layer's keys are read at
-fewer bits, its values, or half of its pages are evicted, and the divergence of the following
-tokens' predictions is the price. Divided by the error the probes saw, it is nats per unit of error;
-of eviction, per unit and page gone, because evictions add up as `kvq.policies.budget` says. The
-price is a layer's; of its heads each pays by how much of an error the output projection passes on.
+fewer bits, its values, or half of its pages are evicted, and the following tokens' predictions
+diverge. Divided by the error that probes among the same tokens see, that is the price, in nats per
+unit of error; of eviction, per unit and page gone, because evictions add up as
+`kvq.policies.budget` says. Errors differ a thousandfold from token to token, so a price is a ratio
+of means over the whole text, and what of it is chance is known from the text's pieces: by that
+much it is taken towards the prices of the other layers (`shrunken`). The price is a layer's; of its
+heads each pays by how much of an error the output projection passes on.
 
 The graph rounds activations, and answers every change of the cache with noise of its own, next to
 which all but the dearest layers look alike. A small model is therefore computed exactly, over as
@@ -30,7 +33,7 @@ from numpy.typing import NDArray
 from kvq.cache import Cache
 from kvq.config import PAGE_TOKENS, Budget, KvPlan, PageForm
 from kvq.files import replace_file
-from kvq.formats import PAGE_VERSION
+from kvq.formats import NEWEST_PROBES, PAGE_VERSION, PROBE_STRIDE
 from kvq.policies import MEASURED_WIDTHS, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
@@ -45,8 +48,14 @@ READ_TOKENS = 768
 # Tokens whose predictions are compared: at least, and where they are computed exactly at most.
 LEAST_SCORED_TOKENS, SCORED_TOKENS = 128, 1024
 CHUNK_TOKENS = 128
+# Of so many tokens every probe is among the newest: the pieces errors are observed in.
+PIECE_TOKENS = NEWEST_PROBES * PROBE_STRIDE
 # Rounding in float32 moves predictions by this much whatever the cache holds.
 NOISE_NATS = 1e-8
+# Nothing to divide by. Squared, at two bits.
+NO_ERROR = 1e-12
+# Standard errors of the logarithm of a price are taken for no smaller and no larger than these.
+LEAST_DOUBT, ANY_DOUBT = 1e-3, 1e3
 # Stored weights times layers times scored tokens that are computed with exactly: of the embedded
 # model 1024 tokens.
 EXACT_WORK_BYTES = 48 << 30
@@ -54,8 +63,6 @@ EXACT_WORK_BYTES = 48 << 30
 EXACT_WEIGHT_BYTES = 64 << 20
 # What was measured of the checkpoint it lies beside.
 KEPT_FILE = "calibration.json"
-# An eviction error below this share of the output's square is as good as none.
-FAINT = 1e-4
 
 EVERY_FORM = PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES
 
@@ -117,6 +124,7 @@ class _Reading:
         self._backend = backends.open_backend("float" if exact else "auto", bundle, threads=threads)
         most = min(affordable, quality.MAX_LOGITS // bundle.config.vocab_size) if exact else 0
         scored = max(min(len(ids) - READ_TOKENS, most), LEAST_SCORED_TOKENS)
+        scored -= scored % PIECE_TOKENS
         ids = ids[: READ_TOKENS + scored]
         asked = CacheSpec(
             shape=bundle.config.cache_shape,
@@ -150,15 +158,37 @@ class _Reading:
             [forward_chain(self._backend, self.cache, ids, np.arange(len(ids))) for ids in chunks]
         )
 
-    def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> float:
-        """Mean nats per scored token once one layer's pages are read at these widths."""
+    def errors(self) -> Floats:
+        """What the changes do to outputs, as pieces of the scored tokens see them: [3, L, pieces].
+
+        Of keys and of values at the narrowest width, and of the older half of the pages evicted:
+        squared and summed over a layer's heads and pages, of eviction times the pages gone.
+        """
+        self.cache.load_state(self._state)
+        pages, seen = self.widths.shape[2], []
+        half = pages // 2
+        narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
+        for start in range(0, len(self._scored), PIECE_TOKENS):
+            self._forward(self._scored[start : start + PIECE_TOKENS])
+            attention = self.cache.evidence().attention
+            assert attention is not None
+            parts = (
+                narrow * attention.key_error[..., :pages],
+                narrow * attention.value_error[..., :pages],
+                half * attention.evict_error[..., :half],
+            )
+            seen.append([part.sum(axis=(1, 2), dtype=np.float64) for part in parts])
+        return np.stack(seen, axis=-1)
+
+    def divergence(self, layer: int, columns: range, k_bits: int, v_bits: int) -> Floats:
+        """Mean nats per token [pieces] once one layer's pages are read at these widths."""
         self.cache.load_state(self._state)
         heads = range(self.widths.shape[1])
         self.cache.demote(
             np.array([(layer, h, c, k_bits, v_bits) for h in heads for c in columns], np.int32)
         )
         found = quality.log_softmax(self._forward(self._scored))
-        return max(quality.compare(self._expected, found)["mean_kld"], NOISE_NATS)
+        return quality.divergences(self._expected, found).reshape(-1, PIECE_TOKENS).mean(axis=1)
 
     def close(self) -> None:
         self.cache.close()
@@ -212,43 +242,77 @@ def calibrate(
     """
     reading = _Reading(bundle, ids, threads, forms)
     try:
-        layers, _, count, _ = reading.widths.shape
-        nats = np.zeros((layers, 2, len(MEASURED_WIDTHS)))
-        evict = np.zeros(layers)
-        half = range(count // 2)
-        for layer in range(layers):
-            for index, bits in enumerate(MEASURED_WIDTHS[1:], start=1):
-                nats[layer, 0, index] = reading.divergence(layer, range(count), bits, 8)
-                nats[layer, 1, index] = reading.divergence(layer, range(count), 8, bits)
-            evict[layer] = reading.divergence(layer, half, 0, 0)
-            progress(layer + 1, layers)
-        attention = reading.attention
-        narrow = 4.0 ** (MEASURED_WIDTHS[0] - MEASURED_WIDTHS[-1])
-        # Whatever changes in the cache, rounded activations change with it: what the least harmful
-        # of all changes does is no price of it.
-        noise = nats[..., 1].min()
-        paid, gone = (np.maximum(found - noise, 0.05 * noise) for found in (nats[..., -1], evict))
-        # A layer that looks at the newest tokens alone gives old pages no error to divide by.
-        least = FAINT * attention.output_square.sum(axis=(1, 2), dtype=np.float64)[:, None]
-        shares = _output_shares(bundle)
-        lost = np.maximum(_total(attention.evict_error[..., : len(half)]), least)
-        key_norm, value_norm = _weight_norms(bundle)
-        return Sensitivity(
-            key=shares * (paid[:, :1] / (narrow * _total(attention.key_error))),
-            value=shares * (paid[:, 1:] / (narrow * _total(attention.value_error))),
-            evict=shares * (gone[:, None] / (len(half) * lost)),
-            key_bits_nats=nats[:, 0],
-            value_bits_nats=nats[:, 1],
-            key_norm=key_norm,
-            value_norm=value_norm,
-        )
+        errors = reading.errors()
+        nats, evict = _divergences(reading, progress)
     finally:
         reading.close()
+    means = np.maximum(nats.mean(axis=-1), NOISE_NATS)
+    means[:, 0] = 0
+    # Whatever changes in the cache, rounded activations change with it: what the least harmful of
+    # all changes does is no price of it.
+    noise = means[:, 1].min()
+    shares = _output_shares(bundle)
+    key, value, gone = (
+        shares * shrunken(*ratios(paid - noise, error, 0.05 * noise))[:, None]
+        for paid, error in zip((*nats[:, -1], evict), errors, strict=True)
+    )
+    key_norm, value_norm = _weight_norms(bundle)
+    return Sensitivity(
+        key=key,
+        value=value,
+        evict=gone,
+        key_bits_nats=means[0].T,
+        value_bits_nats=means[1].T,
+        key_norm=key_norm,
+        value_norm=value_norm,
+    )
 
 
-def _total(error: NDArray[np.float32]) -> Floats:
-    """Sum [L, 1] over a layer's heads and pages; what no probe saw counts as next to nothing."""
-    return np.maximum(error.sum(axis=(1, 2), dtype=np.float64), 1e-12)[:, None]
+def _divergences(reading: _Reading, progress: Callable[[int, int], None]) -> tuple[Floats, Floats]:
+    """Nats of a layer's keys and values at each width [2, widths, L, n], of evictions [L, n].
+
+    In n pieces of the text, as `_Reading.divergence` has them; at 8 bits none.
+    """
+    layers, _, pages, _ = reading.widths.shape
+    sides, evictions = [], []
+    for layer in range(layers):
+        keys = [reading.divergence(layer, range(pages), bits, 8) for bits in MEASURED_WIDTHS[1:]]
+        values = [reading.divergence(layer, range(pages), 8, bits) for bits in MEASURED_WIDTHS[1:]]
+        sides.append(np.array([[np.zeros_like(side[0]), *side] for side in (keys, values)]))
+        evictions.append(reading.divergence(layer, range(pages // 2), 0, 0))
+        progress(layer + 1, layers)
+    return np.stack(sides, axis=2), np.array(evictions)
+
+
+def ratios(nats: Floats, errors: Floats, least_nats: float) -> tuple[Floats, Floats]:
+    """Prices [L] from pieces of a text [L, n], and the standard errors of their logarithms.
+
+    A price is the mean of `nats`, at least `least_nats`, over that of `errors`; its standard error
+    that of a ratio estimate, from what each piece lies off it (Cochran, Sampling Techniques, 1977,
+    section 6.4). A mean of single ratios would be ruled by pieces that see next to no error.
+    """
+    paid = np.maximum(nats.mean(axis=1), least_nats)
+    seen = errors.mean(axis=1)
+    prices = paid / np.maximum(seen, NO_ERROR)
+    off = (nats - prices[:, None] * errors).std(axis=1, ddof=1) / np.sqrt(nats.shape[1])
+    return prices, np.where(seen > NO_ERROR, off / paid, ANY_DOUBT)
+
+
+def shrunken(prices: Floats, doubts: Floats) -> Floats:
+    """Prices [L] taken towards their mean, in logarithms, the further the less is known of them.
+
+    `doubts` [L]: standard errors of their logarithms. Empirical Bayes: with a variance t between
+    layers, a price known to s keeps t / (t + s^2) of its distance to the mean that weighs each by
+    1 / (t + s^2) (Efron and Morris, 1975); t by moments (DerSimonian and Laird, 1986), where layers
+    of which nothing is known hardly count. Exact where nothing is in doubt.
+    """
+    logs, chance = np.log(prices), np.square(np.clip(doubts, LEAST_DOUBT, ANY_DOUBT))
+    known = 1 / chance
+    spread = (known * np.square(logs - np.average(logs, weights=known))).sum() - (len(logs) - 1)
+    scale = known.sum() - np.square(known).sum() / known.sum()
+    between = max(0.0, spread / scale) if scale > 0 else 0.0
+    mean = np.average(logs, weights=1 / (between + chance))
+    return np.exp(mean + between / (between + chance) * (logs - mean))
 
 
 def _output_shares(bundle: Bundle) -> Floats:

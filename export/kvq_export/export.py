@@ -21,7 +21,7 @@ from kvq_export.gguf_export import GgufExport
 from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub import Located, locate
-from kvq_export.layout import plan_layout
+from kvq_export.layout import Layout, plan_layout
 from kvq_export.quality import Original
 from kvq_export.sensitive import most_sensitive
 from kvq_export.staging import free_destination, require_space, staged
@@ -77,45 +77,76 @@ def export_model(
     # Before the long work, and once more when it is done.
     free_destination(folder, force=options.force)
     model = _open_model(locate(source), options)
-    config, sources = model.original.config, model.original.sources
     weights = _weight_format(model, options, progress)
     _check_prediction(model, options)
-    layout = plan_layout(config, sources, weights) if options.onnx else None
-    graph_bytes = 0 if layout is None else layout.num_bytes
-    total = graph_bytes + (0 if model.gguf is None else model.gguf.written_bytes)
+    original = model.original
+    layout = plan_layout(original.config, original.sources, weights) if options.onnx else None
+    total = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
-        disk_bytes = graph_bytes + (0 if model.gguf is None else model.gguf.disk_bytes)
-        require_space(partial, disk_bytes + _SLACK_BYTES)
-        files = _write_texts(partial, model)
-        if layout is not None:
-            reader = CheckpointWeights(model.original.checkpoint, sources, options.threads)
-            files |= write_model(
-                partial, config, layout, reader, lambda done, _, what: progress(done, total, what)
-            )
-        if model.gguf is not None:
-            model.gguf.write(
-                partial, name, lambda done, _, what: progress(graph_bytes + done, total, what)
-            )
-            files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
-        control = _control(model)
-        manifest = Manifest(
-            name=name,
-            config=config,
-            weights=None if layout is None else weight_info(layout),
-            gguf=None if model.gguf is None else model.gguf.info,
-            kv=options.kv,
-            files=files,
-            eos_token_ids=control.eos,
-            tokens=control.to_json(),
-            source=_describe(model.located),
-            policy=options.policy,
-        )
+        files = _write_files(
+            partial, name, model, layout, options.threads,
+            lambda done, label: progress(done, total, label),
+        )  # fmt: skip
+        manifest = _manifest(name, model, layout, options, files)
         write_manifest(partial, manifest)
         manifest = _measured(
             manifest, model, partial, options, lambda label: progress(total, total, label)
         )
         write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _graph_bytes(layout: Layout | None) -> int:
+    """What the graph's weights take; none without a graph."""
+    return 0 if layout is None else layout.num_bytes
+
+
+def _write_files(
+    partial: Path,
+    name: str,
+    model: _Model,
+    layout: Layout | None,
+    threads: int,
+    progress: Callable[[int, str], None],
+) -> dict[str, FileInfo]:
+    """Writes all but the manifest; `progress` is told the bytes of weights that are written."""
+    before = _graph_bytes(layout)
+    disk_bytes = before + (0 if model.gguf is None else model.gguf.disk_bytes)
+    require_space(partial, disk_bytes + _SLACK_BYTES)
+    files = _write_texts(partial, model)
+    if layout is not None:
+        original = model.original
+        reader = CheckpointWeights(original.checkpoint, original.sources, threads)
+        files |= write_model(
+            partial, original.config, layout, reader, lambda done, _, what: progress(done, what)
+        )
+    if model.gguf is not None:
+        model.gguf.write(partial, name, lambda done, _, what: progress(before + done, what))
+        files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
+    return files
+
+
+def _manifest(
+    name: str,
+    model: _Model,
+    layout: Layout | None,
+    options: ExportOptions,
+    files: Mapping[str, FileInfo],
+) -> Manifest:
+    """What is known before the written model is run."""
+    control = _control(model)
+    return Manifest(
+        name=name,
+        config=model.original.config,
+        weights=None if layout is None else weight_info(layout),
+        gguf=None if model.gguf is None else model.gguf.info,
+        kv=options.kv,
+        files=files,
+        eos_token_ids=control.eos,
+        tokens=control.to_json(),
+        source=_describe(model.located),
+        policy=options.policy,
+    )
 
 
 def _check_prediction(model: _Model, options: ExportOptions) -> None:

@@ -100,11 +100,16 @@ def measure_gguf(
     return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(found))
 
 
-def compare(expected: np.ndarray, found: np.ndarray) -> dict[str, float]:
-    """Divergence of log-probabilities `found` from `expected`, both float32 [T, V]."""
-    divergence = np.array(
+def divergences(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Nats of every token, float64 [T]; of log-probabilities as `compare` takes them."""
+    return np.array(
         [(np.exp(p) * (p - q)).sum(dtype=np.float64) for p, q in zip(expected, found, strict=True)]
     )
+
+
+def compare(expected: np.ndarray, found: np.ndarray) -> dict[str, float]:
+    """Divergence of log-probabilities `found` from `expected`, both float32 [T, V]."""
+    divergence = divergences(expected, found)
     same = expected.argmax(axis=1) == found.argmax(axis=1)
     return {
         "mean_kld": float(divergence.mean()),

@@ -43,7 +43,7 @@ public:
         decltype(&kvq_cuda_set_ops) set_ops;
         decltype(&kvq_cuda_store) store;
         decltype(&kvq_cuda_attend) attend;
-        decltype(&kvq_cuda_pack) pack;
+        decltype(&kvq_cuda_close) close;
         decltype(&kvq_cuda_narrow) narrow;
         decltype(&kvq_cuda_linear_run) linear;
         decltype(&kvq_cuda_gather) gather;

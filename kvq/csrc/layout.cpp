@@ -137,7 +137,7 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
 
 void Arena::move(void* to, const void* from, int64_t bytes) const {
     if (twin) twin->move(to, from, bytes);
-    else std::memmove(to, from, static_cast<size_t>(bytes));
+    else std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 }  // namespace kvq

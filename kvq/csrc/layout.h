@@ -100,7 +100,7 @@ struct Arena {
 
     void place(uint8_t* bytes, const Layout& layout);
     const kvq_config& config() const { return state->config; }
-    // Of pages and floating-point rows; the places may overlap.
+    // Of pages, whose slots never overlap.
     void move(void* to, const void* from, int64_t bytes) const;
     int most_views() const { return 2 * sizes.max_columns + kSpareViews; }
     int streams() const { return config().layers * config().kv_heads; }

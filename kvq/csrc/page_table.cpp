@@ -249,6 +249,7 @@ int PageTable::demote(const kvq_action* actions, int count) {
         e.k_bits = static_cast<uint8_t>(a.k_bits);
         e.v_bits = static_cast<uint8_t>(a.v_bits);
     }
+    if (arena_.twin) arena_.twin->narrow_all();
     for (int c = columns() - 1; c >= 0; c--) {
         bool alive = false;
         for (int s = 0; s < arena_.streams() && !alive; s++) alive = entry(s, c).k_bits != 0;

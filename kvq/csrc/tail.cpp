@@ -90,20 +90,22 @@ int Tail::stretches(const int32_t* rows, int count, int start, int stop, int by)
     return found;
 }
 
-void Tail::keep(const int32_t* rows, int count) {
-    const int dim = config().head_dim;
-    // Paths rise: one without gaps stays where it is.
-    const bool stays = !rows || rows[count - 1] == count - 1;
-    if (!stays && arena_.twin) arena_.twin->keep_path(*this, rows, count);
-    // A row's new place is never behind its old one, so ascending copies lose nothing.
-    for (int i = 0; i < count; i++) {
-        put(used() + i, place_of(used() + (rows ? rows[i] : i)));
-        if (stays || rows[i] == i || arena_.twin) continue;
-        for (int s = 0; s < arena_.streams(); s++)
-            for (int side = 0; side < 2; side++)
-                std::memcpy(this->rows(s, side) + int64_t{used() + i} * dim,
-                            this->rows(s, side) + int64_t{used() + rows[i]} * dim, size_t{2} * dim);
+// A row's new place is never behind its old one, so ascending copies lose nothing.
+void Tail::keep_rows(int first, const int32_t* rows, int count) const {
+    if (count == 0 || rows[count - 1] == count - 1) return;  // they rise: all stay where they are
+    if (arena_.twin) return arena_.twin->keep_rows(first, rows, count);
+    const int64_t dim = config().head_dim;
+    for (int s = 0; s < 2 * arena_.streams(); s++) {
+        uint16_t* start = this->rows(s / 2, s % 2) + first * dim;
+        for (int i = 0; i < count; i++)
+            if (rows[i] != i)
+                std::memcpy(start + i * dim, start + rows[i] * dim, size_t{2} * config().head_dim);
     }
+}
+
+void Tail::keep(const int32_t* rows, int count) {
+    if (rows) keep_rows(used(), rows, count);
+    for (int i = 0; i < count; i++) put(used() + i, place_of(used() + (rows ? rows[i] : i)));
     arena_.state->tail_used += count;
     forget();
 }
@@ -142,7 +144,7 @@ int Tail::close_layer(PageTable& pages, int layer, int count) const {
             }
             if (const int status = pages.close(stream, pages.columns() + p, k, v)) return status;
         }
-        // As in `keep`, ascending copies lose nothing.
+        // As in `keep_rows`, ascending copies lose nothing.
         for (int side = 0; side < 2; side++) {
             uint16_t* target = rows(stream, side);
             for (const int from : closed.staying) {
@@ -171,24 +173,16 @@ void Tail::close_columns(PageTable& pages, int count, int rows) {
 }
 
 void Tail::split(int start, int stop, int by) {
-    const int dim = config().head_dim, before = used();
-    const auto goes = [&](int row) {
-        return arena_.tail_tokens[row] >= start && arena_.tail_tokens[row] < stop;
-    };
+    std::vector<int32_t> kept;
+    for (int row = 0; row < used(); row++)
+        if (!(arena_.tail_tokens[row] >= start && arena_.tail_tokens[row] < stop))
+            kept.push_back(row);
+    keep_rows(0, kept.data(), static_cast<int>(kept.size()));
     int to = 0;
-    for (int from = 0, end; from < before; from = end) {
-        const bool gone = goes(from);
-        for (end = from + 1; end < before && goes(end) == gone;) end++;
-        if (gone) continue;
-        for (int s = 0; to < from && s < arena_.streams(); s++)
-            for (int side = 0; side < 2; side++)
-                arena_.move(rows(s, side) + int64_t{to} * dim, rows(s, side) + int64_t{from} * dim,
-                            int64_t{end - from} * 2 * dim);
-        for (int row = from; row < end; row++, to++) {
-            Place place = place_of(row);
-            if (place.token >= stop) place.token += by, place.position += by, place.delta += by;
-            put(to, place);
-        }
+    for (const int from : kept) {
+        Place place = place_of(from);
+        if (place.token >= stop) place.token += by, place.position += by, place.delta += by;
+        put(to++, place);
     }
     arena_.state->tail_used = to;
 }

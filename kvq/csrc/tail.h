@@ -89,6 +89,9 @@ private:
         arena_.tail_tokens[row] = place.token;
     }
 
+    // Row first + rows[i] of every stream becomes row first + i; rows rise.
+    void keep_rows(int first, const int32_t* rows, int count) const;
+
     const Arena& arena_;
 };
 

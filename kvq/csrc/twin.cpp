@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "visibility.h"
 
@@ -96,15 +97,8 @@ Twin::~Twin() {
     device_.calls().free(memory_);
 }
 
-// What overlaps goes in pieces that do not.
 void Twin::move(void* to, const void* from, int64_t bytes) {
-    auto* target = of(static_cast<const uint8_t*>(to));
-    const auto* source = of(static_cast<const uint8_t*>(from));
-    const int64_t apart = const_cast<uint8_t*>(source) - target;
-    if (apart == 0) return;
-    const int64_t piece = apart > 0 ? std::min(bytes, apart) : bytes;
-    for (int64_t done = 0; done < bytes; done += piece)
-        copy(const_cast<uint8_t*>(target) + done, source + done, std::min(piece, bytes - done));
+    copy(of(static_cast<uint8_t*>(to)), of(static_cast<const uint8_t*>(from)), bytes);
 }
 
 void Twin::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step,
@@ -246,94 +240,76 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     return status_;
 }
 
-void Twin::keep_path(const Tail& tail, const int32_t* rows, int count) {
+const uint8_t* Twin::table(const void* bytes, int64_t count) {
+    uint8_t* room = device_.scratch.at_least(count);
+    if (room) copy(room, bytes, count);
+    else note(KVQ_NO_MEMORY);
+    return room;
+}
+
+void Twin::keep_rows(int first, const int32_t* rows, int count) {
     std::lock_guard<std::mutex> turn(device_.turn);
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(int32_t));
-    uint8_t* from = device_.scratch.at_least(bytes);
-    if (!from) return note(KVQ_NO_MEMORY);
-    copy(from, rows, bytes);
-    const kvq_cuda_rows call{of(arena_.tail),
-                             int64_t{config().tail_rows} * config().head_dim,
-                             2 * static_cast<int32_t>(arena_.streams()),
-                             config().head_dim,
-                             tail.used(),
-                             count,
-                             reinterpret_cast<const int32_t*>(from)};
+    const uint8_t* from = table(rows, count * static_cast<int64_t>(sizeof(int32_t)));
+    if (!from) return;
+    uint16_t* tail = of(arena_.tail);
+    const int64_t stride = int64_t{config().tail_rows} * config().head_dim;
+    const kvq_cuda_rows call{tail, tail, stride, stride, 2 * arena_.streams(), config().head_dim,
+                             first, count, reinterpret_cast<const int32_t*>(from)};
     note(device_.calls().gather(&call, device_.facts().stream));
+}
+
+kvq_cuda_page Twin::page_at(const PageTable& pages, int stream, int column) const {
+    const Entry& e = pages.entry(stream, column);
+    kvq_cuda_page page{};
+    for (int slot = 0; slot < 2 * kGranulesPerSide; slot++)
+        if (e.granule[slot] != kNone)
+            page.granules[slot] = of(pages.pool().granule(e.granule[slot]));
+    page.constants = of(pages.pool().constant(e.constants));
+    page.k_bits = e.k_bits, page.v_bits = e.v_bits;
+    return page;
 }
 
 int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed) {
     std::lock_guard<std::mutex> turn(device_.turn);
-    const int dim = config().head_dim;
+    const int dim = config().head_dim, heads = config().kv_heads, first = layer * heads;
     const int count = static_cast<int>(closed.rows.size()) / kPageTokens;
-    const int64_t page = int64_t{kPageTokens} * dim;
-    // The row numbers of a page, its floats and its planes.
-    uint8_t* scratch = device_.scratch.at_least(4 * kPageTokens + 5 * page);
-    if (!scratch) return KVQ_NO_MEMORY;
-    for (int head = 0; head < config().kv_heads; head++) {
-        const int stream = layer * config().kv_heads + head;
-        uint16_t* from[2] = {rows(tail, stream, 0), rows(tail, stream, 1)};
-        for (int p = 0; p < count; p++) {
-            const Entry& e = pages.enter(stream, pages.columns() + p);
-            copy(scratch, closed.rows.data() + int64_t{p} * kPageTokens, sizeof(int) * kPageTokens);
-            note(device_.calls().clear(of(const_cast<uint8_t*>(pages.constants(e))),
-                                       arena_.sizes.constant_bytes, device_.facts().stream));
-            for (int side = 0; side < 2; side++) pack(pages, stream, e, side, from[side], scratch);
-        }
-        for (int side = 0; side < 2; side++)
-            keep_rows(tail, stream, side, from[side], closed.staying);
-    }
+    for (int i = 0; i < heads * count; i++)
+        pages.enter(first + i / count, pages.columns() + i % count);
+    // All have entered: none makes another move.
+    std::vector<kvq_cuda_page> work;
+    for (int i = 0; i < heads * count; i++)
+        work.push_back(page_at(pages, first + i / count, pages.columns() + i % count));
+    std::vector<uint8_t> bytes;
+    const int64_t work_at = append(bytes, work), rows_at = append(bytes, closed.rows),
+                  staying_at = append(bytes, closed.staying);
+    const uint8_t* told = table(bytes.data(), static_cast<int64_t>(bytes.size()));
+    if (!told) return status_;
+    const auto numbers = [&](int64_t at) { return reinterpret_cast<const int32_t*>(told + at); };
+    const int64_t tail_rows = config().tail_rows,
+                  stride = tail.branch().staged ? chunk_rows() : tail_rows;
+    const uint16_t* from = rows(tail, first, 0);
+    const kvq_cuda_closing call{
+        count, heads, dim, from, stride, numbers(rows_at),
+        reinterpret_cast<const kvq_cuda_page*>(told + work_at), of(arena_.forms + first),
+        arena_.sizes.constant_bytes};
+    note(device_.calls().close(&call, device_.facts().stream));
+    const kvq_cuda_rows staying{of(tail.rows(first, 0)), from, tail_rows * dim, stride * dim,
+                                2 * heads, dim, 0, static_cast<int32_t>(closed.staying.size()),
+                                numbers(staying_at)};
+    if (staying.count) note(device_.calls().gather(&staying, device_.facts().stream));
     return status_;
 }
 
-void Twin::keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
-                     const std::vector<int>& rows) {
-    const int64_t dim = config().head_dim;
-    uint16_t* to = tail.rows(stream, side);
-    for (size_t first = 0, end; first < rows.size(); first = end) {
-        for (end = first + 1; end < rows.size() && rows[end] == rows[end - 1] + 1;) end++;
-        const int64_t place = dim * static_cast<int64_t>(first), source = dim * rows[first];
-        const int64_t bytes = dim * kRowBytes * static_cast<int64_t>(end - first);
-        if (tail.branch().staged) copy(of(to) + place, from + source, bytes);
-        else move(to + place, to + source, bytes);
-    }
-}
-
-void Twin::pack(const PageTable& pages, int stream, const Entry& e, bool values,
-                const uint16_t* rows, uint8_t* scratch) {
-    const int dim = config().head_dim, form = pages.form(stream);
-    const PageView view = pages.view(stream, e, false);
-    const int bits = values ? view.v_bits : view.k_bits;
-    const uint8_t* const* granule = values ? view.v : view.k;
-    uint8_t* floats = scratch + 4 * kPageTokens;
-    uint8_t* planes = floats + int64_t{4} * kPageTokens * dim;
-    const int64_t bytes = arena_.sizes.granule_bytes;
-    const kvq_cuda_page call{rows,
-                             reinterpret_cast<const int32_t*>(scratch),
-                             dim,
-                             values,
-                             !values || (form & kChannelValues),
-                             !values && (form & kRotatedKeys),
-                             reinterpret_cast<float*>(floats),
-                             planes,
-                             of(const_cast<uint8_t*>(values ? view.v_grid : view.k_grid))};
-    note(device_.calls().pack(&call, device_.facts().stream));
-    if (halves_plane(bits))
-        note(device_.calls().narrow(planes + static_cast<int64_t>(halved(bits)) * bytes, dim,
-                                    device_.facts().stream));
-    for (int g = 0; g < granules(bits); g++)
-        copy(of(const_cast<uint8_t*>(granule[g])), planes + g * bytes, bytes);
-}
-
-void Twin::narrow(uint8_t* first, const uint8_t* second) {
+void Twin::narrow_all() {
     std::lock_guard<std::mutex> turn(device_.turn);
-    const int64_t bytes = arena_.sizes.granule_bytes;
-    uint8_t* plane = device_.scratch.at_least(2 * bytes);
-    if (!plane) return note(KVQ_NO_MEMORY);
-    copy(plane, of(first), bytes);
-    copy(plane + bytes, of(second), bytes);
-    note(device_.calls().narrow(plane, config().head_dim, device_.facts().stream));
-    copy(of(first), plane, bytes);
+    const auto planes = std::exchange(narrowed_, {});
+    if (planes.empty()) return;
+    const uint8_t* told =
+        table(planes.data(), static_cast<int64_t>(planes.size() * sizeof planes[0]));
+    if (!told) return;
+    note(device_.calls().narrow(reinterpret_cast<const kvq_cuda_plane*>(told),
+                                static_cast<int32_t>(planes.size()), config().head_dim,
+                                device_.facts().stream));
 }
 
 }  // namespace kvq

@@ -45,12 +45,16 @@ public:
     // Calls `run`, which returns a status, with `in` of the host on the device; `out` comes back.
     template <class Run>
     int take(const kvq_attention& a, const Inputs& in, Run&& run);
-    // As Tail::keep, of all streams: rows of the branch follow the tail's.
-    void keep_path(const Tail& tail, const int32_t* rows, int count);
+    // As Tail::keep_rows.
+    void keep_rows(int first, const int32_t* rows, int count);
     // As Tail::close_layer.
     int close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed);
-    // As PageTable::lower_side, of the two granules that become one.
-    void narrow(uint8_t* first, const uint8_t* second);
+    // As PageTable::lower_side, of the two granules that become one: when all that lose bits
+    // together are known, `narrow_all`.
+    void narrow(uint8_t* first, const uint8_t* second) {
+        narrowed_.push_back({of(first), of(second)});
+    }
+    void narrow_all();
 
 private:
     Twin(Device& device, const Arena& arena, const uint8_t* host);
@@ -80,15 +84,13 @@ private:
     // or for a chunk the room where it follows the tail's rows.
     uint16_t* rows(const Tail& tail, int stream, int side) const;
     int64_t chunk_rows() const { return int64_t{config().tail_rows} + config().chunk_tokens; }
-    // Rows of a stream, where `rows` finds them, become the tail's first.
-    void keep_rows(const Tail& tail, int stream, int side, const uint16_t* from,
-                   const std::vector<int>& rows);
+    // A table for what is queued next, in scratch; null, and noted, where there is no memory.
+    const uint8_t* table(const void* bytes, int64_t count);
+    kvq_cuda_page page_at(const PageTable& pages, int stream, int column) const;
     bool gather_chunk(const Tail& tail, int layer);
     bool tell_tables(const PageTable& pages, const Tail& tail, const kvq_attention& a,
                      const Inputs& in);
     void tell_entries(const PageTable& pages, int layer);
-    void pack(const PageTable& pages, int stream, const Entry& e, bool values, const uint16_t* rows,
-              uint8_t* scratch);
     int splits(const kvq_attention& a, int rows, int work) const;
 
     Device& device_;
@@ -96,6 +98,7 @@ private:
     const uint8_t* host_;
     uint8_t* memory_ = nullptr;
     DeviceBytes tables_, chunk_, taken_;
+    std::vector<kvq_cuda_plane> narrowed_;
     PassTables pass_;
     uint64_t entries_ = 1;
     std::vector<uint64_t> told_;  // per layer: `entries_` as the device has them

@@ -4,10 +4,11 @@
 """
 
 import ctypes
-from ctypes import c_char_p, c_int32
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 
 from kvq import native
 from kvq.abi import DeviceFacts
@@ -39,6 +40,30 @@ class Device:
     capability: int
     stream: int
     head_dims: tuple[int, ...]
+
+    def copy_seconds(self, num_bytes: int, times: int) -> float:
+        """How long it takes to copy `num_bytes` on the device, the mean of `times` in a row.
+
+        Each byte is read and written. Raises `BackendError` where there is no room for two buffers.
+        """
+        library, stream = ctypes.CDLL(str(self.library)), c_void_p(self.stream)
+        buffers = c_void_p(), c_void_p()
+        size = c_int64(num_bytes)
+        try:
+            for buffer in buffers:
+                if library.kvq_cuda_allocate(size, ctypes.byref(buffer)):
+                    raise BackendError(f"{self.name} has no {num_bytes} bytes left to copy")
+                library.kvq_cuda_clear(buffer, size, stream)
+            library.kvq_cuda_wait(stream)
+            since = perf_counter()
+            for _ in range(times):
+                library.kvq_cuda_copy(buffers[0], size, buffers[1], size, size, c_int64(1), stream)
+            library.kvq_cuda_wait(stream)
+            return (perf_counter() - since) / times
+        finally:
+            for buffer in buffers:
+                if buffer:
+                    library.kvq_cuda_free(buffer)
 
 
 @cache

@@ -5,9 +5,8 @@ page loses bits is told from outside.
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from zipfile import BadZipFile
 
@@ -16,32 +15,20 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
-from kvq.formats import (
-    GRANULES,
-    PAGE_VERSION,
-    constant_bytes,
-    granule_bytes,
-    page_bytes,
-)
+from kvq.formats import PAGE_VERSION, constant_bytes
 from kvq.reference import (
     KEYS,
-    MEAN_SHARE,
     OBSERVED_MASS,
-    PEAK_STEP,
     VALUES,
     Bytes,
     Float,
-    Grid,
     Half,
     KeyPart,
     ancestry,
     attention_weights,
     chosen_pages,
-    encode,
     hadamard,
     keep_loudest,
-    mass_code,
-    mass_of,
     normalize,
     page_bounds,
     page_errors,
@@ -49,8 +36,8 @@ from kvq.reference import (
     split_heads,
     stored_rows,
 )
-from kvq.reference_pages import NO_PLACES, WHOLE, Column, Page, Places, Rows, View, grid_axis
-from kvq.reference_probes import Probes
+from kvq.reference_pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
+from kvq.reference_probes import Look, Probes, record
 from kvq.selectors import READ_ALL, ReadRule
 from kvq.sizing import GAP_VIEWS, Arena
 
@@ -58,19 +45,6 @@ from kvq.sizing import GAP_VIEWS, Arena
 BLOCK_ROWS = 16
 # The last position of a page must be an int32.
 MAX_POSITION = (1 << 31) - 1 - 2 * PAGE_TOKENS
-
-
-@dataclass(slots=True)
-class _Look:
-    """What probe rows [R, D] with these outputs [R, D] saw of every page of a stream.
-
-    `seen` [6] a page: rows that see any of it, then, summed over these, the mass they give it, but
-    of single tokens' weights the largest, and their key, value and eviction errors.
-    """
-
-    rows: Float
-    outputs: Float
-    seen: list[NDArray[np.float64]] = field(default_factory=lambda: [])
 
 
 @dataclass(slots=True)
@@ -111,15 +85,6 @@ def _turned_back(delta: int, inv_freq: Float) -> Callable[[Float], Float]:
     return turn
 
 
-def _low_bits(count: int) -> int:
-    return (1 << min(max(count, 0), PAGE_TOKENS)) - 1
-
-
-def _signed(mask: int) -> int:
-    """A mask as an int64 holds it."""
-    return mask - (1 << 64) if mask >> 63 else mask
-
-
 class ReferenceCache:
     """The cache in numpy: same calls, same bytes and same meaning as the native one."""
 
@@ -127,10 +92,7 @@ class ReferenceCache:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.table: list[Column] = []
-        self._forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
-        self._entering = np.empty((arena.streams, 2), np.uint8)
-        self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
+        self.table = PageTable(arena)
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
         self._tail = [Rows(empty, empty) for _ in range(arena.streams)]
         self._places = NO_PLACES
@@ -149,12 +111,7 @@ class ReferenceCache:
 
     @property
     def used_bytes(self) -> int:
-        dim = self.arena.shape.head_dim
-        pages = [page for column in self.table for page in column.pages if page]
-        fixed = self.arena.regions.num_bytes
-        granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
-        constants = constant_bytes(dim, self.arena.value_groups)
-        return fixed + len(pages) * constants + granules * granule_bytes(dim)
+        return self.arena.regions.num_bytes + self.table.used_bytes
 
     @property
     def tail_rows(self) -> int:
@@ -163,10 +120,7 @@ class ReferenceCache:
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
         pages = self._closing(self.branch_rows + tokens)
-        dim = self.arena.shape.head_dim
-        groups = self.arena.value_groups
-        widths = self._entering.tolist() if pages else []
-        needed = pages * sum(page_bytes(dim, k, v, groups) for k, v in widths)
+        needed = pages * self.table.entering_bytes if pages else 0
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
@@ -234,16 +188,10 @@ class ReferenceCache:
             if at is not None and at != self._first:
                 raise CacheError("a branch stays where it began")
         elif at is not None and at != self.tokens:
-            held = self._held_tokens()
+            held = np.concatenate([self._places.tokens, *self.table.held_tokens()])
             if at < 0 or at + rows > self.tokens or ((held >= at) & (held < at + rows)).any():
                 raise CacheError(f"there is no gap of {rows} tokens at token {at}")
             self._at = at
-
-    def _held_tokens(self) -> NDArray[np.int64]:
-        """Every token that is visible somewhere or stands in the tail."""
-        views = [view for column in self.table for view in column.views]
-        slots = [view.first_token + np.flatnonzero(view.valid) for view in views]
-        return np.concatenate([self._places.tokens, *slots])
 
     def attend(
         self,
@@ -272,6 +220,12 @@ class ReferenceCache:
             self._probes.keep(params, q, tokens, positions, inv_freq)
         if params.layer in self._silent:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
+        return self._attention(params, q, positions, inv_freq).reshape(len(qkv), -1)
+
+    def _attention(
+        self, params: AttentionParams, q: Float, positions: NDArray[np.int64], inv_freq: Float
+    ) -> Float:
+        """What the pass's queries [T, H, D], rotated, give [T, H, D]."""
         group = params.num_heads // params.num_kv_heads
         sees = ancestry(self._parents)[-self._pass_rows :]
         out = np.empty_like(q)
@@ -282,7 +236,7 @@ class ReferenceCache:
             for h in range(head * group, (head + 1) * group):
                 weights = attention_weights(params, keys.logits(q[:, h]) * params.scale, seen)
                 out[:, h] = weights @ keys.values
-        return out.reshape(len(qkv), -1)
+        return out
 
     def _read_less(
         self, params: AttentionParams, head: int, q: Float, keys: _Keys, seen: NDArray[np.bool_]
@@ -290,25 +244,24 @@ class ReferenceCache:
         """Of `seen` [T, n] leaves out the views of pages that the rows of a step do not read."""
         if len(q) > self.arena.draft_tokens:
             return
-        stream = params.layer * params.num_kv_heads + head
-        pages = [(column.pages[stream], len(column.views)) for column in self.table]
-        held = [page for page, views in pages if page is not None for _ in range(views)]
+        pages = self.table.of_stream(self.table.stream(params.layer, head))
+        held = [page for _, page, views in pages for _ in views]
         group = params.num_heads // params.num_kv_heads
-        for block in range(0, len(q) * group, BLOCK_ROWS):
-            rows = range(block, min(block + BLOCK_ROWS, len(q) * group))
-            visible = self._visible(seen[sorted({r // group for r in rows})], len(held))
-            self.pages_seen += int(visible.any(axis=0).sum())
+        self.pages_seen += self._pages_passed(seen, len(held), group)
         if self._rule.share < 1 and held:
             own = q[:, head * group : (head + 1) * group]
             scores = self._bounds(params, keys, own, held)
+            visible = self._visible(seen, len(held))
             for t in range(len(q)):
-                visible = self._visible(seen[t : t + 1], len(held))[0]
-                read = chosen_pages(scores[t], visible, self._rule.share)
+                read = chosen_pages(scores[t], visible[t], self._rule.share)
                 seen[t, : len(held) * PAGE_TOKENS] &= np.repeat(read, PAGE_TOKENS)
-        for block in range(0, len(q) * group, BLOCK_ROWS):
-            rows = range(block, min(block + BLOCK_ROWS, len(q) * group))
-            visible = self._visible(seen[sorted({r // group for r in rows})], len(held))
-            self.pages_read += int(visible.any(axis=0).sum())
+        self.pages_read += self._pages_passed(seen, len(held), group)
+
+    def _pages_passed(self, seen: NDArray[np.bool_], pages: int, group: int) -> int:
+        """How often rows of a KV head, `group` for each of `seen` [T, n], pass over a page."""
+        visible = np.repeat(self._visible(seen, pages), group, axis=0)
+        blocks = [visible[at : at + BLOCK_ROWS] for at in range(0, len(visible), BLOCK_ROWS)]
+        return sum(int(block.any(axis=0).sum()) for block in blocks)
 
     def _visible(self, seen: NDArray[np.bool_], pages: int) -> NDArray[np.bool_]:
         """Of which pages rows [R, n] see any key [R, pages]."""
@@ -347,16 +300,13 @@ class ReferenceCache:
         self, params: AttentionParams, head: int, inv_freq: Float, view: str, *, branch: bool
     ) -> _Keys:
         """All a head can look at: pages, the tail, and the branch if that is asked for."""
-        stream = params.layer * params.num_kv_heads + head
+        stream = self.table.stream(params.layer, head)
         parts: list[KeyPart] = []
         values: list[Float] = []
         where: list[NDArray[np.int64]] = []
         valid: list[NDArray[np.bool_]] = []
-        for column in self.table:
-            page = column.pages[stream]
-            if page is None:
-                continue
-            for view_of_page in column.views:
+        for _, page, views in self.table.of_stream(stream):
+            for view_of_page in views:
                 turn = self._turned(stream, view_of_page.delta, inv_freq)
                 parts.append((page.read(KEYS, view), turn))
                 values.append(page.read(VALUES, view))
@@ -384,7 +334,7 @@ class ReferenceCache:
         These stay as they were encoded: the query turns back by the page's shift.
         """
         turn = _turned_back(delta, inv_freq)
-        rotated = self._forms[stream] & PageForm.ROTATED_KEYS
+        rotated = self.table.forms[stream] & PageForm.ROTATED_KEYS
         return (lambda rows: hadamard(turn(rows))) if rotated else turn
 
     def commit(self, rows: int | Sequence[int]) -> None:
@@ -404,7 +354,7 @@ class ReferenceCache:
         pages = self._closing(len(path))
         tokens = self._first + np.arange(len(path), dtype=np.int64)
         places = self._places.joined(tokens, self._branch_positions[path])
-        if not self._fits_views(places):
+        if not self._fits_views(places, [column.views for column in self.table.columns]):
             raise CacheError("the tokens stand at too many stretches of positions")
         # A slot that another row of the same depth wrote last holds no probe.
         own = self._branch_tokens()
@@ -426,22 +376,9 @@ class ReferenceCache:
         """Packs the first tokens behind the sinks; the text's end stays in floating point."""
         sinks = self.arena.plan.sink_tokens
         chosen = sinks + np.argsort(self._places.tokens[sinks:], kind="stable")[:PAGE_TOKENS]
-        keep = np.setdiff1d(np.arange(len(self._places)), chosen)
-        column = Column(self._places.take(chosen).views())
-        for stream, (rows, bits) in enumerate(
-            zip(self._tail, self._entering.tolist(), strict=True)
-        ):
-            form = self._forms[stream]
-            k, v = (half[chosen].astype(np.float32) for half in (rows.k, rows.v))
-            k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
-            sides = [encode(x, grid_axis(side, form)) for side, x in ((KEYS, k), (VALUES, v))]
-            codes, grids = zip(*sides, strict=True)
-            k_bits, v_bits = bits
-            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
-            column.pages.append(page)
-            rows.k, rows.v = rows.k[keep], rows.v[keep]
-        self._places = self._places.take(keep)
-        self.table.append(column)
+        rows = [(rows.k[chosen], rows.v[chosen]) for rows in self._tail]
+        self.table.append(self._places.take(chosen).views(), rows)
+        self._keep_rows(np.setdiff1d(np.arange(len(self._places)), chosen))
 
     def rewind(self, rows: int = 0) -> None:
         """Keeps only the first `rows` rows of the branch."""
@@ -487,26 +424,24 @@ class ReferenceCache:
                     rows.mean(axis=0),
                     *(np.square(x).mean(axis=0) for x in (rows, outputs)),
                 )
-                self._record(layer, head, looks[0], looks[1], facts[:, layer, head])
+                held = self.table.of_stream(self.table.stream(layer, head))
+                columns = [c for c, _, _ in held]
+                facts[:, layer, head, columns] = record([page for _, page, _ in held], *looks)
         return facts, queries
 
-    def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> _Look:
+    def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> Look:
         """What probe rows [R, D] see of a stream's pages."""
         params, inv_freq = self._probes.layers[layer]
         keys = self._keys(params, head, inv_freq, "full", branch=False)
         seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
         weights = attention_weights(params, keys.logits(rows), seen)
-        look = _Look(rows, weights @ keys.values)
+        look = Look(rows, weights @ keys.values)
         start = 0
-        stream = layer * params.num_kv_heads + head
-        for column in self.table:
-            page = column.pages[stream]
-            if page is None:
-                look.seen.append(np.zeros(6))
-                continue
+        stream = self.table.stream(layer, head)
+        for _, page, views in self.table.of_stream(stream):
             # What views of one page see adds up; the rows are those that see most of them.
             rows_seeing, mass, peak, errors = 0, 0.0, 0.0, np.zeros(3)
-            for view in column.views:
+            for view in views:
                 part = slice(start, start + PAGE_TOKENS)
                 start += PAGE_TOKENS
                 sees = seen[:, part].any(axis=1)
@@ -525,57 +460,11 @@ class ReferenceCache:
             look.seen.append(np.array([rows_seeing, mass, peak, *errors]))
         return look
 
-    def _record(self, layer: int, head: int, newest: _Look, sampled: _Look, facts: Any) -> None:
-        """Fills the facts [8, C] of one stream's pages from what two kinds of rows saw."""
-        stream = layer * self.arena.shape.num_kv_heads + head
-        for c, column in enumerate(self.table):
-            page = column.pages[stream]
-            if page is None:
-                continue
-            new, old = newest.seen[c], sampled.seen[c]
-            if rows := new[0] + old[0]:
-                recent = float(new[1] / max(new[0], 1))
-                total = float(old[1] / max(len(sampled.rows), 1))
-                facts[:3, c] = (new[1] + old[1]) / rows, recent, total
-                facts[5:, c] = new[3:] / max(new[0], 1)
-                peak = mass_code(max(new[2], old[2]))
-                page.peak_weight = max(1, peak, page.peak_weight - PEAK_STEP)
-                before = mass_of(page.mean_mass) if page.mean_mass else recent
-                page.mean_mass = mass_code(before + MEAN_SHARE * (recent - before))
-            facts[3:5, c] = mass_of(page.peak_weight), mass_of(page.mean_mass)
-
     def constants(self, layer: int) -> tuple[Float, Float]:
-        """Scales and mids of a layer float32: keys [Hk, C, 2, D], values [Hk, C, 2, 64].
-
-        Of values on a grid of channels every token has the channels' root mean squares.
-        """
-        heads, dim = self.arena.shape.num_kv_heads, self.arena.shape.head_dim
-        pages = (heads, len(self.table), 2)
-        out = np.zeros((*pages, dim), np.float32), np.zeros((*pages, PAGE_TOKENS), np.float32)
-        for head, c, page in self._layer_pages(layer):
-            for side in (KEYS, VALUES):
-                lines = np.array([page.grids[side].scale, page.grids[side].mid])
-                if side > grid_axis(side, page.form):
-                    lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
-                out[side][head, c] = lines
-        return out
+        return self.table.constants(layer)
 
     def key_squares(self, layer: int) -> Float:
-        """Squared lengths of a layer's keys as read, [Hk, C, 64]; 0 where a page is evicted."""
-        heads = self.arena.shape.num_kv_heads
-        squares = np.zeros((heads, len(self.table), PAGE_TOKENS), np.float32)
-        for head, c, page in self._layer_pages(layer):
-            squares[head, c] = np.square(page.read(KEYS, "full")).sum(axis=1)
-        return squares
-
-    def _layer_pages(self, layer: int) -> Iterator[tuple[int, int, Page]]:
-        """(head, column, page) of a layer's pages that are held."""
-        for head in range(self.arena.shape.num_kv_heads):
-            stream = self._stream(layer, head)
-            for c, column in enumerate(self.table):
-                page = column.pages[stream]
-                if page is not None:
-                    yield head, c, page
+        return self.table.key_squares(layer)
 
     # -- changes between forward passes --
 
@@ -584,7 +473,7 @@ class ReferenceCache:
         self._check_idle()
         if not 0 <= tokens <= self.tokens:
             raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
-        self._remove(tokens, self.tokens)
+        self._become(*self._without(tokens, self.tokens, 0))
         self.tokens = tokens
 
     def edit(self, start: int, stop: int, count: int) -> None:
@@ -594,60 +483,45 @@ class ReferenceCache:
         inside = self.arena.plan.sink_tokens <= start <= stop <= self.tokens
         if not inside or count < 0 or self.tokens + moved > self.arena.context_tokens:
             raise CacheError(f"{count} tokens cannot stand for tokens {start} to {stop}")
-        before = deepcopy([column.views for column in self.table]), self._places
-        kept = self._split(start, stop, moved)
-        if not self._fits_views(self._places.take(kept), reserve=GAP_VIEWS):
-            for column, views in zip(self.table, before[0], strict=True):
-                column.views = views
-            self._places = before[1]
+        views, kept, places = self._without(start, stop, moved)
+        if not self._fits_views(places.take(kept), views, reserve=GAP_VIEWS):
             raise CacheError("the budget has no room for these tokens")
-        self._drop_rows(kept)
-        self.table = [column for column in self.table if column.views]
+        self._become(views, kept, places)
         self._probes.forget_from(start)
         self.tokens += moved
 
-    def _split(self, start: int, stop: int, moved: int) -> NDArray[np.bool_]:
-        """Tokens `start` to `stop` are seen no more, those behind have moved; the rows that stay.
+    def _without(
+        self, start: int, stop: int, moved: int
+    ) -> tuple[list[list[View]], NDArray[np.bool_], Places]:
+        """All columns' views without tokens `start` to `stop`, those behind `moved` further.
 
-        A view that holds tokens of both sides becomes two; views of one page that have come to
-        the same place become one.
+        Then which of the rows [n] stay, and the places of all of them.
         """
-        for column in self.table:
-            found: dict[tuple[int, int, int], View] = {}
-            for view in column.views:
-                first = view.first_token
-                sides = (
-                    (view.mask & _low_bits(start - first), 0),
-                    (view.mask & ~_low_bits(stop - first), moved),
-                )
-                for mask, by in sides:
-                    place = (view.pos0, view.delta + by, first + by)
-                    if mask:
-                        found.setdefault(place, View(*place, mask=0)).mask |= mask
-            column.views = list(found.values())
         places = self._places
         by = np.where(places.tokens >= stop, moved, 0)
         kept = (places.tokens < start) | (places.tokens >= stop)
-        self._places = Places(places.tokens + by, places.positions + by, places.deltas + by)
-        return kept
+        after = Places(places.tokens + by, places.positions + by, places.deltas + by)
+        return self.table.split(start, stop, moved), kept, after
 
-    def _fits_views(self, places: Places, reserve: int = 0) -> bool:
+    def _become(self, views: list[list[View]], kept: NDArray[np.bool_], places: Places) -> None:
+        """What `_without` gave."""
+        self.table.show(views)
+        self._places = places
+        self._keep_rows(kept)
+
+    def _fits_views(
+        self, places: Places, columns: Sequence[Sequence[View]], reserve: int = 0
+    ) -> bool:
         """Whether there are views enough for these rows once they lie in pages, and `reserve` more.
 
         Every column, also one that is yet to come, has one view of its own; the others are shared.
         """
-        further = sum(len(column.views) - 1 for column in self.table if column.views)
+        further = sum(len(views) - 1 for views in columns if views)
         rows = places.take(slice(self.arena.plan.sink_tokens, None))
         needed = further + rows.stretches + reserve
         return not self.arena.plan.quantized or needed <= self.arena.spare_views
 
-    def _remove(self, start: int, stop: int) -> None:
-        """Tokens `start` to `stop` are gone; pages that show nothing any more go with them."""
-        kept = self._split(start, stop, 0)
-        self._drop_rows(kept)
-        self.table = [column for column in self.table if column.views]
-
-    def _drop_rows(self, kept: NDArray[np.bool_]) -> None:
+    def _keep_rows(self, kept: NDArray[Any]) -> None:
         for rows in self._tail:
             rows.k, rows.v = rows.k[kept], rows.v[kept]
         self._places = self._places.take(kept)
@@ -655,32 +529,16 @@ class ReferenceCache:
     def demote(self, actions: NDArray[np.int32]) -> None:
         """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
         self._check_between_passes()
-        for layer, head, column, *bits in actions.tolist():
-            page = self._page(layer, head, column)
-            held = page.bits if page else (0, 0)
-            lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
-            if any(bits) and not lower:
-                raise CacheError("a page's widths only fall")
-        for layer, head, column, k_bits, v_bits in actions.tolist():
-            page = self._page(layer, head, column)
-            if not k_bits:
-                self._column(column).pages[self._stream(layer, head)] = None
-            elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
-                page.bits = (k_bits, v_bits)
-        self.table = [column for column in self.table if any(column.pages)]
+        self.table.demote(actions)
 
     def demote_entering(self, widths: Bytes) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         self._check_between_passes()
-        wanted = widths.reshape(-1, 2)
-        if not np.isin(wanted, list(GRANULES)).all() or (wanted > self._entering).any():
-            raise CacheError("a page's widths only fall")
-        self._entering = wanted.astype(np.uint8)
+        self.table.demote_entering(widths)
 
     def shift(self, column: int, delta: int) -> None:
         self._check_idle()
-        for view in self._column(column).views:
-            view.delta = delta
+        self.table.shift(column, delta)
 
     def shift_sinks(self, delta: int) -> None:
         """The sinks stand `delta` further than their keys were rotated."""
@@ -693,10 +551,7 @@ class ReferenceCache:
 
     def mask(self, column: int, mask: int) -> None:
         self._check_idle()
-        views = self._column(column).views
-        if len(views) != 1:
-            raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
-        views[0].mask &= mask
+        self.table.mask(column, mask)
 
     def _check_idle(self) -> None:
         if self._parents:
@@ -706,49 +561,16 @@ class ReferenceCache:
         if self._unattended:
             raise CacheError("a forward pass is under way: finish, commit() or rewind() it first")
 
-    def _column(self, column: int) -> Column:
-        if not 0 <= column < len(self.table):
-            raise CacheError(f"there is no page {column} among {len(self.table)}")
-        return self.table[column]
-
-    def _stream(self, layer: int, head: int) -> int:
-        heads = self.arena.shape.num_kv_heads
-        if not (0 <= layer < self.arena.shape.num_layers and 0 <= head < heads):
-            raise CacheError(f"there is no layer {layer}, head {head}")
-        return layer * heads + head
-
-    def _page(self, layer: int, head: int, column: int) -> Page | None:
-        return self._column(column).pages[self._stream(layer, head)]
-
-    # -- views --
+    # -- what there is --
 
     def entering(self) -> Bytes:
-        """Widths the next pages close at, uint8 [L, Hk, 2]."""
-        shape = self.arena.shape
-        return self._entering.reshape(shape.num_layers, shape.num_kv_heads, 2).copy()
+        return self.table.entering()
 
     def columns(self) -> tuple[NDArray[np.int64], Bytes]:
-        """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
-        shape = self.arena.shape
-        rows: list[tuple[int, int, int, int]] = []
-        for column in self.table:
-            last = max(column.views, key=lambda view: view.pos0 + view.delta)
-            mask = sum(view.mask for view in column.views)  # no slot is seen in two views
-            rows.append((*last.place, _signed(mask)))
-        facts = np.array(rows, np.int64).reshape(-1, 4)
-        widths = np.array(
-            [[page.bits if page else (0, 0) for page in c.pages] for c in self.table], np.uint8
-        ).reshape(len(self.table), shape.num_layers, shape.num_kv_heads, 2)
-        return facts, np.ascontiguousarray(widths.transpose(1, 2, 0, 3))
+        return self.table.facts()
 
     def views(self) -> NDArray[np.int64]:
-        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view."""
-        rows = [
-            (c, *view.place, _signed(view.mask))
-            for c, column in enumerate(self.table)
-            for view in column.views
-        ]
-        return np.array(rows, np.int64).reshape(-1, 5)
+        return self.table.views()
 
     def places(self) -> NDArray[np.int64]:
         """Int64 [n, 3]: token, position and delta of the tail's rows."""
@@ -757,13 +579,13 @@ class ReferenceCache:
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """A page's stored bytes; empty once evicted."""
-        page = self._page(layer, head, column)
+        page = self.table.page(layer, head, column)
         room = constant_bytes(self.arena.shape.head_dim, self.arena.value_groups)
         return page.stored(room) if page else b""
 
     def tail(self, layer: int, head: int) -> tuple[Half, Half, NDArray[np.int32]]:
         """Floating-point rows (k, v) [n, D] of one stream and their positions [n]."""
-        rows = self._tail[layer * self.arena.shape.num_kv_heads + head]
+        rows = self._tail[self.table.stream(layer, head)]
         return rows.k, rows.v, self._places.positions.astype(np.int32)
 
     # -- snapshots --
@@ -771,28 +593,11 @@ class ReferenceCache:
     def state(self) -> bytes:
         """Everything a later `load_state` needs, as an npz archive."""
         self._check_idle()
-        arrays: dict[str, NDArray[np.generic]] = {"widths": self.columns()[1]}
-        arrays |= {"views": self.views(), "places": self.places()}
-        arrays["arena"] = self._identity()
-        arrays["entering"] = self._entering
+        arrays = self.table.arrays() | self._probes.arrays()
+        arrays |= {"arena": self._identity(), "places": self.places()}
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
-        masses = [
-            (page.peak_weight, page.mean_mass) if page else (0, 0)
-            for column in self.table
-            for page in column.pages
-        ]
-        arrays["masses"] = np.array(masses, np.uint8).reshape(-1, self.arena.streams, 2)
-        arrays |= self._probes.arrays()
-        for c, column in enumerate(self.table):
-            for stream, page in enumerate(column.pages):
-                for side in (KEYS, VALUES):
-                    if page is None:
-                        continue
-                    name = f"page{c}.{stream}.{side}"
-                    arrays[name] = page.codes[side]
-                    arrays[name + "g"] = np.frombuffer(page.grids[side].stored(), np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
@@ -802,7 +607,7 @@ class ReferenceCache:
         arena = self.arena
         held = (
             PAGE_VERSION,
-            *map(int, self._forms),
+            *map(int, self.table.forms),
             arena.shape,
             arena.plan,
             arena.context_tokens,
@@ -829,32 +634,9 @@ class ReferenceCache:
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         self.tokens, self.peak_bytes = map(int, arrays["counts"])
         self._places = Places(*arrays["places"].T)
-        self._entering = arrays["entering"]
         streams = range(self.arena.streams)
         self._tail = [Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]
-        widths = arrays["widths"].reshape(self.arena.streams, -1, 2)
-        self.table = []
-        for c in range(widths.shape[1]):
-            views = arrays["views"][arrays["views"][:, 0] == c, 1:].tolist()
-            column = Column([View(*place, mask=mask & WHOLE) for *place, mask in views])
-            for stream in streams:
-                k_bits, v_bits = map(int, widths[stream, c])
-                page = None
-                if k_bits:
-                    names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
-                    keys, values = (Grid.load(arrays[name + "g"].tobytes()) for name in names)
-                    page = Page(
-                        codes=(arrays[names[0]], arrays[names[1]]),
-                        grids=(keys, values),
-                        bits=(k_bits, v_bits),
-                        form=self._forms[stream],
-                    )
-                column.pages.append(page)
-            self.table.append(column)
-        for column, masses in zip(self.table, arrays["masses"].tolist(), strict=True):
-            for page, (peak, mean) in zip(column.pages, masses, strict=True):
-                if page:
-                    page.peak_weight, page.mean_mass = peak, mean
+        self.table.restore(arrays)
         self._probes.restore(arrays)
         self._open_branch()
 

@@ -1,5 +1,6 @@
 """What a numpy cache holds: pages, the views that edits cut them into, floating-point rows."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, PageForm
-from kvq.reference import KEYS, VALUES, Bytes, Float, Grid, Half, decode, planes
+from kvq.errors import CacheError
+from kvq.formats import GRANULES, constant_bytes, granule_bytes, page_bytes
+from kvq.reference import (
+    KEYS,
+    VALUES,
+    Bytes,
+    Float,
+    Grid,
+    Half,
+    decode,
+    encode,
+    hadamard,
+    planes,
+)
+from kvq.sizing import Arena
 
 # The mask of a page that is seen whole.
 WHOLE = (1 << PAGE_TOKENS) - 1
@@ -63,6 +78,10 @@ class View:
     def valid(self) -> NDArray[np.bool_]:
         """Which slots are visible [64]."""
         return np.array([self.mask >> i & 1 for i in range(PAGE_TOKENS)], np.bool_)
+
+    def facts(self) -> tuple[int, int, int, int]:
+        """Position, shift, first token and mask, as int64 holds them."""
+        return (*self.place, _signed(self.mask))
 
 
 @dataclass(slots=True)
@@ -121,3 +140,256 @@ class Rows:
 
     k: Half
     v: Half
+
+
+class PageTable:
+    """The pages of one cache, column by column.
+
+    Closes, demotes and evicts as told; decides nothing. What names a page that there cannot be, or
+    is more than it holds, raises `CacheError` and changes nothing.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.columns: list[Column] = []
+        self.forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
+        self._entering = np.empty((arena.streams, 2), np.uint8)
+        self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    # -- bytes --
+
+    @property
+    def used_bytes(self) -> int:
+        dim = self._arena.shape.head_dim
+        pages = [page for column in self.columns for page in column.pages if page]
+        granules = sum(GRANULES[bits] for page in pages for bits in page.bits)
+        constants = constant_bytes(dim, self._arena.value_groups)
+        return len(pages) * constants + granules * granule_bytes(dim)
+
+    @property
+    def entering_bytes(self) -> int:
+        """What one more page of every stream takes."""
+        dim, groups = self._arena.shape.head_dim, self._arena.value_groups
+        return sum(page_bytes(dim, k, v, groups) for k, v in self._entering.tolist())
+
+    # -- what there is --
+
+    def stream(self, layer: int, head: int) -> int:
+        """The place of a layer's KV head among all of them."""
+        heads = self._arena.shape.num_kv_heads
+        if not (0 <= layer < self._arena.shape.num_layers and 0 <= head < heads):
+            raise CacheError(f"there is no layer {layer}, head {head}")
+        return layer * heads + head
+
+    def column(self, column: int) -> Column:
+        if not 0 <= column < len(self.columns):
+            raise CacheError(f"there is no page {column} among {len(self.columns)}")
+        return self.columns[column]
+
+    def page(self, layer: int, head: int, column: int) -> Page | None:
+        """None once evicted."""
+        return self.column(column).pages[self.stream(layer, head)]
+
+    def of_stream(self, stream: int) -> list[tuple[int, Page, list[View]]]:
+        """(column, page, its views) of a stream's pages that are held."""
+        found: list[tuple[int, Page, list[View]]] = []
+        for c, column in enumerate(self.columns):
+            page = column.pages[stream]
+            if page is not None:
+                found.append((c, page, column.views))
+        return found
+
+    def held_tokens(self) -> list[NDArray[np.int64]]:
+        """The tokens that are visible in some page, view by view."""
+        views = [view for column in self.columns for view in column.views]
+        return [view.first_token + np.flatnonzero(view.valid) for view in views]
+
+    def entering(self) -> Bytes:
+        """Widths the next pages close at, uint8 [L, Hk, 2]."""
+        shape = self._arena.shape
+        return self._entering.reshape(shape.num_layers, shape.num_kv_heads, 2).copy()
+
+    def facts(self) -> tuple[NDArray[np.int64], Bytes]:
+        """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
+        shape = self._arena.shape
+        rows: list[tuple[int, int, int, int]] = []
+        for column in self.columns:
+            last = max(column.views, key=lambda view: view.pos0 + view.delta)
+            mask = sum(view.mask for view in column.views)  # no slot is seen in two views
+            rows.append((*last.place, _signed(mask)))
+        facts = np.array(rows, np.int64).reshape(-1, 4)
+        widths = np.array(
+            [[page.bits if page else (0, 0) for page in c.pages] for c in self.columns], np.uint8
+        ).reshape(len(self.columns), shape.num_layers, shape.num_kv_heads, 2)
+        return facts, np.ascontiguousarray(widths.transpose(1, 2, 0, 3))
+
+    def views(self) -> NDArray[np.int64]:
+        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view."""
+        rows = [(c, *view.facts()) for c, own in enumerate(self.columns) for view in own.views]
+        return np.array(rows, np.int64).reshape(-1, 5)
+
+    def constants(self, layer: int) -> tuple[Float, Float]:
+        """Scales and mids of a layer float32: keys [Hk, C, 2, D], values [Hk, C, 2, 64].
+
+        Of values on a grid of channels every token has the channels' root mean squares.
+        """
+        heads, dim = self._arena.shape.num_kv_heads, self._arena.shape.head_dim
+        pages = (heads, len(self.columns), 2)
+        out = np.zeros((*pages, dim), np.float32), np.zeros((*pages, PAGE_TOKENS), np.float32)
+        for head, c, page in self._of_layer(layer):
+            for side in (KEYS, VALUES):
+                lines = np.array([page.grids[side].scale, page.grids[side].mid])
+                if side > grid_axis(side, page.form):
+                    lines = np.sqrt(np.square(lines).mean(axis=1, keepdims=True))
+                out[side][head, c] = lines
+        return out
+
+    def key_squares(self, layer: int) -> Float:
+        """Squared lengths of a layer's keys as read, [Hk, C, 64]; 0 where a page is evicted."""
+        heads = self._arena.shape.num_kv_heads
+        squares = np.zeros((heads, len(self.columns), PAGE_TOKENS), np.float32)
+        for head, c, page in self._of_layer(layer):
+            squares[head, c] = np.square(page.read(KEYS, "full")).sum(axis=1)
+        return squares
+
+    def _of_layer(self, layer: int) -> Iterator[tuple[int, int, Page]]:
+        """(head, column, page) of a layer's pages that are held."""
+        for head in range(self._arena.shape.num_kv_heads):
+            for c, page, _ in self.of_stream(self.stream(layer, head)):
+                yield head, c, page
+
+    # -- changes --
+
+    def append(self, views: list[View], rows: Sequence[tuple[Half, Half]]) -> None:
+        """Packs keys and values [64, D] of every stream as a column with these views."""
+        column = Column(views)
+        packed = zip(self.forms, self._entering.tolist(), rows, strict=True)
+        for form, (k_bits, v_bits), (keys, values) in packed:
+            k, v = keys.astype(np.float32), values.astype(np.float32)
+            k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
+            sides = [encode(x, grid_axis(side, form)) for side, x in ((KEYS, k), (VALUES, v))]
+            codes, grids = zip(*sides, strict=True)
+            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
+            column.pages.append(page)
+        self.columns.append(column)
+
+    def demote(self, actions: NDArray[np.int32]) -> None:
+        """Rows of (layer, head, column, k_bits, v_bits); widths only fall, 0 and 0 evict."""
+        for layer, head, column, *bits in actions.tolist():
+            page = self.page(layer, head, column)
+            held = page.bits if page else (0, 0)
+            lower = all(b in GRANULES and b <= h for b, h in zip(bits, held, strict=True))
+            if any(bits) and not lower:
+                raise CacheError("a page's widths only fall")
+        for layer, head, column, k_bits, v_bits in actions.tolist():
+            page = self.page(layer, head, column)
+            if not k_bits:
+                self.column(column).pages[self.stream(layer, head)] = None
+            elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
+                page.bits = (k_bits, v_bits)
+        self.columns = [column for column in self.columns if any(column.pages)]
+
+    def demote_entering(self, widths: Bytes) -> None:
+        """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
+        wanted = widths.reshape(-1, 2)
+        if not np.isin(wanted, list(GRANULES)).all() or (wanted > self._entering).any():
+            raise CacheError("a page's widths only fall")
+        self._entering = wanted.astype(np.uint8)
+
+    def shift(self, column: int, delta: int) -> None:
+        for view in self.column(column).views:
+            view.delta = delta
+
+    def mask(self, column: int, mask: int) -> None:
+        views = self.column(column).views
+        if len(views) != 1:
+            raise CacheError(f"page {column} has {len(views)} views, each with a mask of its own")
+        views[0].mask &= mask
+
+    def split(self, start: int, stop: int, moved: int) -> list[list[View]]:
+        """Every column's views once tokens `start` to `stop` are gone and those behind have moved.
+
+        A view that holds tokens of both sides becomes two; views of one page that have come to
+        the same place become one.
+        """
+        columns: list[list[View]] = []
+        for column in self.columns:
+            found: dict[tuple[int, int, int], View] = {}
+            for view in column.views:
+                first = view.first_token
+                sides = (
+                    (view.mask & _low_bits(start - first), 0),
+                    (view.mask & ~_low_bits(stop - first), moved),
+                )
+                for mask, by in sides:
+                    place = (view.pos0, view.delta + by, first + by)
+                    if mask:
+                        found.setdefault(place, View(*place, mask=0)).mask |= mask
+            columns.append(list(found.values()))
+        return columns
+
+    def show(self, columns: Sequence[list[View]]) -> None:
+        """Gives every column these views; one that shows nothing any more goes."""
+        for column, views in zip(self.columns, columns, strict=True):
+            column.views = views
+        self.columns = [column for column in self.columns if column.views]
+
+    # -- snapshots --
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it by name, as a snapshot holds it."""
+        masses = [
+            (page.peak_weight, page.mean_mass) if page else (0, 0)
+            for column in self.columns
+            for page in column.pages
+        ]
+        arrays: dict[str, NDArray[Any]] = {
+            "widths": self.facts()[1],
+            "views": self.views(),
+            "entering": self._entering,
+            "masses": np.array(masses, np.uint8).reshape(-1, self._arena.streams, 2),
+        }
+        for stream in range(self._arena.streams):
+            for c, page, _ in self.of_stream(stream):
+                for side in (KEYS, VALUES):
+                    name = f"page{c}.{stream}.{side}"
+                    arrays[name] = page.codes[side]
+                    arrays[name + "g"] = np.frombuffer(page.grids[side].stored(), np.uint8)
+        return arrays
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes what `arrays` gave."""
+        self._entering = arrays["entering"]
+        widths = arrays["widths"].reshape(self._arena.streams, -1, 2)
+        self.columns = []
+        for c in range(widths.shape[1]):
+            views = arrays["views"][arrays["views"][:, 0] == c, 1:].tolist()
+            column = Column([View(*place, mask=mask & WHOLE) for *place, mask in views])
+            for stream, (k_bits, v_bits) in enumerate(widths[:, c].tolist()):
+                page = None
+                if k_bits:
+                    names = [f"page{c}.{stream}.{side}" for side in (KEYS, VALUES)]
+                    keys, values = (Grid.load(arrays[name + "g"].tobytes()) for name in names)
+                    peak_weight, mean_mass = arrays["masses"][c, stream].tolist()
+                    page = Page(
+                        codes=(arrays[names[0]], arrays[names[1]]),
+                        grids=(keys, values),
+                        bits=(k_bits, v_bits),
+                        form=self.forms[stream],
+                        peak_weight=peak_weight,
+                        mean_mass=mean_mass,
+                    )
+                column.pages.append(page)
+            self.columns.append(column)
+
+
+def _low_bits(count: int) -> int:
+    return (1 << min(max(count, 0), PAGE_TOKENS)) - 1
+
+
+def _signed(mask: int) -> int:
+    """A mask as an int64 holds it."""
+    return mask - (1 << 64) if mask >> 63 else mask

@@ -4,7 +4,7 @@ Which tokens' they are, `csrc/probes.h` says; what they see of the pages is the 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.formats import NEWEST_PROBES, PROBE_ROWS, PROBE_STRIDE, newest_slots
-from kvq.reference import Float, Half, sample_slot, sampled_token
+from kvq.reference import (
+    MEAN_SHARE,
+    PEAK_STEP,
+    Float,
+    Half,
+    mass_code,
+    mass_of,
+    sample_slot,
+    sampled_token,
+)
+from kvq.reference_pages import Page
 from kvq.sizing import Geometry
 
 
@@ -136,3 +146,36 @@ class Probes:
         """Those of these tokens that are still kept, in their order."""
         kept = {probe.token: probe for probe in self._kept.values()}
         return [kept[token] for token in sorted(tokens) if token in kept]
+
+
+@dataclass(slots=True)
+class Look:
+    """What probe rows [R, D] with these outputs [R, D] saw of every page that a stream holds.
+
+    `seen` [6] a page: rows that see any of it, then, summed over these, the mass they give it, but
+    of single tokens' weights the largest, and their key, value and eviction errors.
+    """
+
+    rows: Float
+    outputs: Float
+    seen: list[NDArray[np.float64]] = field(default_factory=lambda: [])
+
+
+def record(pages: Sequence[Page], newest: Look, sampled: Look) -> Float:
+    """Facts float32 [8, n] of a stream's n pages, from what two kinds of rows saw of them.
+
+    They are in the order of `kvq.policies.Attention`'s fields; the pages remember their histories.
+    """
+    facts = np.zeros((8, len(pages)), np.float32)
+    for i, (page, new, old) in enumerate(zip(pages, newest.seen, sampled.seen, strict=True)):
+        if rows := new[0] + old[0]:
+            recent = float(new[1] / max(new[0], 1))
+            total = float(old[1] / max(len(sampled.rows), 1))
+            facts[:3, i] = (new[1] + old[1]) / rows, recent, total
+            facts[5:, i] = new[3:] / max(new[0], 1)
+            peak = mass_code(max(new[2], old[2]))
+            page.peak_weight = max(1, peak, page.peak_weight - PEAK_STEP)
+            before = mass_of(page.mean_mass) if page.mean_mass else recent
+            page.mean_mass = mass_code(before + MEAN_SHARE * (recent - before))
+        facts[3:5, i] = mass_of(page.peak_weight), mass_of(page.mean_mass)
+    return facts

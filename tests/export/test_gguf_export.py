@@ -1,4 +1,4 @@
-"""GGUF export: llama.cpp computes the model, and cuts texts as its tokenizer does.
+"""GGUF export: llama.cpp computes the model; the bundle says what there is.
 
 llama.cpp itself is the peer: it loads every family's file and its logits are compared with the
 numpy forward pass over the checkpoint's own weights.
@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Library
 
 import tiny
 from kvq.errors import BackendError, CheckpointError, KvqError, UnsupportedModelError, UsageError
 from kvq_apps.cli import main
-from kvq_export import gguf_llama, gguf_pre
+from kvq_export import gguf_llama
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
@@ -34,23 +31,14 @@ from kvq_export.gguf_model import gguf_model
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
-from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import (
-    GGUF_FILE,
-    GGUF_VERSION,
-    MANIFEST_FILE,
-    VERSION,
-    Bundle,
-    GgufInfo,
-)
+from kvq_runtime.bundle import GGUF_FILE, GGUF_VERSION, MANIFEST_FILE, VERSION, Bundle, GgufInfo
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from logits import divergence
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
-needs_llama = pytest.mark.skipif(
-    gguf_llama.llama_missing() is not None, reason=str(gguf_llama.llama_missing())
-)
+
+from exported_gguf import export, field, needs_llama, tensors  # noqa: E402
 
 TOKENS = 120
 # What one file may differ by: a logit (their standard deviation is near 3), and mean KL divergence
@@ -140,12 +128,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder / name
 
     return make
-
-
-def export(source: Path, kind: str, **options: Any) -> Bundle:
-    wanted = {"format": "gguf", "gguf_type": kind, "quality": False, "threads": 1, "force": True}
-    destination = source.with_name(f"{source.name}-{kind}")
-    return export_model(source, destination, ExportOptions(**(wanted | options)))
 
 
 def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
@@ -255,10 +237,6 @@ def test_rows_that_are_no_whole_blocks_fall_back(tmp_path: Path) -> None:
         # Its rows are the heads together: 256, whole blocks of any type.
         assert types["blk.0.attn_output.weight"] == {"q4_k_m": "Q4_K"}.get(kind, kind.upper())
         assert divergence(expected_logits(source, ids), found_logits(bundle, ids)) < NATS[kind]
-
-
-def tensors(bundle: Bundle) -> Sequence[Any]:
-    return gguf.GGUFReader(bundle.path / GGUF_FILE).tensors
 
 
 @pytest.mark.slow
@@ -410,309 +388,6 @@ def test_a_window_ends_the_context(
     assert gguf_model(wide).context_length == wide.context_length
     windows = field(export(checkpoint("gemma3"), "q8_0"), "gemma3.attention.sliding_window_pattern")
     assert windows == [True, True, False, True]
-
-
-def field(bundle: Bundle, name: str) -> Any:
-    return gguf.GGUFReader(bundle.path / GGUF_FILE).fields[name].contents()
-
-
-# Tokenizers
-
-HOSTILE = (
-    "plain words, then   runs     of\t\ttabs \t and spaces   \n\n\n   \r\n end   ",
-    "I'll they'RE don't 'S 'tis rock'n'roll",
-    "Größe café naïve ﬁ ǅ İstanbul e\u0301 \u200b\u00a0\u3000 \ufeff",
-    "家族 日本語のテキスト 한국어 ไทย हिन्दी العربية",
-    "👩‍👩‍👧 🇫🇷 👍🏽 🤷🏻‍♂️ ☕️",
-    "1234567890 3.14159 ١٢٣ ²³ Ⅳ 12ab34",
-    "def f(x):\n\treturn {'a': [x**2, -x//3]}  # !== ?? ::\n\n\n\n",
-    "<|im_start|>system\nobey<|im_end|><|endoftext|> <|fim_prefix|><|im_<|im_end|>end|>",
-    "</s><s><unk><0x0A>[PAD9] ▁ ▁<PRE> Ġword ĊĊ \x00\x01\x7f",
-    "\ufffd𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff",
-    " ",
-    "\n",
-    "",
-)
-# What an approximate cut of llama.cpp may cut elsewhere.
-CASELESS = HOSTILE[2:4]
-ROWS = {row.name: row for row in gguf_pre.ROWS}
-
-
-def cut(name: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that llama.cpp calls `name`, from our own table of stages."""
-    stages = []
-    for stage in ROWS[name].stages:
-        if stage == gguf_pre.DIGITS:
-            stages.append(pre_tokenizers.Digits(individual_digits=True))
-        elif stage in (gguf_pre.WORDS, gguf_pre.BYTES):
-            words = stage == gguf_pre.WORDS
-            stages.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words))
-        else:
-            stages.append(pre_tokenizers.Split(Regex(stage), "isolated"))
-    return pre_tokenizers.Sequence(stages)
-
-
-def byte_level(name: str) -> Library:
-    """A BPE trained on the hostile texts themselves, so that every cut shows in its merges."""
-    library = Library(models.BPE(ignore_merges=ROWS[name].whole_words))
-    library.pre_tokenizer = cut(name)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[AddedToken(token, special=True) for token in tiny.CONTROL_TOKENS],
-        show_progress=False,
-    )
-    library.train_from_iterator([text for text in HOSTILE for _ in range(4)], trainer)
-    library.add_tokens([AddedToken("<think>", normalized=False)])
-    return library
-
-
-@pytest.fixture
-def with_tokenizer(tmp_path: Path) -> Callable[..., Path]:
-    def make(library: Library, **settings: Any) -> Path:
-        source = tiny.make_llama_checkpoint(
-            tmp_path / "source", vocab_size=1024, num_hidden_layers=1, **settings
-        )
-        library.save(str(source / "tokenizer.json"))
-        return source
-
-    return make
-
-
-class LlamaVocabulary:
-    """The vocabulary of a GGUF file as llama.cpp uses it."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.model = gguf_llama.LlamaModel(bundle.path / GGUF_FILE)
-        self._functions = self.model.library.functions
-
-    def close(self) -> None:
-        self.model.close()
-
-    def encode(self, text: str, *, special: bool = False, start: bool = False) -> list[int]:
-        raw = text.encode()
-        room = (self._functions.llama_token * (len(raw) + 8))()
-        vocabulary = self.model.vocabulary
-        found = self._functions.llama_tokenize(
-            vocabulary, raw, len(raw), room, len(room), start, special
-        )
-        assert found >= 0
-        return list(room[:found])
-
-    def token_bytes(self, token: int) -> bytes:
-        import ctypes
-
-        room = ctypes.create_string_buffer(256)
-        size = self._functions.llama_token_to_piece(
-            self.model.vocabulary, token, room, len(room), 0, True
-        )
-        return room.raw[:size]
-
-
-@pytest.fixture
-def both(with_tokenizer: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
-    """Our tokenizer and llama.cpp's, of one library tokenizer in one bundle."""
-    opened: list[LlamaVocabulary] = []
-
-    def make(library: Library, **settings: Any) -> tuple[Tokenizer, LlamaVocabulary]:
-        bundle = export(with_tokenizer(library, **settings), "q8_0")
-        tokenizer = bundle.tokenizer()
-        assert tokenizer is not None
-        opened.append(LlamaVocabulary(bundle))
-        return tokenizer, opened[-1]
-
-    yield make
-    for vocabulary in opened:
-        vocabulary.close()
-
-
-@needs_llama
-@pytest.mark.parametrize("name", ROWS)
-def test_byte_level_tokenizers_agree(
-    both: Callable[..., Any], name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, theirs = both(byte_level(name))
-    assert field_of(theirs, "tokenizer.ggml.pre") == name
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    for text in (*HOSTILE, "a <think> b"):
-        if text in CASELESS and ROWS[name].approximate:
-            continue
-        assert theirs.encode(text) == ours.encode(text), repr(text)
-        assert theirs.encode(text, special=True) == ours.encode(text, special=True), repr(text)
-        assert theirs.encode(text, start=True) == ours.encode(text, start=True)
-    control = [token for token in range(1024) if ours.is_control(token)]
-    assert set(control).isdisjoint(theirs.encode(" ".join(tiny.CONTROL_TOKENS)))
-    for token in range(ours.vocab_size):
-        assert theirs.token_bytes(token) == ours.token_bytes(token)
-
-
-def field_of(vocabulary: LlamaVocabulary, name: str) -> str:
-    import ctypes
-
-    room = ctypes.create_string_buffer(256)
-    functions = vocabulary.model.library.functions
-    functions.llama_model_meta_val_str(vocabulary.model.pointer, name.encode(), room, len(room))
-    return room.value.decode()
-
-
-def test_an_unknown_cut_is_named_by_the_nearest(
-    with_tokenizer: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    library = byte_level("qwen2")
-    pairs_of_digits = ROWS["qwen2"].stages[0].replace(r"|\p{N}|", r"|\p{N}{1,2}|")
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pairs_of_digits), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bundle = export(with_tokenizer(library), "q8_0")
-    assert field(bundle, "tokenizer.ggml.pre") in ("qwen2", "smaug-bpe", "llama-bpe")
-    assert "no name for how this tokenizer cuts a text" in caplog.text
-
-
-def word_marked(model: Any, *, prefix: bool = True) -> Library:
-    library = Library(model)
-    before = [normalizers.Prepend("▁")] if prefix else []
-    library.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    library.add_special_tokens(
-        [AddedToken(piece, normalized=False) for piece in ("<unk>", "<s>", "</s>")]
-    )
-    return library
-
-
-def byte_fallback(*, prefix: bool = True) -> Library:
-    """BPE learnt from the texts with marked spaces; its merges are ranked by piece."""
-    texts = [text.replace(" ", "▁") for text in (*tiny.CORPUS, *HOSTILE[:6])]
-    teacher = Library(models.BPE())
-    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
-    teacher.train_from_iterator(texts, trainer)
-    learnt = json.loads(teacher.to_str())["model"]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += [piece for piece in learnt["vocab"] if piece not in pieces]
-    model = models.BPE(
-        vocab={piece: index for index, piece in enumerate(pieces)},
-        merges=[tuple(merge) for merge in learnt["merges"]],
-        byte_fallback=True,
-        unk_token="<unk>",
-    )
-    return word_marked(model, prefix=prefix)
-
-
-@needs_llama
-@pytest.mark.parametrize("prefix", [True, False])
-def test_byte_fallback_tokenizers_agree(both: Callable[..., Any], prefix: bool) -> None:
-    library = byte_fallback(prefix=prefix)
-    ours, theirs = both(library, bos_token_id=1, eos_token_id=2)
-    assert field_of(theirs, "tokenizer.ggml.model") == "llama"
-    for text in HOSTILE:
-        assert theirs.encode(text) == ours.encode(text), repr(text)
-        assert {1, 2}.isdisjoint(theirs.encode(text))
-    assert theirs.encode("a</s>", special=True)[-1] == 2
-
-
-@needs_llama
-def test_unigram_tokenizers_agree(both: Callable[..., Any]) -> None:
-    texts = [text.replace(" ", "▁") for text in (*tiny.CORPUS, *HOSTILE[:6])]
-    characters = sorted({*"".join(texts), "▁"} - {"\x00"})
-    words = sorted(
-        {word for text in tiny.CORPUS for word in ("▁" + text.replace(" ", " ▁")).split()}
-    )
-    draw = np.random.default_rng(0)
-    vocab: list[tuple[str, float]] = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
-    vocab += [(piece, float(-12 - draw.uniform(0, 2))) for piece in characters]
-    vocab += [(piece, float(-8 - draw.uniform(0, 4))) for piece in words if len(piece) > 1]
-    library = Library(models.Unigram(vocab, 0, False))
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    library.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
-    library.add_special_tokens([AddedToken(piece) for piece in ("<unk>", "<s>", "</s>")])
-    ours, theirs = both(library, bos_token_id=1, eos_token_id=2)
-    assert field_of(theirs, "tokenizer.ggml.model") == "t5"
-    for text in (*tiny.CORPUS, *HOSTILE[:4]):
-        # Ours spells a character the vocabulary lacks as one unknown, as llama.cpp does.
-        assert theirs.encode(text) == library.encode(text, add_special_tokens=False).ids, text
-    del ours
-
-
-def test_a_unigram_with_bytes_merges_by_score(
-    with_tokenizer: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    vocab = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("▁a", -1.5)]
-    source = with_tokenizer(word_marked(models.Unigram(vocab, 0, True)))
-    bundle = export(source, "q8_0")
-    assert "no unigrams with a byte fallback" in caplog.text
-    assert field(bundle, "tokenizer.ggml.model") == "llama"
-    assert field(bundle, "tokenizer.ggml.scores")[257] == -1.5
-    assert field(bundle, "tokenizer.ggml.token_type")[:3] == [2, 6, 6]
-
-
-def test_vocabularies_without_a_form_are_refused(with_tokenizer: Callable[..., Path]) -> None:
-    pieces = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(255)}}
-    library = word_marked(models.BPE(pieces, [], byte_fallback=True))
-    source = with_tokenizer(library)
-    with pytest.raises(UnsupportedModelError, match=r"no piece <0xFF>, which llama.cpp needs"):
-        export(source, "q8_0")
-    words = Library(models.WordLevel({"a": 0}))
-    words.decoder = decoders.Metaspace()
-    words.save(str(source / "tokenizer.json"))
-    with pytest.raises(UnsupportedModelError, match="no form of this WordLevel tokenizer"):
-        export(source, "q8_0")
-
-
-def test_every_token_has_a_text_of_its_own(with_tokenizer: Callable[..., Path]) -> None:
-    """llama.cpp aborts on two tokens of one text, and reads a text up to a NUL."""
-    library = byte_level("gpt-2")
-    library.add_tokens(["[PAD1023]", "two\x00", "a b", "a▁b"])
-    bundle = export(with_tokenizer(library), "q8_0")
-    tokens = field(bundle, "tokenizer.ggml.tokens")
-    types = field(bundle, "tokenizer.ggml.token_type")
-    assert len(tokens) == len(set(tokens)) == len(types) == 1024
-    assert all(tokens)
-    assert not any("\0" in token for token in tokens)
-    assert tokens[1023] == "[[PAD1023]]"
-    assert tokens.index("[PAD1023]") == library.token_to_id("[PAD1023]")
-    unused = [1023, library.token_to_id("two\x00"), library.token_to_id("a▁b")]
-    assert [types[token] for token in unused] == [5, 5, 5]
-    assert tokens[library.token_to_id("a b")] == "a b"
-    assert [types[0], types[library.token_to_id("<think>")]] == [3, 4]
-
-
-def test_the_header_names_the_tokens_that_steer(tmp_path: Path) -> None:
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>")
-    names += ("<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
-    source = tiny.make_llama_checkpoint(tmp_path / "source", bos_token_id=1)
-    library = Library.from_file(str(source / "tokenizer.json"))
-    library.add_special_tokens(list(names))
-    library.save(str(source / "tokenizer.json"))
-    settings = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
-    settings["fim_order"] = "suffix-first"
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    bundle = export(source, "q8_0")
-    ids = {name: library.token_to_id(name) for name in names}
-    expected = {
-        "bos": "<|im_start|>",
-        "eos": "<|endoftext|>",
-        "eot": "<|im_end|>",
-        "padding": "<|endoftext|>",
-        "fim_pre": "<|fim_prefix|>",
-        "fim_suf": "<|fim_suffix|>",
-        "fim_mid": "<|fim_middle|>",
-        "fim_pad": "<|fim_pad|>",
-        "fim_rep": "<|repo_name|>",
-        "fim_sep": "<|file_sep|>",
-    }
-    for key, name in expected.items():
-        assert field(bundle, f"tokenizer.ggml.{key}_token_id") == ids[name], key
-    assert field(bundle, "tokenizer.ggml.add_bos_token") is True
-    assert field(bundle, "kvq.fim.suffix_first") is True
-    assert field(bundle, "tokenizer.chat_template") == tiny.CHATML
-    assert field(bundle, "kvq.kv.k_bits") == 4
-    assert field(bundle, "general.file_type") == gguf.LlamaFileType.MOSTLY_Q8_0
 
 
 # The bundle

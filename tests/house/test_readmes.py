@@ -34,11 +34,11 @@ READMES = [
 ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
-# What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
 # What `x_kvq` tells of an answer.
 _OWN = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
 MEASURES = (*re.findall(r'"(\w+)":', _OWN), *shapes.REPORTED)
 LICENSE = (ROOT / "LICENSE").read_bytes()
+# What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
 PIPED = {
     "": b"Hello\n",
     'echo "Hello"': b"Hello\n",

@@ -8,6 +8,8 @@ on a real one, which needs no ONNX Runtime.
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,9 @@ ENTRY = np.dtype(
 )  # fmt: skip
 VIEW = np.dtype(
     [("column", "<i4"), ("pos0", "<i4"), ("delta", "<i4"), ("first_token", "<i4"), ("mask", "<u8")]
+)
+PAGE = np.dtype(
+    [("granules", "<u8", 8), ("constants", "<u8"), ("k_bits", "<i4"), ("v_bits", "<i4")]
 )
 NONE, ALL = 0xFFFFFFFF, (1 << 64) - 1
 NO_MEMORY = 5  # of kvq.h
@@ -91,14 +96,19 @@ Sequence = structure(
     "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values "
     "tail_masks qkv positions inv_freq q_norm k_norm queries partials out",
 )
-Page = structure("Page", "p x rows; i head_dim values channels rotated; p scratch planes grid")
+Closing = structure(
+    "Closing",
+    "i count kv_heads head_dim; p x; l stride; p rows pages forms; l constant_bytes",
+)
 Linear = structure(
     "Linear",
     "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
     "f norm_eps; p inputs tops levels steps; i exact_rows; p panel_tops deviations marks",
 )
 Embed = structure("Embed", "i rows columns bits block; p panels ids weights out; i tokens mixed")
-Rows = structure("Rows", "p rows; l stride; i streams head_dim first count; p from_")
+Rows = structure(
+    "Rows", "p rows source; l stride source_stride; i streams head_dim first count; p from_"
+)
 
 
 def run(library: Library, name: str, *arguments: ctypes.Structure | Array | int) -> None:
@@ -120,6 +130,18 @@ def run(library: Library, name: str, *arguments: ctypes.Structure | Array | int)
     for array in {id(array): array for array in arrays}.values():
         library.give_back(array, places[id(array)])
     assert status == 0
+
+
+@contextmanager
+def turns(library: Library, order: int) -> Iterator[None]:
+    """A GPU's threads take turns as they like, the emulator's as `Emulator::take_turns` says."""
+    if library.is_emulated:
+        run(library, "kvq_cuda_take_turns", order)
+    try:
+        yield
+    finally:
+        if library.is_emulated:
+            run(library, "kvq_cuda_take_turns", 0)
 
 
 def filled(kind: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
@@ -430,41 +452,65 @@ def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: L
     if not library.is_emulated:
         pytest.skip("a GPU lets its threads take turns as it likes")
     in_order, *_ = attended(CASES[name], library)
-    try:
-        for order in (-1, 1, 2):
-            run(library, "kvq_cuda_take_turns", order)
+    for order in (-1, 1, 2):
+        with turns(library, order):
             np.testing.assert_array_equal(attended(CASES[name], library)[0], in_order)
-    finally:
-        run(library, "kvq_cuda_take_turns", 0)
+
+
+CLOSED = [(8, 8), (6, 4), (2, 6), (4, 2)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("rotated", [False, True])
-def test_a_page_is_closed_to_the_byte(
-    head_dim: int, side: int, channels: bool, rotated: bool, library: Library
+@pytest.mark.parametrize(("form", "order"), [(0, 0), (ROTATED, -1), (0, 1)])
+def test_pages_are_closed_and_narrowed_to_the_byte(
+    head_dim: int, form: int, order: int, library: Library
 ) -> None:
-    rng = np.random.default_rng(head_dim + side)
-    rows = rng.permutation(80)[:64].astype(np.int32)
-    x = (rng.standard_normal((80, head_dim)) * rng.uniform(1e-3, 40, head_dim)).astype(np.float16)
-    x[:, 3], x[rows[5]] = 0, -1.5  # equal numbers: a scale of 0
-    scratch = np.zeros(64 * head_dim, np.float32)
-    planes, groups = np.zeros(64 * head_dim, np.uint8), head_dim if channels else 64
-    grid = np.zeros(grid_bytes(groups), np.uint8)
-    page = filled(
-        Page, x=x, rows=rows, head_dim=head_dim, values=side, channels=channels, rotated=rotated,
-        scratch=scratch, planes=planes, grid=grid,
+    rng = np.random.default_rng(head_dim + form)
+    heads, forms = 2, np.array([form, (ROTATED | CHANNELS) - form], np.uint8)
+    x = rng.standard_normal((heads, 2, 300, head_dim)) * rng.uniform(1e-3, 40, head_dim)
+    x = x.astype(np.float16)
+    rows = rng.permutation(300)[: 64 * len(CLOSED)].reshape(-1, 64).astype(np.int32)
+    x[..., 3], x[:, :, rows[0, 5]] = 0, -1.5  # equal numbers: a scale of 0
+    granule, constants = 16 * head_dim, constant_bytes(head_dim, max(64, head_dim))
+    # Granules in any order, then constants, with a byte of nobody's behind each.
+    pool = np.full(8 * heads * len(CLOSED) * (granule + 16 + constants + 16), 0xFF, np.uint8)
+    want, free = pool.copy(), 0
+    pages, encoded = np.zeros((heads, len(CLOSED)), PAGE), {}
+    place = library.take(pool)
+    for head, page, side in np.ndindex(heads, len(CLOSED), 2):
+        kept = x[head, side, rows[page]].astype(np.float32)
+        kept = reference.hadamard(kept) if forms[head] & ROTATED and not side else kept
+        codes, grid = reference.encode(kept, 0 if not side or forms[head] & CHANNELS else 1)
+        bits, planes = CLOSED[page][side], reference.planes(codes, CLOSED[page][side], side)
+        encoded[head, page, side] = codes
+        to = pages[head, page]
+        to["k_bits" if side == 0 else "v_bits"] = bits
+        for g in range(GRANULES[bits]):
+            to["granules"][4 * side + g] = place + free
+            want[free : free + granule] = planes[g * granule :][:granule]
+            free += granule + 16
+        if side == 0:
+            to["constants"] = place + free
+            want[free : free + constants] = 0
+            free += constants + 16
+        start = int(to["constants"]) - place + side * grid_bytes(head_dim)
+        line = np.frombuffer(grid.stored(), np.uint8)
+        want[start : start + len(line)] = line
+    call = filled(
+        Closing, count=len(CLOSED), kv_heads=heads, head_dim=head_dim, x=x, stride=300, rows=rows,
+        pages=pages, forms=forms, constant_bytes=constants,
     )  # fmt: skip
-    run(library, "kvq_cuda_pack", page)
-    want = x[rows].astype(np.float32)
-    codes, wanted = reference.encode(
-        reference.hadamard(want) if rotated else want, 0 if channels else 1
-    )
-    assert grid.tobytes() == wanted.stored()
-    np.testing.assert_array_equal(planes, reference.planes(codes, 8, side))
-    run(library, "kvq_cuda_narrow", planes, head_dim)
-    np.testing.assert_array_equal(planes[: 16 * head_dim], reference.planes(codes, 2, side))
+    # Of the page of 8 bits the keys' upper plane and the values' lower one are halved, at once.
+    halved = pages["granules"][:, 0][:, [[0, 1], [6, 7]]].reshape(-1, 2)
+    with turns(library, order):
+        run(library, "kvq_cuda_close", call)
+        run(library, "kvq_cuda_narrow", halved, len(halved), head_dim)
+    for head in range(heads):
+        first, second = (int(at) - place for at in halved[2 * head : 2 * head + 2, 0])
+        want[first : first + granule] = reference.planes(encoded[head, 0, 0], 2, 0)
+        want[second : second + granule] = reference.planes(encoded[head, 0, 1], 6, 1)[2 * granule :]
+    library.give_back(pool, place)
+    np.testing.assert_array_equal(pool, want)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16])
@@ -652,16 +698,21 @@ def test_what_is_refused_or_empty_is_no_failure_of_later_calls(library: Library)
     assert values == 2
 
 
-def test_rows_of_a_kept_path_move_together(library: Library) -> None:
+@pytest.mark.parametrize(("in_place", "order"), [(True, 0), (True, -1), (True, 1), (False, 0)])
+def test_rows_that_stay_move_together(in_place: bool, order: int, library: Library) -> None:
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((6, 20, 80)).astype(np.float16)
-    path = np.array([0, 2, 3, 7], np.int32)
+    rows, other = rng.standard_normal((2, 6, 300, 80)).astype(np.float16)
+    source = rows if in_place else np.ascontiguousarray(other[:, :280])
+    path = np.sort(rng.permutation(250)[:150]).astype(np.int32)
+    path = path if in_place else rng.permutation(path)
     want = rows.copy()
-    want[:, 9:13] = rows[:, 9 + path]
+    want[:, 9:159] = source[:, 9 + path]
     call = filled(
-        Rows, rows=rows, stride=20 * 80, streams=6, head_dim=80, first=9, count=4, from_=path
-    )
-    run(library, "kvq_cuda_gather", call)
+        Rows, rows=rows, source=source, stride=300 * 80, source_stride=source[0].size, streams=6,
+        head_dim=80, first=9, count=150, from_=path,
+    )  # fmt: skip
+    with turns(library, order):
+        run(library, "kvq_cuda_gather", call)
     np.testing.assert_array_equal(rows, want)
 
 

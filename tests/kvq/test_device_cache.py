@@ -195,6 +195,52 @@ def test_a_device_that_fails_says_why(device: str, opened: Callable[..., Both]) 
         library.kvq_cuda_fail(b"", None)
 
 
+def queued(device: str, call: Callable[[], object]) -> tuple[int, int]:
+    """(launches, copies and clearings of memory) that `call` asks the emulated device for."""
+    library, counts = ctypes.CDLL(str(devices.opened(device).library)), np.zeros((2, 2), np.int64)
+    for i, act in enumerate((lambda: None, call)):
+        act()
+        launches, copies = (counts[i, kind:].ctypes.data for kind in range(2))
+        library.kvq_cuda_queued(ctypes.c_void_p(launches), ctypes.c_void_p(copies), None)
+    return int(counts[1, 0] - counts[0, 0]), int(counts[1, 1] - counts[0, 1])
+
+
+@pytest.mark.parametrize(("heads", "pages"), [(1, 2), (1, 7), (3, 5)])
+def test_what_is_queued_does_not_grow_with_pages_and_heads(
+    device: str, heads: int, pages: int
+) -> None:
+    if device != "emulated":
+        pytest.skip("the emulator alone counts")
+    shape = CacheShape(num_layers=2, num_heads=heads, num_kv_heads=heads, head_dim=64)
+    plan = KvPlan(k_bits=8, v_bits=8, tail_tokens=0)
+    room = {"chunk_tokens": 512, "draft_tokens": 64}
+    budget = Budget(num_bytes=budget_for_tokens(shape, plan, 600, **room))
+    cache = Cache(spec(shape, plan, 600, budget=budget, **room).resolved(), engine=device)
+    rng, layers = np.random.default_rng(0), range(shape.num_layers)
+
+    def run(count: int) -> None:
+        positions, rows = cache.tokens + np.arange(count), packed_rows(shape, rng, count)
+        cache.begin(count, silent=layers)
+        for layer in layers:
+            cache.attend(attention(shape, layer), rows[layer], positions, UNROTATED)
+
+    run(84)
+    cache.commit(84)
+    # In each layer keys and values are stored, pages close, and what stays moves; six copies are
+    # those of what comes in and goes out, zeros there, the tail's rows, the page table, and the
+    # table of what closes. Two are of the pass.
+    assert queued(device, lambda: run(64 * pages)) == (2 * 3, 2 * 6 + 2)
+    cache.commit(64 * pages)
+    run(60)
+    assert queued(device, lambda: cache.commit(60)) == (2 * 2, 2 * 1)
+    assert len(cache.columns()[0]) == pages + 2
+    lower = np.array([[*at, 6, 2] for at in np.ndindex(2, heads, pages + 2)], np.int32)
+    assert queued(device, lambda: cache.demote(lower)) == (1, 1)
+    assert queued(device, lambda: cache.edit(70, 75, 0)) == (0, 0)
+    assert queued(device, lambda: cache.edit(cache.tokens - 9, cache.tokens - 5, 2)) == (1, 1)
+    cache.close()
+
+
 def test_what_a_device_cannot_do_is_refused_by_name(device: str) -> None:
     plan = KvPlan(k_bits=4, v_bits=4)
     small = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=48)

@@ -165,8 +165,8 @@ def test_numbers_beyond_32_bits_are_refused_and_not_wrapped(use_native: bool) ->
     cache = filled(200, native=use_native)
     before, far = cache.state(), 1 << 32
     cache.begin(2)
-    for row in (*LAYERS,):
-        cache.attend(row, np.zeros((2, 64), np.float32), np.arange(2) + 200, UNROTATED)
+    for layer in LAYERS:
+        cache.attend(layer, np.zeros((2, 64), np.float32), np.arange(2) + 200, UNROTATED)
     branched = (
         lambda: cache.commit(far + 1),
         lambda: cache.commit([far]),

@@ -13,8 +13,6 @@ import pytest
 import kvq_models
 from kvq import reference_cache
 from kvq_apps.evaluation.editing import EditCase, edit_cases, editing
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session, unseen
 from kvq_runtime.staleness import MOST_SEGMENTS, NEXT_TOKENS, Staleness
@@ -24,6 +22,8 @@ from shelf import Shelf
 MODELS = Path(kvq_models.__path__[0])
 FP, QUANTIZED = {"kv": "fp"}, {"kv": "8:8"}
 TEXT = prompt(300)
+# Of texts that a trained model reads: programs of forty lines and more.
+CONTEXT = 850
 Again = tuple[int | None, int]
 
 
@@ -270,20 +270,17 @@ def conflicting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def written(shelf: Shelf) -> tuple[Path, list[str]]:
     """A trained model, and programs that it never saw."""
     texts = [path.read_text() for path in sorted(Path(__file__).parents[1].glob("kvq/*.py"))]
-    path = tmp_path_factory.mktemp("trained") / "bundle"
-    return export_model(MODELS / "nano", path, ExportOptions(quality=False)).path, texts
+    return shelf.exported(MODELS / "nano"), texts
 
 
-def nats(engine: Engine, case: EditCase, wanted: np.ndarray) -> float:
-    """KL divergence of what follows the edit from `wanted`, the logits of a fresh text."""
-    with engine.session(context_tokens=1500, kv="fp") as session:
-        session.prefill(case.before)
-        for change in case.changes:
-            session.edit(change.start, change.stop, change.new_ids, reencode_next=0)
-        return divergence(wanted, np.concatenate(list(session.logits(case.following))))
+def after_edits(session: Session, case: EditCase) -> np.ndarray:
+    """Logits of what follows in a session that holds the text before."""
+    for change in case.changes:
+        session.edit(change.start, change.stop, change.new_ids, reencode_next=0)
+    return np.concatenate(list(session.logits(case.following)))
 
 
 @pytest.mark.slow
@@ -292,28 +289,36 @@ def test_moving_is_nearer_than_splicing(
 ) -> None:
     """PIE-11, over 21 edits of a trained model."""
     bundle, texts = written
+    moved, spliced = list[float](), list[float]()
     with Engine.open(bundle, backend="reference", threads=1) as engine:
-        cases = edit_cases(engine.tokenizer, texts, limit=21, context_tokens=1000, seed=1)[:21]
-        fresh_logits = []
+        cases = edit_cases(engine.tokenizer, texts, limit=21, context_tokens=CONTEXT, seed=1)[:21]
         for case in cases:
-            with engine.session(context_tokens=1500, kv="fp") as session:
+            with engine.session(context_tokens=CONTEXT, kv="fp") as session:
                 session.prefill(case.after)
-                fresh_logits.append(np.concatenate(list(session.logits(case.following))))
-        moved = [nats(engine, *pair) for pair in zip(cases, fresh_logits, strict=True)]
-        conflicting(monkeypatch)
-        spliced = [nats(engine, *pair) for pair in zip(cases, fresh_logits, strict=True)]
+                wanted = np.concatenate(list(session.logits(case.following)))
+            with engine.session(context_tokens=CONTEXT, kv="fp") as session:
+                session.prefill(case.before)
+                before = session.sequence.state()
+                moved.append(divergence(wanted, after_edits(session, case)))
+                session.sequence.restore(before)
+                with monkeypatch.context() as patch:
+                    conflicting(patch)
+                    spliced.append(divergence(wanted, after_edits(session, case)))
     assert np.mean(moved) < 0.1 * np.mean(spliced)
 
 
 @pytest.mark.slow
-def test_what_ways_to_edit_cost(written: tuple[Path, list[str]]) -> None:
+def test_what_ways_to_edit_cost(
+    written: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`kvq eval --task edit`, in short: each way is where it must be among the others."""
+    monkeypatch.setattr("kvq_apps.evaluation.editing.LINE_TOKENS", 8)
     bundle, texts = written
     with Engine.open(bundle, backend="float", threads=1) as engine:
-        cases = edit_cases(engine.tokenizer, texts, limit=10, context_tokens=1000, seed=1)
+        cases = edit_cases(engine.tokenizer, texts, limit=10, context_tokens=CONTEXT, seed=1)
         found = editing(
-            lambda: engine.session(context_tokens=1500, kv="fp"),
-            lambda: engine.session(context_tokens=1500, kv="fp"),
+            lambda: engine.session(context_tokens=CONTEXT, kv="fp"),
+            lambda: engine.session(context_tokens=CONTEXT, kv="fp"),
             cases,
             unseen,
         )

@@ -1,7 +1,8 @@
 """Tiny GGUF files with random weights, as a stranger's converter would write them.
 
 `write_gguf` covers the shapes the llama.cpp backend tells apart: plain and windowed attention,
-positions of several dimensions, any tensor type the `gguf` package can write.
+positions of several dimensions, any tensor type the `gguf` package can write. `open_engine` opens
+one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
+from kvq_runtime.engine import Engine
+from kvq_runtime.gguf_file import GgufFile
 from tiny import CHATML, VOCAB_SIZE, byte_level_tokenizer
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, CONTEXT = 128, 192, 4, 2, 1024
@@ -28,6 +31,11 @@ NORMS = {
     "qwen3": ("attn_q_norm", "attn_k_norm"),
     "gemma3": ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
 }
+
+
+def open_engine(path: Path) -> Engine:
+    """Without the trial in another process; these files are our own."""
+    return Engine(GgufFile.open(path).vouched_for(), threads=1)
 
 
 def write_gguf(

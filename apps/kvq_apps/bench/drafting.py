@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import islice
+from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -30,7 +30,7 @@ from kvq_apps.bench.suite import Setup
 from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import WHOLE, Backend, Pass
+from kvq_runtime.backends import WHOLE, Backend, Mode, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
@@ -51,6 +51,7 @@ _MOST_ROWS = 16
 _PASSES = 7
 # Of an answer, written before another one is gone on with.
 _TURN_TOKENS = 16
+_HALVES = Mode(view="hi")
 # Above every logit of a model.
 _CERTAIN = 1e9
 
@@ -59,8 +60,8 @@ _CERTAIN = 1e9
 class DraftJob:
     """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
 
-    Prompts are filled up to each of `contexts` tokens with another text before them; 0: as they
-    are. Of `drafters` each is measured; `peer`: llama.cpp's too.
+    Prompts are filled up to each of `contexts` tokens with another text before them, again and
+    again where it is shorter; 0: as they are. Of `drafters` each is measured; `peer`: llama.cpp's.
     `right` is the share of right guesses where a replayed model makes them by itself. `drafters`
     as `--draft` has them; the model that drafts for another is `nano`.
     """
@@ -167,7 +168,7 @@ def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     if job.peer and not files.has_onnx:
         raise UsageError(f"--peer {LLAMA} runs a bundle's weights; {files.path} has none")
     own = {name: partial(_made, name) for name in job.drafters}
-    with Engine(files, threads=threads) as engine:
+    with Engine(files, threads=threads, device=setup.device) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
         rows = _measured(engine, tokenizer, job, own, setup)
         passes = [_pass_times(engine, context, setup.session_options) for context in job.contexts]
@@ -180,6 +181,7 @@ def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     return {
         "model": name,
         "backend": backend,
+        "device": setup.device,
         "replayed": job.replay,
         "right": job.right,
         "repeat": job.repeat,
@@ -205,8 +207,8 @@ def _measured(
         for number, work in enumerate(works):
             setup.progress(number, len(works), work.name)
             prompt = tokenizer.encode(work.prompt, start=True)
-            missing = max(0, min(context - len(prompt), len(before)))
-            prompt = [*prompt[:1], *before[:missing], *prompt[1:]]
+            missing = max(0, context - len(prompt))
+            prompt = [*prompt[:1], *islice(cycle(before), missing), *prompt[1:]]
             answer = tokenizer.encode(work.answer)
             replay.text = [*prompt, *answer]
             tokens = min(job.tokens, len(answer)) if job.replay else job.tokens
@@ -219,9 +221,13 @@ def _measured(
 
 
 def _pass_times(engine: Engine, context: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Medians of passes of 1 to 16 rows after `context` tokens, in turn, in milliseconds."""
+    """Medians of passes of 1 to 16 rows after `context` tokens, in turn, in milliseconds.
+
+    `hi_ms`: of one row on the upper nibbles, what `quantspec` guesses with; None without them.
+    """
     room: dict[str, Any] = {"context_tokens": context + 2 * _MOST_ROWS, "draft_tokens": _MOST_ROWS}
     seconds: dict[int, list[float]] = {rows: [] for rows in range(1, _MOST_ROWS + 1)}
+    guesses: list[float] = []
     with engine.session(**options | room) as session:
         session.prefill([1 + place % 200 for place in range(max(1, context))])
         for _ in range(_PASSES):
@@ -230,7 +236,30 @@ def _pass_times(engine: Engine, context: int, options: dict[str, Any]) -> dict[s
                 since = perf_counter()
                 with session.sequence.forward(ids):
                     found.append(perf_counter() - since)
-    return {"context": context, "ms": {rows: 1e3 * median(own) for rows, own in seconds.items()}}
+            if _reads_halves(engine):
+                guesses.append(_guess_seconds(session))
+    return {
+        "context": context,
+        "ms": {rows: 1e3 * median(own) for rows, own in seconds.items()},
+        "hi_ms": 1e3 * median(guesses) if guesses else None,
+    }
+
+
+def _reads_halves(engine: Engine) -> bool:
+    try:
+        engine.backend.check_mode(_HALVES)
+    except BackendError:
+        return False
+    return True
+
+
+def _guess_seconds(session: Session[Any]) -> float:
+    with session.sequence.branch() as branch:
+        since = perf_counter()
+        session.sequence.run(branch.extend([1], mode=_HALVES))
+        taken = perf_counter() - since
+        branch.rewind(0)
+    return taken
 
 
 def _rows(
@@ -244,8 +273,8 @@ def _rows(
         for case in cases:
             del case.seconds[0]  # that brought the weights back
         plain = cases[0]
-        # llama.cpp's products do not round alike for one row and for many.
-        assert engine.backend.name == LLAMA or all(one.answer == plain.answer for one in cases)
+        # Not all products round alike for one row and for many.
+        assert not engine.backend.rows_agree or all(one.answer == plain.answer for one in cases)
         return [_row(engine, work, case, plain) for case in cases[1:]]
     finally:
         for case in cases:
@@ -351,6 +380,8 @@ def print_report(data: dict[str, Any]) -> None:
         first = times["ms"][1]
         shares = " ".join(f"{rows}: {ms / first:.2f}" for rows, ms in times["ms"].items())
         output.print_data(f"\na pass after {times['context']} tokens by its rows, of one: {shares}")
+        if times["hi_ms"]:
+            output.print_data(f"one on the upper nibbles (f): {times['hi_ms'] / first:.2f}")
     forced = f"replayed texts, {data['right']:.0%} of its own guesses right"
     texts = forced if data["replayed"] else "its own greedy answers"
     output.print_data(f"\n{data['model']}, {data['threads']} threads, {texts}")

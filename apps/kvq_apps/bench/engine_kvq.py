@@ -6,6 +6,7 @@ Knows how to fill a cache without weights; measures nothing.
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.attention_graph import AttentionGraph
 from kvq_apps.bench.engines import (
     OURS,
-    OURS_ON_CUDA,
     OURS_ON_HALVES,
     OURS_ON_ORT,
     Setting,
@@ -40,40 +40,40 @@ class KvqEngine:
 
     name = OURS
     _mode = WHOLE
-    _device = gpu.PROCESSOR
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
+    def __init__(
+        self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
+    ) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
-        name = "onnx" if missing("onnx") is None else "reference"
-        self._backend = open_backend(name, bundle, threads=threads, device=self._device)
+        self._device = device
+        self._onnx = missing("onnx") is None
+        name = "onnx" if self._onnx else "reference"
+        self._backend = open_backend(name, bundle, threads=threads, device=device)
         self._attention: AttentionGraph | None = None
-        if name == "onnx" and self._device == gpu.PROCESSOR:
-            self._attention = AttentionGraph(bundle, threads=threads)
-
-    @staticmethod
-    def missing() -> str | None:
-        """Why it cannot run here: never, as a slower backend always can."""
-        return None
+        if self._onnx:
+            self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        arena = self._spec(setting, depth + room).resolved()
-        if setting.policy is not None:
-            _check_pressure(setting, arena, depth)
-        sensitivity = self._bundle.manifest.sensitivity
-        on_device = self._device != gpu.PROCESSOR
-        engine = self._device if on_device else self._backend.cache_kind
-        cache = Cache(arena, sensitivity=sensitivity, engine=engine)
-        fill(cache, self._bundle.config, depth)
         return KvqSequence(
             self._backend,
-            cache,
+            self._filled(setting, depth, room),
             self._bundle.config,
             self._attention,
             pressed=setting.policy is not None,
             mode=self._mode,
         )
+
+    def batch(self, setting: Setting, depth: int, room: int, count: int) -> "KvqBatch | None":
+        """See `BenchEngine.batch`; only ONNX Runtime's threads are shared by sequences."""
+        if not self._onnx:
+            return None
+        graph = AttentionGraph(
+            self._bundle, threads=self._threads, device=self._device, several=True
+        )
+        caches = [self._filled(setting, depth, room) for _ in range(count)]
+        return KvqBatch(graph, caches, self._bundle.config)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
@@ -81,6 +81,16 @@ class KvqEngine:
 
     def close(self) -> None:
         self._backend.close()
+
+    def _filled(self, setting: Setting, depth: int, room: int) -> Cache:
+        arena = self._spec(setting, depth + room).resolved()
+        if setting.policy is not None:
+            _check_pressure(setting, arena, depth)
+        on_device = self._device != gpu.PROCESSOR
+        engine = self._device if on_device else self._backend.cache_kind
+        cache = Cache(arena, sensitivity=self._bundle.manifest.sensitivity, engine=engine)
+        fill(cache, self._bundle.config, depth)
+        return cache
 
     def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
         model, (k_bits, v_bits) = self._bundle.config, parse_kv(setting.kv)
@@ -103,8 +113,8 @@ class KvqOnOrtEngine(KvqEngine):
 
     name = OURS_ON_ORT
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
-        super().__init__(ort_twin(bundle), threads=threads, settings=settings)
+    def __init__(self, bundle: Bundle, **options: Any) -> None:
+        super().__init__(ort_twin(bundle), **options)
 
 
 class KvqOnHalvesEngine(KvqEngine):
@@ -113,16 +123,9 @@ class KvqOnHalvesEngine(KvqEngine):
     name = OURS_ON_HALVES
     _mode = Mode(view="hi")
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
-        super().__init__(bundle, threads=threads, settings=settings)
+    def __init__(self, bundle: Bundle, **options: Any) -> None:
+        super().__init__(bundle, **options)
         self._backend.check_mode(self._mode)
-
-
-class KvqOnCudaEngine(KvqEngine):
-    """The same on a GPU; attention alone is not timed there."""
-
-    name = OURS_ON_CUDA
-    _device = "cuda"
 
 
 def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
@@ -187,14 +190,12 @@ class KvqSequence:
         self._changed = False
 
     def attend(self, rows: int) -> bool:
-        # What a device attends to lies there; a call of its own would time the way.
-        elsewhere = getattr(self._cache.engine, "device", gpu.PROCESSOR) != gpu.PROCESSOR
-        if rows > self._cache.chunk_tokens or elsewhere:
+        if rows > self._cache.chunk_tokens:
             return False
         qkv = self._layers.random_rows(rows)
         self._begin(rows)
         if self._attention is not None:
-            self._attention.run(self._cache, qkv, rope_long=self._rope_long)
+            self._attention.run([self._cache], qkv, rope_long=self._rope_long)
         else:
             positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
             for params, frequencies, norm in self._layers.attention:
@@ -236,6 +237,31 @@ class KvqSequence:
     def close(self) -> None:
         self._cache.close()
         self._beginning = b""
+
+
+class KvqBatch:
+    """Caches of one depth, whose attention is computed in the same calls."""
+
+    def __init__(self, graph: AttentionGraph, caches: Sequence[Cache], config: ModelConfig) -> None:
+        self._graph = graph
+        self._caches = tuple(caches)
+        self._rope_long = config.needs_long_rope(caches[0].context_tokens)
+        self._qkv = _Layers(config).random_rows(len(caches))
+
+    def attend(self, rows: int) -> bool:
+        """See `BenchBatch.attend`."""
+        if rows != 1:
+            return False
+        for cache in self._caches:
+            cache.begin(1)
+        self._graph.run(self._caches, self._qkv, rope_long=self._rope_long)
+        for cache in self._caches:
+            cache.commit(())
+        return True
+
+    def close(self) -> None:
+        for cache in self._caches:
+            cache.close()
 
 
 def _held_bytes(cache: Cache) -> int:

@@ -17,6 +17,7 @@ from kvq.settings import cache_folder
 from kvq_apps import output
 from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
 from kvq_apps.bench.llama_state import StateLayout
+from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
@@ -41,24 +42,28 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
 
-    def __init__(self, files: ModelFiles, *, threads: int, settings: Sequence[Setting]) -> None:
+    def __init__(
+        self, files: ModelFiles, *, threads: int, settings: Sequence[Setting], device: str
+    ) -> None:
+        on_gpu = device != gpu.PROCESSOR
         if files.has_onnx:
             # Only a bundle has a graph.
             same = same_weights(cast(Bundle, files))
-            self._backend = LlamaCppBackend(same, threads=threads)
+            self._backend = LlamaCppBackend(same, threads=threads, on_gpu=on_gpu)
             plans = PEER_PLANS.items()
             self._plans = {kv: plan for kv, plan in plans if not refusal(same, plan)}
         else:
-            self._backend = LlamaCppBackend(files, threads=threads)
+            self._backend = LlamaCppBackend(files, threads=threads, on_gpu=on_gpu)
             self._plans = {setting.kv: _plan(setting.kv) for setting in settings}
         self.settings = tuple(Setting(kv=kv) for kv in self._plans)
 
     @staticmethod
-    def missing() -> str | None:
+    def missing(device: str) -> str | None:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("gguf") is None:
             return f"gguf is not installed; {llama_library.INSTALL}"
-        return llama_library.missing()
+        reason = llama_library.missing()
+        return llama_library.why_no_gpu() if not reason and device != gpu.PROCESSOR else reason
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaCppSequence":
         plan = self._plans[setting.kv]
@@ -70,6 +75,9 @@ class LlamaCppEngine:
         )
         cache = self._backend.open_cache(self._backend.session_config(request))
         return LlamaCppSequence(self._backend, cache, plan, depth)
+
+    def batch(self, setting: Setting, depth: int, room: int, count: int) -> None:
+        """See `BenchEngine.batch`; its attention is inside the graph."""
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         return self._backend.layout.num_bytes(self._plans[setting.kv], tokens, MICRO_BATCH)

@@ -1,7 +1,8 @@
 """The peer ONNX Runtime: the same weights under its own GroupQueryAttention, IO-bound.
 
-The cache is a pair of tensors per layer, float32 or int8, bound as past and present at once, so
-that a step copies nothing. Knows no other engine.
+The cache is a pair of tensors per layer, bound as past and present at once, so that a step copies
+nothing. On a device activations are float16, all that its kernels take; on the processor those
+of a float16 cache are. Knows no other engine.
 """
 
 import importlib.util
@@ -9,17 +10,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
+from kvq_apps import output
+from kvq_apps.bench.attention_graph import attention_model
 from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
-from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
+from kvq_apps.bench.gqa_graph import (
+    KV_TYPES,
+    WEIGHT_FOLDER,
+    gqa_model,
+    past_names,
+    present_names,
+)
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends.onnx import session_options
+from kvq_runtime import gpu
+from kvq_runtime.backends.onnx import held, memory_kind, open_session, session_options
 from kvq_runtime.bundle import Bundle
 
-DTYPES: Mapping[str, type[np.generic]] = {"fp32": np.float32, "int8": np.int8}
+# The caches to measure; an operator of a device has none of float32.
+KINDS = {"cpu": ("fp32", "fp16", "int8"), "cuda": ("fp16", "int8")}
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": gpu.PROVIDER}
 
 
 class OnnxRuntimeEngine:
@@ -27,30 +40,51 @@ class OnnxRuntimeEngine:
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, *, threads: int, settings: Sequence[Setting]) -> None:
+    def __init__(
+        self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
+    ) -> None:
         del settings
         reason = _refusal(bundle.config)
         if reason is not None:
             raise BackendError(f"the peer onnxruntime cannot compute this model: {reason}")
-        self._config = bundle.config
-        kinds = ("fp32", "int8") if _has_int8_cache() else ("fp32",)
+        self._config, self._threads, self._device = bundle.config, threads, device
+        kinds, lacking = _kinds(device)
+        if lacking:
+            output.print_note(
+                f"onnxruntime {', '.join(lacking)} is left out: its GroupQueryAttention for "
+                f"{device} keeps no such cache"
+            )
         self.settings = tuple(Setting(kv=kv) for kv in kinds)
-        standard = ort_twin(bundle)
-        self.weight_bytes = standard.weight_bytes_per_step
-        self._sessions = {kv: _session(standard, kv, threads) for kv in kinds}
+        self._standard = ort_twin(bundle)
+        self.weight_bytes = self._standard.weight_bytes_per_step
+        self._sessions = {
+            setting.kv: self._open(ir.load(self._standard.model_path), setting.kv)
+            for setting in self.settings
+        }
 
     @staticmethod
-    def missing() -> str | None:
+    def missing(device: str) -> str | None:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("onnxruntime") is None:
             return "onnxruntime is not installed; pip install onnxruntime"
+        if not _kinds(device)[0]:
+            return f"its GroupQueryAttention has no kernel for {device}; upgrade onnxruntime"
         return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "OnnxRuntimeSequence":
-        session = self._sessions[setting.kv]
+        alone = self.batch(setting, depth, room, 1)
         return OnnxRuntimeSequence(
-            session, self._config, setting.kv, depth, room, weight_bytes=self.weight_bytes
+            self._sessions[setting.kv], self._config, alone, weight_bytes=self.weight_bytes
         )
+
+    def batch(self, setting: Setting, depth: int, room: int, count: int) -> "OnnxRuntimeBatch":
+        """See `BenchEngine.batch`; rows of one sequence are no batch to it either."""
+        session = self._open(attention_model(self._standard), setting.kv, batch=count)
+        values = _Values(
+            self._config, setting.kv, self._device, tokens=depth + room, batch=count,
+            half=self._half(setting.kv),
+        )  # fmt: skip
+        return OnnxRuntimeBatch(session, values, depth)
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         return tokens * _bytes_per_token(self._config, setting.kv)
@@ -58,30 +92,125 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         self._sessions.clear()
 
+    def _half(self, kv: str) -> bool:
+        return kv == "fp16" or self._device != gpu.PROCESSOR
 
-class OnnxRuntimeSequence:
-    """The cache's buffers and how many of their rows are in use."""
+    def _open(self, model: ir.Model, kv: str, *, batch: int = 1) -> Any:
+        options = session_options(self._threads)
+        options.add_session_config_entry(WEIGHT_FOLDER, str(self._standard.path))
+        graph = gqa_model(model, self._config, kv=kv, half=self._half(kv), batch=batch)
+        return open_session(graph, options, self._device)
 
-    relief_s = 0.0
+
+class _Values:
+    """What stays bound from pass to pass: the cache of `batch` sequences, and rotary tables."""
+
+    def __init__(
+        self, config: ModelConfig, kv: str, device: str, *, tokens: int, batch: int, half: bool
+    ) -> None:
+        self.batch, self.device = batch, device
+        self.float = np.float16 if half else np.float32
+        self.width = config.qkv_width
+        self.bytes_per_token = _bytes_per_token(config, kv)
+        tables = rotary_tables(config, tokens)
+        self.tables = {
+            name: held(table.astype(self.float), device) for name, table in tables.items()
+        }
+        numbers = _random_numbers(config, kv, tokens, batch)
+        # Arrays of ours are not copied, and no two layers may share one.
+        self.cache = {
+            layer: [held(numbers.copy(), device) for _ in range(2)]
+            for layer in range(config.num_layers)
+        }
+
+
+class _Bound:
+    """A session's inputs and outputs for passes over one number of rows."""
 
     def __init__(
         self,
         session: Any,
-        config: ModelConfig,
-        kv: str,
-        depth: int,
-        room: int,
-        *,
-        weight_bytes: int,
+        values: _Values,
+        fixed: Mapping[str, Any],
+        result: tuple[str, NDArray[np.float32] | None],
     ) -> None:
-        self._weight_bytes = weight_bytes
-        self.kv_bytes = depth * _bytes_per_token(config, kv)
+        """`fixed`: inputs that stay. `result`: the output and, if it is wanted, its array."""
+        self._session = session
+        self._binding = session.io_binding()
+        self._inputs = {node.name for node in session.get_inputs()}
+        self._fixed = fixed
+        name, self.array = result
+        for given, value in {**values.tables, **fixed}.items():
+            if given in self._inputs:
+                self._binding.bind_ortvalue_input(given, value)
+        if self.array is None:
+            self._binding.bind_output(name, memory_kind(values.device))
+        else:
+            self._binding.bind_ortvalue_output(name, held(self.array, gpu.PROCESSOR))
+        for layer, pair in values.cache.items():
+            names = zip(past_names(layer), present_names(layer), pair, strict=True)
+            for past, present, value in names:
+                self._binding.bind_ortvalue_input(past, value)
+                self._binding.bind_ortvalue_output(present, value)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """One pass, which has been computed when this returns."""
+        # A device copies what is bound when it is bound.
+        for name in self._inputs & feeds.keys():
+            self._binding.bind_ortvalue_input(name, held(feeds[name], gpu.PROCESSOR))
+        self._session.run_with_iobinding(self._binding)
+        self._binding.synchronize_outputs()
+
+
+def _lengths(tokens: int, batch: int) -> dict[str, np.ndarray]:
+    """What the operator is told of `batch` sequences of so many tokens, with the new ones."""
+    return {
+        "seqlens_k": np.full(batch, tokens - 1, np.int32),
+        "total_sequence_length": np.array(tokens, np.int32),
+    }
+
+
+class OnnxRuntimeBatch:
+    """Sequences of one depth, and the attention of all layers alone."""
+
+    def __init__(self, session: Any, values: _Values, depth: int) -> None:
+        self.values = values
+        self.depth = depth
+        self._session = session
+        self._bound: dict[int, _Bound] = {}
+
+    def attend(self, rows: int) -> bool:
+        """See `BenchBatch.attend`."""
+        if rows not in self._bound:
+            values = self.values
+            shape = (rows * values.batch, values.width)
+            qkv = np.random.default_rng(rows).standard_normal(shape, np.float32)
+            fixed = {"qkv": held(qkv.astype(values.float), values.device)}
+            self._bound[rows] = _Bound(self._session, values, fixed, ("attended", None))
+        self._bound[rows].run(_lengths(self.depth + rows, self.values.batch))
+        return True
+
+    def close(self) -> None:
+        """Gives the cache's memory back."""
+        self._bound.clear()
+        self.values.cache.clear()
+
+
+class OnnxRuntimeSequence:
+    """One sequence's buffers and how many of their rows are in use."""
+
+    relief_s = 0.0
+
+    def __init__(
+        self, session: Any, config: ModelConfig, alone: OnnxRuntimeBatch, *, weight_bytes: int
+    ) -> None:
         self._session = session
         self._config = config
-        self._depth = self._tokens = depth
-        self._cache = _random_cache(config, kv, depth + room)
-        self._constants = rotary_tables(config, depth + room)
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._alone = alone
+        self._tokens = alone.depth
+        self._weight_bytes = weight_bytes
+        self.kv_bytes = alone.depth * alone.values.bytes_per_token
+        self._steps: dict[tuple[int, int], _Bound] = {}
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         return self._run(ids, np.array([len(ids) - 1]))[0]
@@ -90,89 +219,61 @@ class OnnxRuntimeSequence:
         self._run(draft_ids(rows), wanted_rows(rows))
         return True
 
-    def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        key = len(ids), len(wanted)
-        if key not in self._steps:
-            self._steps[key] = self._step(wanted, len(ids))
-        step = self._steps[key]
-        self._tokens += len(ids)
-        step.arrays["input_ids"][:, 0] = ids
-        step.arrays["seqlens_k"][0] = self._tokens - 1
-        step.arrays["total_sequence_length"][...] = self._tokens
-        self._session.run_with_iobinding(step.binding)
-        return step.logits
+    def attend(self, rows: int) -> bool:
+        """See `BenchSequence.attend`."""
+        return self._alone.attend(rows)
 
     def rollback(self) -> None:
-        self._tokens = self._depth
-
-    def attend(self, rows: int) -> bool:
-        """See `BenchSequence.attend`; its attention is inside the graph."""
-        return False
+        self._tokens = self._alone.depth
 
     def step_bytes(self) -> tuple[int, int]:
         return self._weight_bytes, self.kv_bytes
 
     def close(self) -> None:
         self._steps.clear()
-        self._cache.clear()
+        self._alone.close()
 
-    def _step(self, wanted: NDArray[np.int64], tokens: int) -> "_Step":
-        step = _Step(self._session.io_binding(), tokens, wanted, self._config.vocab_size)
-        for name, array in (step.arrays | self._constants).items():
-            step.binding.bind_ortvalue_input(name, _aliased(array))
-        step.binding.bind_ortvalue_output("logits", _aliased(step.logits))
-        for layer, buffers in self._cache.items():
-            names = zip(past_names(layer), present_names(layer), buffers, strict=True)
-            for past, present, buffer in names:
-                value = _aliased(buffer)
-                step.binding.bind_ortvalue_input(past, value)
-                step.binding.bind_ortvalue_output(present, value)
-        return step
+    def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        key = len(ids), len(wanted)
+        if key not in self._steps:
+            self._steps[key] = self._step(len(ids), wanted)
+        step = self._steps[key]
+        self._tokens += len(ids)
+        step.run({"input_ids": ids[:, None], **_lengths(self._tokens, 1)})
+        assert step.array is not None
+        return step.array
 
-
-class _Step:
-    """Inputs and outputs of passes over one number of tokens and of logits, bound once."""
-
-    def __init__(
-        self, binding: Any, tokens: int, wanted: NDArray[np.int64], vocab_size: int
-    ) -> None:
-        self.binding = binding
-        self.arrays: dict[str, np.ndarray] = {
-            "input_ids": np.zeros((tokens, 1), np.int64),
-            "input_weights": np.ones((tokens, 1), np.float32),
-            "logit_rows": wanted,
-            "seqlens_k": np.zeros(1, np.int32),
-            "total_sequence_length": np.zeros((), np.int32),
+    def _step(self, tokens: int, wanted: NDArray[np.int64]) -> _Bound:
+        values = self._alone.values
+        fixed = {
+            "input_weights": held(np.ones((tokens, 1), values.float), values.device),
+            "logit_rows": held(wanted, values.device),
         }
-        self.logits = np.zeros((len(wanted), vocab_size), np.float32)
+        logits = np.zeros((len(wanted), self._config.vocab_size), np.float32)
+        return _Bound(self._session, values, fixed, ("logits", logits))
 
 
-def _session(bundle: Bundle, kv: str, threads: int) -> Any:
-    import onnxruntime
-
-    options = session_options(threads)
-    options.add_session_config_entry(WEIGHT_FOLDER, str(bundle.path))
-    model = gqa_model(bundle, int8=kv == "int8")
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def _aliased(array: np.ndarray) -> Any:
-    """An OrtValue over the array's own memory."""
-    from onnxruntime import OrtValue
-
-    return OrtValue.ortvalue_from_numpy(array)
+def _kinds(device: str) -> tuple[list[str], list[str]]:
+    """Of the caches to measure those that the wheel's kernel for the device takes, and the rest."""
+    where = memory_kind(device)
+    stored = _stored_types(_PROVIDERS[where])
+    taken = [kv for kv in KINDS[where] if np.dtype(KV_TYPES[kv]).name in stored]
+    return taken, [kv for kv in KINDS[where] if kv not in taken]
 
 
-def _has_int8_cache() -> bool:
-    """Whether the wheel's CPU kernel takes quantised past tensors."""
+def _stored_types(provider: str) -> set[str]:
+    """Numpy's names of the types that the provider's operator stores keys and values in."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
-    return any(
-        kernel.op_name == "GroupQueryAttention"
-        and kernel.provider == "CPUExecutionProvider"
-        and any("tensor(int8)" in types for types in kernel.type_constraints.values())
+    kernels = (
+        kernel.type_constraints
         for kernel in get_all_opkernel_def()
+        if kernel.op_name == "GroupQueryAttention" and kernel.provider == provider
     )
+    # Where a cache has no type of its own it has that of the activations.
+    types = {one for types in kernels for one in types.get("T_CACHE", types["T"])}
+    names = {one.removeprefix("tensor(").removesuffix(")") for one in types}
+    return {"float32" if name == "float" else name for name in names}
 
 
 def _refusal(config: ModelConfig) -> str | None:
@@ -184,19 +285,19 @@ def _refusal(config: ModelConfig) -> str | None:
 
 
 def _bytes_per_token(config: ModelConfig, kv: str) -> int:
-    row = config.num_kv_heads * config.head_dim * np.dtype(DTYPES[kv]).itemsize
+    row = config.num_kv_heads * config.head_dim * np.dtype(KV_TYPES[kv]).itemsize
     return 2 * config.num_layers * row
 
 
-def _random_cache(config: ModelConfig, kv: str, tokens: int) -> dict[int, list[np.ndarray]]:
-    """Layer -> keys and values [1, H_kv, tokens, D]; all layers hold the same numbers."""
+def _random_numbers(config: ModelConfig, kv: str, tokens: int, batch: int) -> np.ndarray:
+    """Keys or values [B, H_kv, tokens, D], of every sequence the same."""
     random = np.random.default_rng(0)
     shape = (1, config.num_kv_heads, tokens, config.head_dim)
     if kv == "int8":
         numbers = random.integers(-40, 41, shape, np.int8)
     else:
-        numbers = random.standard_normal(shape, np.float32)
-    return {layer: [numbers.copy(), numbers.copy()] for layer in range(config.num_layers)}
+        numbers = random.standard_normal(shape, np.float32).astype(KV_TYPES[kv])
+    return np.repeat(numbers, batch, axis=0)
 
 
 def rotary_tables(config: ModelConfig, tokens: int) -> dict[str, np.ndarray]:

@@ -21,19 +21,17 @@ OURS = "kvq"
 OURS_ON_ORT = "kvq (MatMulNBits)"
 # Ours, of 8-bit weights the upper nibbles alone.
 OURS_ON_HALVES = "kvq (upper nibbles)"
-# Ours on a GPU.
-OURS_ON_CUDA = "kvq (cuda)"
 # By what `--linear` calls them.
 OWN = {"kvq": OURS, "ort": OURS_ON_ORT, "hi": OURS_ON_HALVES}
 ENGINES = {
     OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
     OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
     OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
-    OURS_ON_CUDA: "kvq_apps.bench.engine_kvq:KvqOnCudaEngine",
     "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
+    "transformers": "kvq_apps.bench.engine_transformers:TransformersEngine",
 }
-PEERS = tuple(name for name in ENGINES if name not in (*OWN.values(), OURS_ON_CUDA))
+PEERS = tuple(name for name in ENGINES if name not in OWN.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +104,21 @@ class BenchSequence(Protocol):
         ...
 
 
+class BenchBatch(Protocol):
+    """Several sequences of one depth, for their attention alone."""
+
+    def attend(self, rows: int) -> bool:
+        """The attention of all layers alone, for `rows` new tokens of each sequence, together.
+
+        It has been computed when this returns. False where the engine takes fewer at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the caches' memory back."""
+        ...
+
+
 class BenchEngine(Protocol):
     """A model's weights in memory, ready for sequences at any of its cache settings."""
 
@@ -117,6 +130,13 @@ class BenchEngine(Protocol):
 
         The cache is filled without running the model. Raises `UsageError` for a budget in which
         nothing has to give way, `BudgetError` for one that is too small.
+        """
+        ...
+
+    def batch(self, setting: Setting, depth: int, room: int, count: int) -> BenchBatch | None:
+        """`count` sequences like those of `sequence`, which take one row each at once.
+
+        None where the engine does not let its attention run alone.
         """
         ...
 
@@ -139,12 +159,12 @@ def wanted_rows(rows: int) -> NDArray[np.int64]:
     return np.arange(0 if rows <= MOST_DRAFT_TOKENS else rows - 1, rows, dtype=np.int64)
 
 
-def check_peers(names: Sequence[str]) -> None:
+def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
     """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
         if name not in PEERS:
             raise UsageError(f"--peer {name!r} is not known; choose {', '.join(PEERS)}")
-        reason = _load(name).missing()
+        reason = _load(name).missing(device)
         if reason is not None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
 
@@ -157,13 +177,10 @@ def own_engine(files: ModelFiles) -> str:
 def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[str, ...]:
     """Ours with each of the operators `linear`; none given: with the one of these files.
 
-    `device` as in `gpu.chosen`. Raises `UsageError` for what these files cannot give, and
-    `BackendError` for a device that cannot be used.
+    Raises `UsageError` for what these files cannot give, on this device.
     """
-    if gpu.chosen(device) != gpu.PROCESSOR:
-        if linear or not files.has_onnx:
-            raise UsageError("--device cuda measures bundles, and takes no --linear")
-        return (OURS_ON_CUDA,)
+    if device != gpu.PROCESSOR and (linear or not files.has_onnx):
+        raise UsageError(f"--device {device} measures bundles, and takes no --linear")
     for name in linear:
         if name not in OWN:
             raise UsageError(f"--linear {name} is not possible: choose kvq, ort or hi")
@@ -186,13 +203,18 @@ def own_width(files: ModelFiles) -> str:
 
 
 def open_engine(
-    name: str, files: ModelFiles, *, threads: int, settings: Sequence[Setting]
+    name: str,
+    files: ModelFiles,
+    *,
+    threads: int,
+    settings: Sequence[Setting],
+    device: str = gpu.PROCESSOR,
 ) -> BenchEngine:
     """BenchEngine `name` with the weights of `files`; `settings` are those asked of ours.
 
-    Raises `BackendError` for a model the engine cannot compute.
+    `device` as `gpu.chosen` gives it. Raises `BackendError` for a model the engine cannot compute.
     """
-    return _load(name)(files, threads=threads, settings=settings)
+    return _load(name)(files, threads=threads, settings=settings, device=device)
 
 
 def _load(name: str) -> Any:

@@ -8,23 +8,25 @@ from importlib import metadata
 from typing import Any
 
 import kvq
-from kvq import native
-from kvq_runtime import device
+from kvq import devices, native
+from kvq_runtime import device, gpu
 
 PACKAGES = {
     "kvq": ("onnxruntime",),
     "onnxruntime": ("onnxruntime",),
+    "transformers": ("transformers", "torch", "optimum-quanto", "hqq"),
     "llama.cpp": ("llama-cpp-python",),
 }
 BUSY_SHARE = 0.25
 
 
-def describe(engines: Sequence[str]) -> dict[str, Any]:
-    """The machine now, and the versions of everything that runs on it."""
+def describe(engines: Sequence[str], on_device: str = gpu.PROCESSOR) -> dict[str, Any]:
+    """The machine now, and the versions of everything that runs on it; `device_name` of a GPU."""
     packages = {package for name in engines for package in PACKAGES.get(name, ())}
     return {
         **asdict(device.probe()),
         "system": f"{platform.system()} {platform.release()}",
+        "device_name": None if on_device == gpu.PROCESSOR else devices.opened(on_device).name,
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "kernels": native.isa() if native.available() else "numpy",
         "versions": {

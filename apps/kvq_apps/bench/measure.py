@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq import devices
 from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_DRAFT_TOKENS,
@@ -25,6 +26,7 @@ from kvq.errors import UsageError
 from kvq_apps.bench.bandwidth import read_bandwidth
 from kvq_apps.bench.engines import (
     OURS,
+    BenchBatch,
     BenchEngine,
     BenchSequence,
     Setting,
@@ -33,7 +35,7 @@ from kvq_apps.bench.engines import (
     own_width,
 )
 from kvq_apps.output import Shown
-from kvq_runtime import device
+from kvq_runtime import device, gpu
 from kvq_runtime.backends import ModelFiles
 
 # A visit takes one step to bring the engine's weights and threads back, then times these.
@@ -54,6 +56,7 @@ class SpeedJob:
     Each depth is extended by `prefill_tokens` in one go; a prefill expected to take longer than
     `prefill_limit_s` is left out. A pass takes each of `rows` tokens of one sequence, a chain, with
     the logits of all; more than a draft holds go as a piece of a prompt, with those of the last.
+    Attention alone is timed for these rows, and for one row of each of `batch` sequences.
 
     `linear` are the operators that ours multiplies with, one engine each; none: the model's own.
 
@@ -69,11 +72,12 @@ class SpeedJob:
     kv_budget: str | None = None
     peers: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 5)
+    batch: tuple[int, ...] = (1,)
     linear: tuple[str, ...] = ()
     repeat: int = 7
     prefill_tokens: int = 256
     prefill_limit_s: float = 60.0
-    device: str = "cpu"
+    device: str = gpu.PROCESSOR
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
@@ -81,6 +85,7 @@ class SpeedJob:
             "context": min(self.contexts),
             "repeat": self.repeat,
             "prefill": self.prefill_tokens,
+            "batch": min(self.batch),
         }
         for flag, value in least.items():
             if value < 1:
@@ -120,7 +125,7 @@ class Case:
     """One engine at one setting and one depth, and the seconds it took so far.
 
     `relief_s` is the part of each of `decode_s` in which room was made; `pass_s` and `attention_s`
-    are by the number of rows.
+    are by the number of rows, `batches` and `batch_s` by that of sequences.
     """
 
     engine: str
@@ -128,12 +133,14 @@ class Case:
     context: int
     threads: int
     sequence: BenchSequence
+    batches: dict[int, BenchBatch] = field(default_factory=dict[int, BenchBatch])
     decode_s: list[float] = field(default_factory=list[float])
     relief_s: list[float] = field(default_factory=list[float])
     prefill_s: list[float] = field(default_factory=list[float])
     prefill_skipped: str | None = None
     pass_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     attention_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    batch_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     @property
     def name(self) -> str:
@@ -163,9 +170,11 @@ class Case:
             "kv_bytes": self.sequence.kv_bytes,
             "weight_bytes_read": weight_bytes,
             "kv_bytes_read": cache_bytes,
+            "memory_bytes_s": bandwidth,
             "bandwidth_share": (weight_bytes + cache_bytes) / decode / bandwidth,
             "pass_ms": _medians_ms(self.pass_s),
             "attention_ms": _medians_ms(self.attention_s),
+            "batch_attention_ms": _medians_ms(self.batch_s),
         }
 
 
@@ -182,7 +191,7 @@ def measure(
     `beside`: the same model with weights of other widths, one more engine of ours each.
     """
     progress(0, 1, "reading memory")
-    bandwidth = read_bandwidth(threads)
+    bandwidth = read_bandwidth(threads, job.device)
     with ExitStack() as stack:
         named = [
             *((name, name, files) for name in own_engines(files, job.linear, job.device)),
@@ -191,7 +200,9 @@ def measure(
         ]
         engines = list[BenchEngine]()
         for shown, name, weights in named:
-            engine = open_engine(name, weights, threads=threads, settings=job.settings)
+            engine = open_engine(
+                name, weights, threads=threads, settings=job.settings, device=job.device
+            )
             engines.append(stack.enter_context(closing(engine)))
             engine.name = shown
         rows: list[dict[str, Any]] = []
@@ -203,15 +214,23 @@ def measure(
 def _groups(engines: Sequence[BenchEngine], job: SpeedJob) -> list[tuple[int, ...]]:
     """Depths measured together: all of them, or one by one where memory is short."""
     contexts = tuple(sorted(set(job.contexts)))
-    needed = sum(
+    sequences = 1 + sum(count for count in job.batch if count > 1)
+    needed = sequences * sum(
         engine.cache_bytes(setting, context + job.room)
         for engine in engines
         for setting in engine.settings
         for context in contexts
     )
-    if needed <= MEMORY_SHARE * device.probe().memory_free_bytes:
+    if needed <= MEMORY_SHARE * _free_bytes(job.device):
         return [contexts]
     return [(context,) for context in contexts]
+
+
+def _free_bytes(name: str) -> int:
+    """Of the memory that caches lie in."""
+    if name == gpu.PROCESSOR:
+        return device.probe().memory_free_bytes
+    return devices.opened(name).free_bytes
 
 
 def _measure_group(
@@ -230,20 +249,31 @@ def _measure_group(
                     progress(0, 1, f"filling {engine.name} {setting.text} to {context}")
                     sequence = engine.sequence(setting, context, job.room)
                     stack.enter_context(closing(sequence))
-                    cases.append(
-                        Case(
-                            engine=engine.name,
-                            setting=setting,
-                            context=context,
-                            threads=threads,
-                            sequence=sequence,
-                        )
+                    case = Case(
+                        engine=engine.name,
+                        setting=setting,
+                        context=context,
+                        threads=threads,
+                        sequence=sequence,
                     )
+                    cases.append(case)
+                    for count, batch in _batches(engine, setting, context, job):
+                        case.batches[count] = stack.enter_context(closing(batch))
         with _collector_off():
             _decode(cases, job, progress)
             _passes(cases, job, progress)
             _prefill(cases, job, progress)
         return [case.row(job, bandwidth) for case in cases]
+
+
+def _batches(
+    engine: BenchEngine, setting: Setting, context: int, job: SpeedJob
+) -> Iterator[tuple[int, BenchBatch]]:
+    """Several sequences each, of a cache that holds everything: `Case.sequence` is a batch of 1."""
+    for count in job.batch if setting.policy is None else ():
+        batch = engine.batch(setting, context, job.room, count) if count > 1 else None
+        if batch is not None:
+            yield count, batch
 
 
 def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
@@ -279,6 +309,11 @@ def _passes(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
                     taken = _seconds(lambda run=run, rows=rows: run(rows))
                     seconds.setdefault(rows, []).append(taken)
                     sequence.rollback()
+        for count, batch in case.batches.items():
+            batch.attend(1)
+            for _ in range(STEPS_PER_VISIT):
+                taken = _seconds(lambda batch=batch: batch.attend(1))
+                case.batch_s.setdefault(count, []).append(taken)
 
 
 def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvq.errors import BackendError, UsageError
-from kvq_apps.bench.engines import OURS
+from kvq_apps.bench.engines import OURS, is_own
 from kvq_apps.bench.report import by_setting, setting_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {OURS: "#c2410c", "onnxruntime": "#1d4ed8", "llama.cpp": "#4b5563"}
+COLOURS = {
+    OURS: "#c2410c",
+    "onnxruntime": "#1d4ed8",
+    "llama.cpp": "#4b5563",
+    "transformers": "#15803d",
+}
 STYLES = ("-", "--", ":")
 # Names closer than this share of the axis are moved apart.
 LABEL_GAP = 0.055
@@ -103,17 +108,18 @@ def _draw_line(
 ) -> tuple[str, float, str]:
     """Draws one setting; returns its name, the height it ends at and its colour."""
     engine, setting = series[0]["engine"], setting_text(series[0])
+    colour = COLOURS[OURS if is_own(engine) else engine]
     settings = list(dict.fromkeys(setting_text(row) for row in rows if row["engine"] == engine))
     panel.plot(
         [row["context"] for row in series],
         [row["decode_ms"] for row in series],
         STYLES[settings.index(setting) % len(STYLES)],
-        color=COLOURS[engine],
+        color=colour,
         marker="o",
         markersize=3,
         linewidth=2.4 if engine == OURS else 1.3,
     )
-    return f"{engine} {setting}", series[-1]["decode_ms"], COLOURS[engine]
+    return f"{engine} {setting}", series[-1]["decode_ms"], colour
 
 
 def log_ticks(low: float, high: float) -> list[float]:

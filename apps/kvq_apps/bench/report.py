@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from kvq.config import PAGE_TOKENS
 from kvq.formats import format_bytes
@@ -10,6 +10,7 @@ from kvq_apps import output
 from kvq_apps.bench.engines import OURS_ON_ORT, Setting, is_own
 from kvq_apps.bench.measure import SpeedJob
 from kvq_runtime.backends import ModelFiles
+from kvq_runtime.bundle import Bundle
 
 Row = Mapping[str, Any]
 # Stands where nothing was measured.
@@ -33,8 +34,14 @@ def report(
         },
         "comparisons": list(comparisons(rows)),
         "passes": list(passes(rows)),
+        "attention": list(attentions(rows, _layers(files))),
         "pressures": list(pressures(rows)),
     }
+
+
+def _layers(files: ModelFiles) -> int:
+    """Of a bundle; no other model's attention runs alone."""
+    return cast(Bundle, files).config.num_layers if files.has_onnx else 1
 
 
 def _settings(job: SpeedJob) -> dict[str, Any]:
@@ -114,6 +121,40 @@ def passes(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             }
 
 
+def attentions(rows: Sequence[Row], layers: int) -> Iterator[dict[str, Any]]:
+    """Each measurement of attention alone: `batch` sequences, of each `rows` new tokens.
+
+    `memory_share`: its bytes of the cache, in that time, of what memory gives. `speedups` are over
+    peers by their names, where the same was measured of them.
+    """
+    measured = [one for row in rows for one in _attentions(row, layers)]
+    for one in measured:
+        same = ("context", "threads", "batch", "rows")
+        peers = [other for other in measured if _same(one, other, *same)]
+        one["speedups"] = {
+            f"{other['engine']} {other['kv']}": other["attention_ms"] / one["attention_ms"]
+            for other in peers
+            if is_own(one["engine"]) and not is_own(other["engine"])
+        }
+        yield one
+
+
+def _attentions(row: Row, layers: int) -> Iterator[dict[str, Any]]:
+    alone = [(1, int(rows), ms) for rows, ms in row["attention_ms"].items()]
+    together = [(int(batch), 1, ms) for batch, ms in row["batch_attention_ms"].items()]
+    for batch, count, ms in (*alone, *together):
+        read = batch * row["kv_bytes_read"]
+        yield {
+            **{key: row[key] for key in ("engine", "kv", "kv_policy", "context", "threads")},
+            "batch": batch,
+            "rows": count,
+            "attention_ms": ms,
+            "layer_us": ms * 1e3 / layers,
+            "bytes_read": read,
+            "memory_share": read / (ms * 1e-3) / row["memory_bytes_s"],
+        }
+
+
 def _place(row: Row) -> tuple[Any, ...]:
     """What two rows share that differ in their engine alone."""
     return tuple(row[key] for key in ("kv", "kv_policy", "context", "threads"))
@@ -161,10 +202,14 @@ def print_report(data: Mapping[str, Any]) -> None:
     machine = data["machine"]
     versions = ", ".join(f"{name} {text}" for name, text in machine["versions"].items())
     features = " ".join(machine["features"][-3:])
+    memory = format_bytes(round(data["rows"][0]["memory_bytes_s"]))
+    device = machine.get("device_name")
     output.print_table(
         [
             ("model", f"{data['model']}, {format_bytes(data['weights']['bytes'])} of weights"),
             ("machine", f"{machine['processor']}, {machine['cores']} cores ({features})"),
+            *([("device", device)] if device else []),
+            ("memory", f"{memory}/s, {'copied on the device' if device else 'read'}"),
             ("versions", f"{versions}; kernels {machine['kernels']}"),
             (
                 "load",
@@ -183,6 +228,7 @@ def print_report(data: Mapping[str, Any]) -> None:
             output.print_note(f"no prefill of {where}: {row['prefill_skipped']}")
     _print_comparisons(data)
     _print_passes(data)
+    _print_attentions(data)
     _print_pressures(data)
 
 
@@ -238,6 +284,32 @@ def _pass_cells(one: Row) -> tuple[str, ...]:
         _text(one["rest_ratio"], "{:.2f} x"),
         _text(one["ort_ratio"], "{:.2f} x"),
         _text(one["rest_ort_ratio"], "{:.2f} x"),
+    )
+
+
+def _print_attentions(data: Mapping[str, Any]) -> None:
+    """One line for each number of rows, or of sequences of a row each."""
+    if not data["attention"]:
+        return
+    output.print_data("")
+    header = ("attention alone", "kv", "threads", "context", "sequences", "rows of each",
+        "a layer, us", "reads", "of memory", "faster than")  # fmt: skip
+    _print_table(map(_attention_cells, data["attention"]), header)
+
+
+def _attention_cells(one: Row) -> tuple[str, ...]:
+    speedups = (f"{name} {ratio:.2f} x" for name, ratio in one["speedups"].items())
+    return (
+        one["engine"],
+        setting_text(one),
+        str(one["threads"]),
+        str(one["context"]),
+        str(one["batch"]),
+        str(one["rows"]),
+        f"{one['layer_us']:.1f}",
+        format_bytes(one["bytes_read"]),
+        f"{one['memory_share']:.0%}",
+        ", ".join(speedups) or NOTHING,
     )
 
 

@@ -56,6 +56,28 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
     "qwen3-0.6b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -90,11 +112,27 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def shape_config(name: str) -> ModelConfig:
-    """The model of shape `name`. Raises `UsageError` naming the shapes there are."""
+def shape_json(text: str) -> Mapping[str, Any]:
+    """The config.json of shape `NAME`, or `NAME:layers=N`: with its first layers alone.
+
+    Raises `UsageError` naming what is possible.
+    """
+    name, _, options = text.partition(":")
     if name not in SHAPES:
         raise UsageError(f"--shape {name!r} is not known; choose {', '.join(SHAPES)}")
-    return family_for(SHAPES[name]).config(SHAPES[name])
+    if not options:
+        return SHAPES[name]
+    key, _, count = options.partition("=")
+    most = SHAPES[name]["num_hidden_layers"]
+    if key != "layers" or not count.isdecimal() or not 1 <= int(count) <= most:
+        raise UsageError(f"--shape {text!r} is not possible; write {name}:layers=1 to {most}")
+    return {**SHAPES[name], "num_hidden_layers": int(count)}
+
+
+def shape_config(name: str) -> ModelConfig:
+    """The model of shape `name`, as in `shape_json`."""
+    config_json = shape_json(name)
+    return family_for(config_json).config(config_json)
 
 
 def shape_bundle(name: str, *, bits: int = 4) -> Path:
@@ -107,11 +145,12 @@ def shape_bundle(name: str, *, bits: int = 4) -> Path:
     from kvq_runtime.bundle import VERSION
 
     config = shape_config(name)
-    options = ExportOptions(name=name, weights=WeightFormat(bits=bits))
-    parts = [VERSION, asdict(options.weights), dict(SHAPES[name])]
+    called = name.replace(":layers=", "-layers-")
+    options = ExportOptions(name=called, weights=WeightFormat(bits=bits))
+    parts = [VERSION, asdict(options.weights), dict(shape_json(name))]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return made_once(
-        cache_folder() / "shapes" / f"{name}-{digest[:12]}",
+        cache_folder() / "shapes" / f"{called}-{digest[:12]}",
         "making random weights once in",
         lambda destination, progress: (
             random_bundle(config, destination, options=options, progress=progress).path

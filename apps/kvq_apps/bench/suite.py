@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvq_apps.output import Shown
+from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
 
 
@@ -15,6 +16,7 @@ class Setup:
     session_options: dict[str, Any]
     threads: int
     progress: Shown
+    device: str = gpu.PROCESSOR
 
 
 class Suite(Protocol):

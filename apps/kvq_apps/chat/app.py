@@ -52,8 +52,8 @@ STOP_WITHIN_S = 0.4
 SAVE_WITHIN_S = 0.8
 QUEUE_LINES = 4
 INLINE_LINES = 16
-# A lower screen has no room for the welcome.
 SIDEBAR_COLUMNS = 80
+# A lower screen has no room for the welcome.
 WELCOME_LINES, INLINE_WELCOME_LINES = 16, 30
 T = TypeVar("T")
 

@@ -22,10 +22,19 @@ DEFAULT_PRESSED_CONTEXTS = (4096,)
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
+    _add_model(parser)
+    _add_cache(parser.add_argument_group("cache"))
+    flags.add_flags(parser, "suite")
+    _add_measuring(parser.add_argument_group("measuring"))
+
+
+def _add_model(parser: ArgumentParser) -> None:
+    """What is measured, and on what."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     flags.add_flags(
         parser, "model", "device", "offline", "context",
-        device="suite speed: device to run ours on: %(choices)s (default: cpu)",
+        device="suites speed and drafts: device to run on, ours and peers: %(choices)s "
+        "(default: cpu)",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
     )  # fmt: skip
     flags.add_flags(parser, "shape")
@@ -44,7 +53,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
     )
     flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
-    cache = parser.add_argument_group("cache")
+
+
+def _add_cache(cache: flags.Group) -> None:
+    """How ours keeps its cache."""
     flags.add_flags(
         cache, *flags.KV_WIDTHS, "kv",
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
@@ -58,11 +70,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
     )  # fmt: skip
-    flags.add_flags(parser, "suite")
-    measuring = parser.add_argument_group("measuring")
+
+
+def _add_measuring(measuring: flags.Group) -> None:
+    """How often, and how much at once."""
     flags.add_flags(
-        measuring, "rows", "repeat", "prefill", "prefill-limit", "chats", "right", "drafters",
-        "drafts", "predict",
+        measuring, "rows", "batch", "repeat", "prefill", "prefill-limit", "chats", "right",
+        "drafters", "drafts", "predict",
         drafts="numbers of drafts to write at once (default: 1,3,5)",
         predict="suite drafts: tokens of an answer at most",
     )  # fmt: skip
@@ -91,7 +105,7 @@ def run(arguments: Namespace) -> int:
             "--kv-predict needs --suite ttft, which reads prompts with it and without, in turn"
         )
     if arguments.suite in suites:
-        _refuse(arguments, "device")
+        _refuse(arguments, "batch", *(["device"] if arguments.suite != "drafts" else []))
     return suites.get(arguments.suite, _run_speed)(arguments)
 
 
@@ -103,7 +117,8 @@ def _run_speed(arguments: Namespace) -> int:
     from kvq_apps.bench.shapes import shape_bundle
     from kvq_runtime.engine import open_files
 
-    engines.check_peers(peers)
+    device = _device(arguments)
+    engines.check_peers(peers, device)
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
     threads = _threads(arguments)
@@ -116,13 +131,13 @@ def _run_speed(arguments: Namespace) -> int:
             f"--peer {','.join(peers)} is not possible: {files.path} has no ONNX graph, and peers "
             "run on its weights; leave the flag out, or give a bundle"
         )
-    job = _job(arguments, files, peers)
+    job = _job(arguments, files, peers, device)
     if job.kv_policy and own != engines.OURS:
         raise UsageError(
             f"--kv-policy is not possible: {files.path} runs on llama.cpp, whose cache gives "
             "nothing up; leave the flag out, or give a bundle"
         )
-    found = machine.describe((own, *peers))
+    found = machine.describe((own, *peers), device)
     _note_load(found)
     rows: list[dict[str, Any]] = []
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
@@ -173,6 +188,9 @@ def _run_drafts(arguments: Namespace) -> int:
     if peers not in ((), (drafting.LLAMA,)):
         raise UsageError(f"--suite drafts knows --peer {drafting.LLAMA} only; leave others out")
     engines.check_peers(peers)
+    device = _device(arguments)
+    if peers and device != "cpu":
+        raise UsageError(f"--peer {drafting.LLAMA} drafts with --device cpu only; leave one out")
     given = options.given(
         arguments,
         repeat="repeat",
@@ -182,7 +200,7 @@ def _run_drafts(arguments: Namespace) -> int:
         drafters="drafters",
     )
     job = drafting.DraftJob(replay=arguments.shape is not None, peer=bool(peers), **given)
-    return _run_sessions(arguments, drafting, job)
+    return _run_sessions(arguments, drafting, job, device)
 
 
 def _run_several(arguments: Namespace) -> int:
@@ -257,7 +275,7 @@ def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
     return {name: arguments.context[0]} if arguments.context else {}
 
 
-def _run_sessions(arguments: Namespace, suite: "Suite", job: Any) -> int:
+def _run_sessions(arguments: Namespace, suite: "Suite", job: Any, device: str = "cpu") -> int:
     """A suite whose sessions are of one model, at one number of threads."""
     from kvq_apps.bench.suite import Setup
 
@@ -266,11 +284,12 @@ def _run_sessions(arguments: Namespace, suite: "Suite", job: Any) -> int:
 
     def measured(progress: output.Shown) -> dict[str, Any]:
         setup = Setup(
-            files=files, session_options=session_options, threads=threads, progress=progress
-        )
+            files=files, session_options=session_options, threads=threads, progress=progress,
+            device=device,
+        )  # fmt: skip
         return {"threads": threads, **suite.measure(setup, job)}
 
-    return _run_suite(arguments, ("kvq",), measured, suite.print_report)
+    return _run_suite(arguments, ("kvq",), measured, suite.print_report, device)
 
 
 def _run_suite(
@@ -278,11 +297,12 @@ def _run_suite(
     engines: tuple[str, ...],
     measured: Callable[[output.Shown], dict[str, Any]],
     print_report: Callable[[dict[str, Any]], None],
+    device: str = "cpu",
 ) -> int:
     """What `measured` gives, on a machine that is described first, printed."""
     from kvq_apps.bench import machine
 
-    found = machine.describe(engines)
+    found = machine.describe(engines, device)
     _note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = {"suite": arguments.suite, "machine": found, **measured(progress)}
@@ -291,6 +311,13 @@ def _run_suite(
     else:
         print_report(data)
     return 0
+
+
+def _device(arguments: Namespace) -> str:
+    """What `--device` comes to here. Raises `BackendError` for one that cannot be used."""
+    from kvq_runtime import gpu
+
+    return gpu.chosen(arguments.device or gpu.PROCESSOR)
 
 
 def _threads(arguments: Namespace) -> tuple[int, ...]:
@@ -329,7 +356,9 @@ def _files(arguments: Namespace) -> "ModelFiles":
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
-def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "SpeedJob":
+def _job(
+    arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...], device: str
+) -> "SpeedJob":
     from kvq_apps.bench.measure import SpeedJob
     from kvq_runtime.engine import warn_beyond_training
 
@@ -345,13 +374,14 @@ def _job(arguments: Namespace, files: "ModelFiles", peers: tuple[str, ...]) -> "
         kv_budget=budget,
         peers=peers,
         linear=arguments.linear,
+        device=device,
         **options.given(
             arguments,
             rows="rows",
+            batch="batch",
             repeat="repeat",
             prefill_tokens="prefill",
             prefill_limit_s="prefill-limit",
-            device="device",
         ),
     )
 

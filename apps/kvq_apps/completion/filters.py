@@ -33,7 +33,8 @@ def whole_characters(draft: str, around: Around) -> str:
 def not_repeated(draft: str, around: Around) -> str:
     """One of what is written over and over at the end: `ab, ab, ab` becomes `ab`.
 
-    Numbers and rows of one sign stay: `1000` and three quotation marks are meant.
+    Letters and digits alone, and rows of one sign, stay: `1000`, `lalala` and three quotation marks
+    are meant.
     """
     for size in range(2, len(draft) // 3 + 1):
         unit = draft[-size:]

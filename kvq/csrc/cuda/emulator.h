@@ -55,6 +55,7 @@ public:
         if (shared_bytes > 99 << 10 || threads > 1024 || std::min({grid.x, grid.y, grid.z}) < 1 ||
             std::max(grid.y, grid.z) > 65535)
             fail("not every GPU takes this launch");
+        launches++;
         kernel_ = &kernel;
         count_ = static_cast<size_t>(threads);
         while (fibers_.size() < count_) fibers_.push_back(std::make_unique<Fiber>());
@@ -106,6 +107,7 @@ public:
     int thread() const { return static_cast<int>(current_); }
     int threads() const { return static_cast<int>(count_); }
     Dim3 block;
+    int64_t launches = 0, copies = 0;  // copies and clearings of memory, that is
 
 private:
     enum class Waits { kNothing, kWarp, kBlock, kEnded };

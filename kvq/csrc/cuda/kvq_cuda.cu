@@ -82,6 +82,10 @@ void multiply_head(const kvq_cuda_linear& c, void* stream) {
     multiply_few<8, false, true>(c, stream);
 }
 
+bool is_head(int channels) {
+    return channels > 0 && channels % 16 == 0 && channels <= kvq::kMaxHeadDim;
+}
+
 bool is_block(int columns) {
     return columns == 32 || columns == 64 || columns == 128;
 }
@@ -102,6 +106,11 @@ KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
 // From now on every launch fails for this reason, until there is none.
 KVQ_EXPORT int kvq_cuda_fail(const char* reason, void*) {
     std::snprintf(g_reason, sizeof g_reason, "%s", reason);
+    return KVQ_OK;
+}
+// How many launches there were, and how many copies and clearings of memory.
+KVQ_EXPORT int kvq_cuda_queued(int64_t* launches, int64_t* copies, void*) {
+    *launches = Emulator::now().launches, *copies = Emulator::now().copies;
     return KVQ_OK;
 }
 #endif
@@ -137,15 +146,18 @@ KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
     });
 }
 
-KVQ_EXPORT int kvq_cuda_pack(const kvq_cuda_page* page, void* stream) {
-    if (page->head_dim % 16 || page->head_dim > kvq::kMaxHeadDim) return KVQ_BAD_ARGUMENT;
-    launch(pack, Dim3{}, kvq::kMaxHeadDim, 0, stream, *page);
+KVQ_EXPORT int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream) {
+    const kvq_cuda_closing& c = *closing;
+    if (!is_head(c.head_dim) || c.count < 1 || c.kv_heads < 1) return KVQ_BAD_ARGUMENT;
+    launch(close_pages, Dim3{c.count, c.kv_heads, 2}, kvq::kMaxHeadDim, packing_bytes(c.head_dim),
+           stream, c);
     return outcome();
 }
 
-KVQ_EXPORT int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream) {
-    if (head_dim % 16 || head_dim > kvq::kMaxHeadDim) return KVQ_BAD_ARGUMENT;
-    launch(narrow, Dim3{}, kvq::kMaxHeadDim, 0, stream, plane, head_dim);
+KVQ_EXPORT int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int32_t head_dim,
+                               void* stream) {
+    if (!is_head(head_dim) || count < 1) return KVQ_BAD_ARGUMENT;
+    launch(narrow, Dim3{count}, kvq::kMaxHeadDim, 0, stream, planes, head_dim);
     return outcome();
 }
 
@@ -177,8 +189,8 @@ KVQ_EXPORT int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns,
 }
 
 KVQ_EXPORT int kvq_cuda_gather(const kvq_cuda_rows* rows, void* stream) {
-    if (rows->streams < 1 || rows->count < 1 || rows->head_dim % 8) return KVQ_BAD_ARGUMENT;
-    launch(gather_rows, Dim3{rows->streams}, kWarp, 0, stream, *rows);
+    if (rows->streams < 1 || rows->count < 1 || !is_head(rows->head_dim)) return KVQ_BAD_ARGUMENT;
+    launch(gather_rows, Dim3{rows->streams}, kGatherThreads, 0, stream, *rows);
     return outcome();
 }
 

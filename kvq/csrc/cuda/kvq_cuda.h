@@ -105,20 +105,34 @@ int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence
 int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                       const uint16_t* probes, float* facts, void* stream);
 
-/* 64 float16 rows of keys or values, rows[i] of [stride, head_dim], as the 8-bit planes (hi4, then
-   lo4: 64 * head_dim bytes) and the grid of a page. `scratch`: float32 [64 * head_dim]. `rotated`:
-   keys stored as their Hadamard transform. */
+/* A page that closes: where its planes and grids go, all of them at multiples of 4 bytes. Granules
+   as in Entry of format.h, keys' then values'; those its widths have none of are not written. */
 typedef struct {
-    const uint16_t* x;
-    const int32_t* rows;
-    int32_t head_dim, values, channels, rotated;
-    float* scratch;
-    uint8_t *planes, *grid;
+    uint8_t* granules[8];
+    uint8_t* constants;
+    int32_t k_bits, v_bits;
 } kvq_cuda_page;
-int kvq_cuda_pack(const kvq_cuda_page* page, void* stream);
-/* A hi4 plane (32 * head_dim bytes) becomes the 2-bit plane of its codes' top bits, at its start.
- */
-int kvq_cuda_narrow(uint8_t* plane, int32_t head_dim, void* stream);
+/* Page p of every KV head, of one layer, from float16 rows: keys x[head, 0, rows[p, i]] and values
+   x[head, 1, rows[p, i]] are its slot i. One grid for all pages, heads and sides. What constants
+   have beyond the grids becomes 0. */
+typedef struct {
+    int32_t count, kv_heads, head_dim; /* pages of every KV head */
+    const uint16_t* x;                 /* [kv_heads, 2, stride, head_dim] */
+    int64_t stride;
+    const int32_t* rows;        /* [count, 64] */
+    const kvq_cuda_page* pages; /* [kv_heads, count] */
+    const uint8_t* forms;       /* [kv_heads] */
+    int64_t constant_bytes;
+} kvq_cuda_closing;
+int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream);
+/* A hi4 or lo4 plane in two granules becomes the 2-bit plane of its codes' top bits, in the first.
+   No granule is of two planes. */
+typedef struct {
+    uint8_t* first;
+    const uint8_t* second;
+} kvq_cuda_plane;
+/* `planes` [count] is the device's too. */
+int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int32_t head_dim, void* stream);
 
 /* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
    arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
@@ -162,11 +176,12 @@ int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
 int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
                   int32_t* places, float* values, void* stream);
 
-/* A path through a branch is kept: of every stream and side, `stride` apart, float16 row first + i
-   becomes row first + from[i]; from rises, and from[i] >= i. */
+/* Rows move together: of every stream and side, `stride` and `source_stride` apart, float16 row
+   first + i becomes row first + from[i] of `source`. Where that is `rows` itself, `from` rises. */
 typedef struct {
     uint16_t* rows;
-    int64_t stride; /* of float16 numbers */
+    const uint16_t* source;
+    int64_t stride, source_stride; /* of float16 numbers */
     int32_t streams, head_dim, first, count;
     const int32_t* from; /* [count] */
 } kvq_cuda_rows;

@@ -111,12 +111,14 @@ static void release(void* memory) {
 }
 static int copy(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t row_bytes,
                 int64_t rows, void*) {
+    Emulator::now().copies++;
     for (int64_t i = 0; i < rows; i++)
         std::memcpy(static_cast<char*>(to) + i * to_step,
                     static_cast<const char*>(from) + i * from_step, static_cast<size_t>(row_bytes));
     return KVQ_OK;
 }
 static int clear(void* at, int64_t bytes, void*) {
+    Emulator::now().copies++;
     std::memset(at, 0, static_cast<size_t>(bytes));
     return KVQ_OK;
 }

@@ -39,34 +39,60 @@ KVQ_DEVICE void encode_line(float* x, int n, bool up, uint8_t* ends, uint8_t* co
     sync_block();
 }
 
-// One block; a thread per channel, token or group, kMaxHeadDim of them.
-KVQ_KERNEL pack(kvq_cuda_page p) {
-    KVQ_SHARED float row[kMaxHeadDim], mid[kMaxHeadDim], scale[kMaxHeadDim], line[2];
-    const int i = thread_index(), dim = p.head_dim;
-    for (int t = 0; t < kPageTokens; t++) {
-        if (i < dim) row[i] = half_value(p.x[int64_t{p.rows[t]} * dim + i]);
-        sync_block();
-        if (p.rotated) hadamard(row, dim);
-        if (i < dim) p.scratch[t * dim + i] = row[i];
-        sync_block();
+// One side of a page on its way to its bytes, in the shared memory of its block. Rows are four
+// floats longer than they need, so that the threads of a warp, which read eight of them, meet other
+// banks.
+struct Packing {
+    int dim;
+    bool values, channels;
+    float *x, *mid, *scale;
+    uint8_t* planes;  // hi4, then lo4
+
+    KVQ_DEVICE_MEMBER float* row(int token) const { return x + token * (dim + 4); }
+    KVQ_DEVICE_MEMBER int groups() const { return channels ? dim : kPageTokens; }
+    // Number j of a group.
+    KVQ_DEVICE_MEMBER float at(int group, int j) const {
+        return channels ? row(j)[group] : row(group)[j];
     }
-    const int groups = p.channels ? dim : kPageTokens, length = p.channels ? kPageTokens : dim;
-    const int step = p.channels ? dim : 1;
+};
+constexpr size_t packing_bytes(int dim) {
+    return size_t{kPageTokens} * (dim + 4) * sizeof(float) + size_t{kPageTokens} * dim;
+}
+
+KVQ_DEVICE void read_rows(const Packing& p, const uint16_t* x, const int32_t* rows, bool rotated) {
+    for (int i = thread_index(); i < kPageTokens * p.dim; i += thread_count())
+        p.row(i / p.dim)[i % p.dim] = half_value(x[int64_t{rows[i / p.dim]} * p.dim + i % p.dim]);
+    sync_block();
+    for (int t = 0; rotated && t < kPageTokens; t++) hadamard(p.row(t), p.dim);
+}
+
+KVQ_DEVICE void encode_grid(const Packing& p, uint8_t* grid) {
+    KVQ_SHARED float line[2];
+    const int i = thread_index(), groups = p.groups();
     float low = 0, high = 0;
     if (i < groups) {
-        const float* first = p.scratch + (p.channels ? i : i * dim);
-        low = high = first[0];
-        for (int j = 1; j < length; j++)
-            low = fminf(low, first[j * step]), high = fmaxf(high, first[j * step]);
-        mid[i] = mul(add(low, high), 0.5f);
+        low = high = p.at(i, 0);
+        for (int j = 1; j < (p.channels ? kPageTokens : p.dim); j++)
+            low = fminf(low, p.at(i, j)), high = fmaxf(high, p.at(i, j));
+        p.mid[i] = mul(add(low, high), 0.5f);
     }
     sync_block();
-    encode_line(mid, groups, false, p.grid + 4, p.grid + 8 + groups, line);
-    if (i < groups) scale[i] = divide(fmaxf(sub(high, mid[i]), sub(mid[i], low)), kReach);
+    encode_line(p.mid, groups, false, grid + 4, grid + 8 + groups, line);
+    if (i < groups) p.scale[i] = divide(fmaxf(sub(high, p.mid[i]), sub(p.mid[i], low)), kReach);
     sync_block();
-    encode_line(scale, groups, true, p.grid, p.grid + 8, line);
-    // A byte of the planes is two codes: of a key's or value's row, four columns apart (format.h).
-    for (int at = i; at < 32 * dim; at += thread_count()) {
+    encode_line(p.scale, groups, true, grid, grid + 8, line);
+}
+
+KVQ_DEVICE int code_of(const Packing& p, int token, int channel) {
+    const int group = p.channels ? channel : token;
+    const float away = sub(p.row(token)[channel], p.mid[group]);
+    const float code = add(divide(away, fmaxf(p.scale[group], 1e-30f)), 127.5f);
+    return static_cast<int>(rint(fminf(fmaxf(code, 0.0f), 255.0f)));
+}
+
+// A byte of the planes is two codes: of a key's or value's row, four columns apart (format.h).
+KVQ_DEVICE void encode_planes(const Packing& p) {
+    for (int at = thread_index(); at < 32 * p.dim; at += thread_count()) {
         const int vector = at / 32, inner = at % 32;
         uint8_t nibbles[2] = {};
         for (int upper = 0; upper < 2; upper++) {
@@ -75,48 +101,94 @@ KVQ_KERNEL pack(kvq_cuda_page p) {
                 channel = vector / 8 * 8 + inner / 4;
                 token = vector % 8 * 8 + 4 * upper + inner % 4;
             } else {
-                token = vector / (dim / 8) * 8 + inner / 4;
-                channel = vector % (dim / 8) * 8 + 4 * upper + inner % 4;
+                token = vector / (p.dim / 8) * 8 + inner / 4;
+                channel = vector % (p.dim / 8) * 8 + 4 * upper + inner % 4;
             }
-            const int group = p.channels ? channel : token;
-            const float away = sub(p.scratch[token * dim + channel], mid[group]);
-            const float code = add(divide(away, fmaxf(scale[group], 1e-30f)), 127.5f);
-            const int whole = static_cast<int>(rint(fminf(fmaxf(code, 0.0f), 255.0f)));
-            nibbles[0] |= static_cast<uint8_t>(whole >> 4 << 4 * upper);
-            nibbles[1] |= static_cast<uint8_t>((whole & 15) << 4 * upper);
+            const int code = code_of(p, token, channel);
+            nibbles[0] |= static_cast<uint8_t>(code >> 4 << 4 * upper);
+            nibbles[1] |= static_cast<uint8_t>((code & 15) << 4 * upper);
         }
         p.planes[at] = nibbles[0];
-        p.planes[32 * dim + at] = nibbles[1];
-    }
-}
-
-// One block of kMaxHeadDim threads: word i of the result joins the top bits of two words.
-KVQ_KERNEL narrow(uint8_t* plane, int head_dim) {
-    auto* words = reinterpret_cast<uint32_t*>(plane);
-    const int i = thread_index(), count = 4 * head_dim;
-    uint32_t merged[4];
-    for (int k = 0; k < 4; k++) {
-        const int at = i + k * thread_count();
-        if (at >= count) break;
-        const uint32_t a = words[at / 8 * 16 + at % 8], b = words[at / 8 * 16 + 8 + at % 8];
-        const uint32_t low = 0x03030303u;
-        merged[k] =
-            (a >> 2 & low) | (a >> 6 & low) << 2 | (b >> 2 & low) << 4 | (b >> 6 & low) << 6;
+        p.planes[32 * p.dim + at] = nibbles[1];
     }
     sync_block();
-    for (int k = 0; k < 4; k++)
-        if (i + k * thread_count() < count) words[i + k * thread_count()] = merged[k];
 }
 
-// A block per stream and side, a thread per sixteen bytes of a row: rows come in order, so each
-// takes what no earlier one has overwritten.
+// Word `at` of the 2-bit plane that a nibble plane's top bits are, from two of its words.
+KVQ_DEVICE uint32_t top_bits(const uint32_t* plane, int at) {
+    const uint32_t a = plane[at / 8 * 16 + at % 8], b = plane[at / 8 * 16 + 8 + at % 8];
+    const uint32_t low = 0x03030303u;
+    return (a >> 2 & low) | (a >> 6 & low) << 2 | (b >> 2 & low) << 4 | (b >> 6 & low) << 6;
+}
+
+// What a side of `bits` bits keeps of both planes.
+KVQ_DEVICE void store_planes(const Packing& p, int bits, uint8_t* const* granule) {
+    const int words = 4 * p.dim;
+    for (int g = 0; g < granules(bits); g++) {
+        const auto* from = reinterpret_cast<const uint32_t*>(p.planes) + g * words;
+        auto* to = reinterpret_cast<uint32_t*>(granule[g]);
+        const bool half = halves_plane(bits) && g == static_cast<int>(halved(bits));
+        for (int at = thread_index(); at < words; at += thread_count())
+            to[at] = half ? top_bits(from, at) : from[at];
+    }
+}
+
+// A block per page, KV head and side; a thread per channel, token or group, kMaxHeadDim of them.
+KVQ_KERNEL close_pages(kvq_cuda_closing c) {
+    KVQ_DYNAMIC_SHARED(room);
+    KVQ_SHARED float mid[kMaxHeadDim], scale[kMaxHeadDim];
+    const int page = block_index().x, head = block_index().y, form = c.forms[head];
+    const bool values = block_index().z == 1;
+    auto* x = reinterpret_cast<float*>(room);
+    const Packing p{c.head_dim, values, !values || (form & kChannelValues), x, mid, scale,
+                    room + kPageTokens * (c.head_dim + 4) * sizeof(float)};
+    const uint16_t* rows = c.x + (int64_t{head} * 2 + values) * c.stride * c.head_dim;
+    read_rows(p, rows, c.rows + page * kPageTokens, !values && (form & kRotatedKeys));
+    const kvq_cuda_page& to = c.pages[head * c.count + page];
+    uint8_t* grid = to.constants + (values ? grid_bytes(c.head_dim) : 0);
+    encode_grid(p, grid);
+    encode_planes(p);
+    store_planes(p, values ? to.v_bits : to.k_bits, to.granules + values * kGranulesPerSide);
+    // Not every form fills the room for its grids.
+    uint8_t *rest = grid + grid_bytes(p.groups()), *end = to.constants + c.constant_bytes;
+    for (int i = thread_index(); values && rest + i < end; i += thread_count()) rest[i] = 0;
+}
+
+// A block of kMaxHeadDim threads per plane; the first granule is read before it is written.
+KVQ_KERNEL narrow(const kvq_cuda_plane* planes, int head_dim) {
+    const kvq_cuda_plane& plane = planes[block_index().x];
+    auto* first = reinterpret_cast<uint32_t*>(plane.first);
+    const auto* second = reinterpret_cast<const uint32_t*>(plane.second);
+    const int half = 2 * head_dim, i = thread_index();  // words that come of one granule
+    uint32_t merged[4];
+    for (int k = 0, at = i; k < 4 && at < 2 * half; k++, at += thread_count())
+        merged[k] = at < half ? top_bits(first, at) : top_bits(second, at - half);
+    sync_block();
+    for (int k = 0, at = i; k < 4 && at < 2 * half; k++, at += thread_count())
+        first[at] = merged[k];
+}
+
+constexpr int kGatherThreads = 256, kGatherPieces = 4;
+
+// A block per stream and side. Each of its threads reads some pieces of sixteen bytes, all of them
+// before any is written: in place, no later piece comes from where they go.
 KVQ_KERNEL gather_rows(kvq_cuda_rows r) {
-    const int pieces = r.head_dim / 8;
-    auto* rows = reinterpret_cast<Quad*>(r.rows + block_index().x * r.stride);
-    for (int piece = thread_index(); piece < pieces; piece += thread_count())
-        for (int i = 0; i < r.count; i++)
-            rows[int64_t{r.first + i} * pieces + piece] =
-                rows[int64_t{r.first + r.from[i]} * pieces + piece];
+    const int pieces = r.head_dim / 8, step = thread_count();
+    auto* rows = reinterpret_cast<Quad*>(r.rows + block_index().x * r.stride) + r.first * pieces;
+    const auto* source =
+        reinterpret_cast<const Quad*>(r.source + block_index().x * r.source_stride) +
+        r.first * pieces;
+    const int count = r.count * pieces, batch = kGatherPieces * step;
+    for (int first = thread_index(); first < count + thread_index(); first += batch) {
+        Quad held[kGatherPieces];
+        KVQ_UNROLL for (int k = 0; k < kGatherPieces; k++) {
+            const int at = first + k * step;
+            if (at < count) held[k] = source[int64_t{r.from[at / pieces]} * pieces + at % pieces];
+        }
+        sync_block();
+        KVQ_UNROLL for (int k = 0; k < kGatherPieces; k++)
+            if (first + k * step < count) rows[first + k * step] = held[k];
+    }
 }
 
 }  // namespace kvq::cuda

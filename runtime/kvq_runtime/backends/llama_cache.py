@@ -53,6 +53,7 @@ def open_context(
     # A layer with a window keeps no more than the window; `trim` knows what that costs.
     parameters.swa_full = False
     parameters.kv_unified = True
+    parameters.offload_kqv = parameters.op_offload = model.on_gpu
     with messages.collected() as lines:
         context = functions.llama_init_from_model(model.pointer, parameters)
     if not context:

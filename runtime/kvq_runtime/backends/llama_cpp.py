@@ -52,14 +52,14 @@ class LlamaCppBackend:
     takes_trees = False
     rows_agree = False
 
-    def __init__(self, files: ModelFiles, *, threads: int) -> None:
+    def __init__(self, files: ModelFiles, *, threads: int, on_gpu: bool = False) -> None:
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the llama.cpp backend cannot run: {reason}")
         file = files.gguf()
         if file.untried:
             llama_trial.check(file)
-        model = LlamaModel(file.path)
+        model = LlamaModel(file.path, on_gpu=on_gpu)
         try:
             _refuse_other_kinds(model, file)
             self.layout = _measured_layout(model, file)

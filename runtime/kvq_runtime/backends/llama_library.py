@@ -19,6 +19,8 @@ from kvq.errors import BackendError, ModelError
 
 INSTALL = "pip install 'kvq-runtime[gguf]'"
 _LOG_ERROR = 4
+# Where an older release takes -1 for none.
+_ALL_LAYERS = 1 << 20
 _REMEMBERED_ERRORS = 4
 
 
@@ -27,6 +29,16 @@ def missing() -> str | None:
     if importlib.util.find_spec("llama_cpp") is None:
         return f"llama-cpp-python is not installed; {INSTALL}"
     return None
+
+
+def why_no_gpu() -> str | None:
+    """Why llama.cpp, which is installed, computes on no GPU, or None."""
+    if library().functions.llama_supports_gpu_offload():
+        return None
+    return (
+        "llama-cpp-python was built without CUDA; CMAKE_ARGS=-DGGML_CUDA=on pip install "
+        "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python"
+    )
 
 
 class Messages:
@@ -93,14 +105,18 @@ def library() -> LlamaLibrary:
 class LlamaModel:
     """A model in memory, from its loading to `close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Loads a file that `gguf_file` has checked. Raises `ModelError` with llama.cpp's words."""
+    def __init__(self, path: Path, *, on_gpu: bool = False) -> None:
+        """Loads a file that `gguf_file` has checked; `on_gpu`: all of it onto a GPU, else nothing.
+
+        Raises `ModelError` with llama.cpp's words.
+        """
         self.library = library()
+        self.on_gpu = on_gpu
         functions = self.library.functions
+        parameters = functions.llama_model_default_params()
+        parameters.n_gpu_layers = _ALL_LAYERS if on_gpu else 0
         with self.library.messages.collected():
-            pointer = functions.llama_model_load_from_file(
-                str(path).encode(), functions.llama_model_default_params()
-            )
+            pointer = functions.llama_model_load_from_file(str(path).encode(), parameters)
         if not pointer:
             raise ModelError(
                 f"llama.cpp {self.library.version} does not load {path}: "

@@ -7,6 +7,7 @@ past or present tensors cross Python.
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,7 +86,7 @@ class OnnxBackend(PagedBackend):
                     f"{bundle.path} was exported with --linear ort, whose products {device!r} does "
                     "not run; export it with --linear kvq"
                 )
-            self._maps = {name: _held(array, device) for name, array in self._maps.items()}
+            self._maps = {name: held(array, device) for name, array in self._maps.items()}
 
     @staticmethod
     def missing() -> str | None:
@@ -141,7 +142,7 @@ class OnnxBackend(PagedBackend):
         binding = session.io_binding()
         for name, given in feeds.items():
             on_device = name in self._maps
-            binding.bind_ortvalue_input(name, given if on_device else _held(given, gpu.PROCESSOR))
+            binding.bind_ortvalue_input(name, given if on_device else held(given, gpu.PROCESSOR))
         binding.bind_output("logits")
         session.run_with_iobinding(binding)
         return binding.copy_outputs_to_cpu()[0]
@@ -217,10 +218,32 @@ def session_options(threads: int) -> Any:
     return options
 
 
-def _held(array: NDArray[Any], device: str) -> Any:
-    """The array where a device's nodes read it, once and for all passes."""
-    kind = device if device == "cuda" else "cpu"
+def memory_kind(device: str) -> str:
+    """What ONNX Runtime calls the memory a device's nodes read; an emulated one's is ours."""
+    return device if device == "cuda" else "cpu"
+
+
+def held(array: NDArray[Any], device: str) -> Any:
+    """The array where a device's nodes read it, once and for all passes; ours is not copied."""
+    kind = memory_kind(device)
     return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array, kind, 0)
+
+
+def open_session(model: bytes | Path, options: Any, device: str) -> Any:
+    """ONNX Runtime's session over a graph on a device. Raises what ONNX Runtime does."""
+    onnxruntime = import_module("onnxruntime")
+    if device == "cuda":
+        onnxruntime.preload_dlls()  # CUDA's libraries of the wheels that come with it
+    # Its fallback is the same provider again, and a banner on stdout.
+    return onnxruntime.InferenceSession(
+        model, options, providers=_providers(device), enable_fallback=0
+    )
+
+
+def library_path(device: str) -> str:
+    """The library with our ops for the device."""
+    on_processor = device == gpu.PROCESSOR
+    return str(native.library_path() if on_processor else devices.opened(device).library)
 
 
 def _providers(device: str) -> list[Any]:
@@ -235,16 +258,9 @@ def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
     onnxruntime = import_module("onnxruntime")
     options = session_options(threads)
     path = bundle.model_path
-    on_processor = device == gpu.PROCESSOR
-    library = native.library_path() if on_processor else devices.opened(device).library
-    if device == "cuda":
-        onnxruntime.preload_dlls()  # CUDA's libraries of the wheels that come with it
     try:
-        options.register_custom_ops_library(str(library))
-        # Its fallback is the same provider again, and a banner on stdout.
-        return onnxruntime.InferenceSession(
-            path, options, providers=_providers(device), enable_fallback=0
-        )
+        options.register_custom_ops_library(library_path(device))
+        return open_session(path, options, device)
     except _load_errors() as error:
         if device == "cuda":
             raise BackendError(

@@ -22,7 +22,6 @@ from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
 from kvq_apps.bench.engines import (
     ENGINES,
-    OURS_ON_CUDA,
     PEERS,
     Setting,
     check_peers,
@@ -54,17 +53,21 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 # engine rounds activations to 8 bits before a matrix product, which costs about 0.015 by itself.
 TOLERANCE = {
     ("onnxruntime", "fp32"): 0.03,
+    ("onnxruntime", "fp16"): 0.03,
     ("onnxruntime", "int8"): 0.06,
     ("llama.cpp", "f16"): 0.04,
     ("llama.cpp", "q8_0"): 0.05,
     ("llama.cpp", "q4_0"): 0.4,
+    ("transformers", "fp32"): 0.03,
+    ("transformers", "fp8"): 0.06,
 }
-KV_ROW_BYTES = {"fp32": 256, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
+KV_ROW_BYTES = {"fp32": 256, "fp16": 128, "int8": 64, "f16": 128, "q8_0": 68, "q4_0": 36}
 ROW_KEYS = {
     "engine", "kv", "kv_policy", "kv_read", "context", "threads", "decode_ms", "decode_min_ms",
     "decode_p95_ms", "decode_samples", "relief_share",
     "prefill_tok_s", "prefill_samples", "prefill_skipped", "ttft_ms", "kv_bytes",
     "weight_bytes_read", "kv_bytes_read", "bandwidth_share", "pass_ms", "attention_ms",
+    "memory_bytes_s", "batch_attention_ms",
 }  # fmt: skip
 
 Make = Callable[..., Bundle]
@@ -87,12 +90,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return bundle
 
 
-def need(engine: str) -> None:
+def need(engine: str, device: str = "cpu") -> None:
     """Skips a test whose engine is not installed, or whose device is not here."""
-    if engine == OURS_ON_CUDA and (reason := devices.why_not("cuda")):
+    if device != "cpu" and (reason := devices.why_not(device)):
         pytest.skip(reason)
     try:
-        check_peers([engine] if engine in PEERS else [])
+        check_peers([engine] if engine in PEERS else [], device)
     except BackendError as error:
         pytest.skip(str(error))
 
@@ -115,7 +118,14 @@ def logits(bundle: Bundle, engine: str, kv: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("engine", "kv"), TOLERANCE)
+@pytest.mark.parametrize(
+    ("engine", "kv"),
+    [
+        # PyTorch takes seconds to load.
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "transformers"))
+        for case in TOLERANCE
+    ],
+)
 def test_a_peer_computes_the_same_logits(make: Make, case: str, engine: str, kv: str) -> None:
     need(engine)
     bundle = make(case)
@@ -202,11 +212,20 @@ def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
 # The depth is real
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_filled_cache_is_attended_to(make: Make, engine: str) -> None:
-    need(engine)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(engine, marks=[pytest.mark.slow] * (engine == "transformers"))
+        for engine in ENGINES
+    ],
+)
+def test_a_filled_cache_is_attended_to(make: Make, engine: str, device: str) -> None:
+    need(engine, device)
+    if device != "cpu" and engine in ("kvq (MatMulNBits)", "kvq (upper nibbles)"):
+        pytest.skip("the processor's alone")
     settings = [Setting(kv="4:2"), Setting(kv="fp")]
-    opened = open_engine(engine, make("qwen2"), threads=1, settings=settings)
+    opened = open_engine(engine, make("qwen2"), threads=1, settings=settings, device=device)
     token = np.array([7])
     for setting in opened.settings:
         seen = []
@@ -287,7 +306,8 @@ def test_every_engine_is_measured(
         assert row["prefill_samples"] == 3
         assert row["ttft_ms"] == pytest.approx(16 / row["prefill_tok_s"] * 1e3)
         assert row["pass_ms"].keys() == {"1", "5"}
-        assert row["attention_ms"].keys() == ({"1", "5"} if row["engine"] == "kvq" else set())
+        alone = {"1", "5"} if row["engine"] in ("kvq", "onnxruntime") else set()
+        assert row["attention_ms"].keys() == alone
         assert row["weight_bytes_read"] > 0 < row["bandwidth_share"]
         if row["engine"] != "kvq":
             assert row["kv_bytes_read"] == row["kv_bytes"]
@@ -635,6 +655,7 @@ def test_the_table_of_policies(
     [
         ("qwen2.5-0.5b", 494_032_768),
         ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
         ("smollm2-135m", 134_515_008),
     ],
@@ -661,6 +682,11 @@ def test_a_shape_is_made_once() -> None:
     ("words", "message"),
     [
         (["--shape", "gpt-5"], "choose qwen2.5-0.5b, llama-3.2-1b"),
+        (["--shape", "llama-3-8b:layers=33"], "write llama-3-8b:layers=1 to 32"),
+        (["--shape", "llama-3-8b:heads=3"], "write llama-3-8b:layers=1 to 32"),
+        (["--batch", "0"], "--batch 0 is not possible: give 1 or more"),
+        (["--batch", "2", "--suite", "drafts"], "--suite drafts knows no --batch"),
+        (["--device", "cpu", "--suite", "several"], "--suite several knows no --device"),
         (["--peer", "onnxruntime,kvq"], "--peer 'kvq' is not known"),
         (["--peer", "vllm"], "choose onnxruntime, llama.cpp"),
         (["--threads", "0"], "--threads 0 is not possible"),
@@ -701,5 +727,7 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_peers(["llama.cpp"])
     with pytest.raises(BackendError, match="pip install onnxruntime"):
         check_peers(["onnxruntime"])
+    with pytest.raises(BackendError, match="pip install torch transformers optimum-quanto"):
+        check_peers(["transformers"])
     with pytest.raises(UsageError, match="vllm"):
         check_peers(["vllm"])

@@ -91,8 +91,10 @@ def test_every_drafter_has_a_row_of_every_workload(
         assert rows["other", "lookup"]["tokens_per_round"] < 1.5
     (passes,) = data["passes"]
     assert [int(count) for count in passes["ms"]] == list(range(1, 17))
-    drafting.print_report({**data, "passes": [{**passes, "ms": {1: 2.0, 2: 3.0}}]})
-    assert "again" in capsys.readouterr().out
+    drafting.print_report({**data, "passes": [{**passes, "ms": {1: 2.0, 2: 3.0}, "hi_ms": 1.5}]})
+    out = capsys.readouterr().out
+    assert "again" in out
+    assert "upper nibbles (f): 0.75" in out
 
 
 @pytest.mark.usefixtures("few")

@@ -430,7 +430,7 @@ def test_choices_of_one_prompt_are_what_they_are_in_turn(rule: Rule) -> None:
         return found
 
     with running(rule.load, sessions=1) as server:
-        # 16 tokens of each of 4 fit the rows of a branch; 17 do not, and are written in turn.
+        # 16 tokens of each of 4 fit the rows of a branch; 18 do not, and are written in turn.
         together, apart = choices(4, 16), choices(4, 18)
         letter = together[0]["text"][2]
         stopped = choices(4, 16, stop=[letter])

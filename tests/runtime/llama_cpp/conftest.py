@@ -1,0 +1,47 @@
+"""Tiny GGUF files and engines over them, for all that llama.cpp is asked."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq_runtime.engine import Engine
+from shelf import Shelf
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+
+
+@pytest.fixture(scope="session")
+def make(shelf: Shelf) -> Callable[..., Path]:
+    """Tiny files, each made once; to read only."""
+    from tiny_gguf import write_gguf
+
+    def file(**options: Any) -> Path:
+        return shelf.once("tiny.gguf", options, lambda path: write_gguf(path, **options))
+
+    return file
+
+
+@pytest.fixture(scope="module")
+def engine(make: Callable[..., Path]) -> Iterator[Engine]:
+    from tiny_gguf import open_engine
+
+    with open_engine(make()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def windowed(make: Callable[..., Path]) -> Iterator[Engine]:
+    """Six layers of seven see 24 tokens."""
+    from tiny_gguf import open_engine
+
+    with open_engine(make(architecture="gemma3", num_layers=7)) as engine:
+        yield engine

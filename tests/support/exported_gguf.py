@@ -1,0 +1,36 @@
+"""Checkpoints exported to GGUF files, and what stands in these; needs the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from kvq_export import gguf_llama
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime.bundle import GGUF_FILE, Bundle
+
+needs_llama = pytest.mark.skipif(
+    gguf_llama.llama_missing() is not None, reason=str(gguf_llama.llama_missing())
+)
+
+
+def export(source: Path, kind: str, **options: Any) -> Bundle:
+    """The bundle of `source` beside it, its matrices of type `kind`."""
+    wanted = {"format": "gguf", "gguf_type": kind, "quality": False, "threads": 1, "force": True}
+    destination = source.with_name(f"{source.name}-{kind}")
+    return export_model(source, destination, ExportOptions(**(wanted | options)))
+
+
+def tensors(bundle: Bundle) -> Sequence[Any]:
+    """All that a bundle's file holds, as the `gguf` package reads it."""
+    return gguf.GGUFReader(bundle.path / GGUF_FILE).tensors
+
+
+def field(bundle: Bundle, name: str) -> Any:
+    """One value of its metadata."""
+    return gguf.GGUFReader(bundle.path / GGUF_FILE).fields[name].contents()
