@@ -94,6 +94,12 @@ int kvq_device_open(const char* path, int32_t* device, kvq_device* facts) {
     std::copy(std::begin(found.head_dims), std::end(found.head_dims), facts->head_dims);
     return KVQ_OK;
 }
+int kvq_device_best(int32_t device, const float* logits, int32_t rows, int32_t columns,
+                    int32_t count, int32_t* places, float* values) {
+    kvq::Device* there = kvq::Device::find(device);
+    if (!there || rows < 1 || count < 1) return KVQ_BAD_ARGUMENT;
+    return there->best(logits, rows, columns, count, places, values);
+}
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
                    int32_t device, int64_t* handle) {
     kvq::Layout layout{};

@@ -70,12 +70,27 @@ bool Device::load(const char* path, std::string& why) {
     find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
     find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_close", calls_.close);
     find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
-    find("kvq_cuda_gather", calls_.gather);
+    find("kvq_cuda_gather", calls_.gather), find("kvq_cuda_best", calls_.best);
     if (!whole || calls_.abi() != KVQ_ABI)
         return why = "it belongs to another version of kvq: reinstall kvq-runtime", false;
     if (calls_.open(&facts_)) return why = calls_.error(), false;
     calls_.set_ops(ort::register_ops, this);
     return true;
+}
+
+int Device::best(const float* logits, int32_t rows, int32_t columns, int32_t count, int32_t* places,
+                 float* values) {
+    std::lock_guard<std::mutex> lock(turn);
+    const int64_t bytes = int64_t{4} * rows * count;
+    uint8_t* there = scratch.at_least(2 * bytes);
+    if (!there) return KVQ_NO_MEMORY;
+    auto* found = reinterpret_cast<int32_t*>(there);
+    auto* their = reinterpret_cast<float*>(there + bytes);
+    if (const int status = calls_.best(logits, rows, columns, count, found, their, facts_.stream))
+        return status;
+    if (const int status = copy(places, found, bytes)) return status;
+    if (const int status = copy(values, their, bytes)) return status;
+    return wait();
 }
 
 std::string Device::failure() {

@@ -47,6 +47,7 @@ public:
         decltype(&kvq_cuda_narrow) narrow;
         decltype(&kvq_cuda_linear_run) linear;
         decltype(&kvq_cuda_gather) gather;
+        decltype(&kvq_cuda_best) best;
     };
 
     // Number of the device whose library lies at `path`, from 1 on: opened once, for as long as the
@@ -65,6 +66,9 @@ public:
         return calls_.copy(to, 0, from, 0, bytes, 1, facts_.stream);
     }
     int wait() { return calls_.wait(facts_.stream); }
+    // See kvq_device_best.
+    int best(const float* logits, int32_t rows, int32_t columns, int32_t count, int32_t* places,
+             float* values);
 
     // Held by whoever queues work that uses `scratch`, until the last of it is queued: the stream
     // keeps the order then.

@@ -12,7 +12,7 @@ extern "C" {
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 13
+#define KVQ_ABI 14
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -93,6 +93,11 @@ typedef struct {
     int32_t head_dims[8];       /* channels of heads that it attends to; then 0 */
 } kvq_device;
 KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *facts);
+/* Of each row of logits [rows, columns], which lie on the device, the `count` best (1 to 256), best
+   first and of equal ones the first; what is not a number counts as the best. `places` and `values`
+   [rows, count] are the host's, and nothing else is copied to it. */
+KVQ_EXPORT int kvq_device_best(int32_t device, const float *logits, int32_t rows, int32_t columns,
+                               int32_t count, int32_t *places, float *values);
 
 /* `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
    run, 0: here. */

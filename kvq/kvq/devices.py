@@ -10,9 +10,12 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvq import native
 from kvq.abi import DeviceFacts
-from kvq.errors import BackendError
+from kvq.errors import BackendError, CacheError
 from kvq.settings import environment
 
 # `emulated` is for tests: its kernels are CUDA's on a grid of threads that one processor plays, and
@@ -22,6 +25,7 @@ DRIVER = "libcuda.so.1"
 # The CUDA that the library and onnxruntime-gpu are made with, as a driver tells its version.
 OLDEST_DRIVER = 13_000
 OLDEST_CAPABILITY = 80  # of the GPUs that the library has code for, as in CMakeLists.txt
+MOST_BEST = 256  # logits of a row that `best` finds, as in csrc/cuda/best.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +107,25 @@ def opened(name: str) -> Device:
         stream=facts.stream,
         head_dims=tuple(dim for dim in facts.head_dims if dim),
     )
+
+
+def best(
+    device: Device, address: int, shape: tuple[int, int], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Places and values [R, count] of the `count` largest numbers of each row, largest first.
+
+    `address` is where float32 rows of `shape` [R, V] lie on the device, R at least 1; what its
+    stream was given before is done first. Of equal numbers the first are taken, and what is not a
+    number counts as the largest. `count` is 1 to `MOST_BEST`, at most V. Raises `CacheError`.
+    """
+    places = np.empty((shape[0], count), np.int32)
+    values = np.empty((shape[0], count), np.float32)
+    found = native.pointer(places), native.pointer(values)
+    library = native.library()
+    if status := library.kvq_device_best(device.number, address, *shape, count, *found):
+        reason = library.kvq_status_text(status).decode()
+        raise CacheError(f"the device gave no best logits: {reason}")
+    return places, values
 
 
 def why_not(name: str) -> str:

@@ -4,6 +4,7 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine, open_files
+from kvq_runtime.generation import Step
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -107,6 +109,55 @@ def test_two_sessions_share_passes_of_a_device(bundle: Path) -> None:
             for text in ("The quick", "def add(")
         ]
         assert not engine.backend.rows_agree
+
+
+CHOICES: list[tuple[Sampling, dict[str, Any], bool]] = [
+    (GREEDY, {}, True),
+    (Sampling(temperature=0.9, top_k=40, top_p=0.9), {}, True),
+    (Sampling(temperature=0.9, top_k=10, repeat_penalty=1.3), {}, True),
+    (Sampling(temperature=0, logit_bias={7: -100.0, 9: -4.0}), {}, True),
+    (Sampling(temperature=0.9, top_k=0), {}, False),
+    (Sampling(temperature=0, logit_bias={7: 30.0}), {}, False),
+    (GREEDY, {"logprobs": True}, False),
+]
+
+
+def test_of_logits_a_device_tells_what_decides(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.open(bundle, device="emulated") as engine:
+        backend = engine.backend
+        assert isinstance(backend, onnx.OnnxBackend)
+        whole = 4 * engine.model.vocab_size
+
+        def answer(sampling: Sampling, **asked: Any) -> tuple[list[Step], float]:
+            """Of four tokens, the first of them the prompt's; bytes of logits for each other."""
+            with engine.session(kv="8:8", seed=5, draft=lambda: None) as session:
+                session.prefill([7, 8, 9])
+                before = backend.logit_bytes_copied
+                steps = list(session.generate(4, sampling=sampling, stop_ids=[], **asked))
+            return steps, (backend.logit_bytes_copied - before) / 3
+
+        for sampling, asked, few in CHOICES:
+            told, num_bytes = answer(sampling, **asked)
+            with monkeypatch.context() as patched:
+                patched.setattr(devices, "MOST_BEST", 0)
+                assert answer(sampling, **asked) == (told, whole)
+            best = 8 * max(onnx.FEWEST_BEST, sampling.exact_rows)
+            assert num_bytes == (best if few else whole)
+            assert best < whole / 2
+
+
+def test_logits_leave_a_device_for_the_rows_asked_for(bundle: Path) -> None:
+    with Engine.open(bundle, device="emulated") as engine, engine.session(kv="8:8") as session:
+        backend = engine.backend
+        assert isinstance(backend, onnx.OnnxBackend)
+        for wanted in ([], [9], [3, 8, 9]):
+            before = backend.logit_bytes_copied
+            rows = np.array(wanted, np.int64)
+            logits = forward_chain(backend, session.sequence.cache, TEXT[:10], rows)
+            assert logits.shape == (len(wanted), engine.model.vocab_size)
+            assert backend.logit_bytes_copied - before == logits.nbytes
 
 
 def test_a_device_that_cannot_be_used_is_refused_with_the_reason(

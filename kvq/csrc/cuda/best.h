@@ -6,10 +6,11 @@ namespace kvq::cuda {
 
 constexpr int kMostBest = 256, kBestThreads = 512;
 
-// What falls as x does and, of equal ones, as their places rise. 0: not a number, below all others.
+// What falls as x does and, of equal ones, as their places rise. Not a number: above all others, so
+// that who is given the best sees it.
 KVQ_DEVICE uint64_t order_key(float x, int place) {
-    if (!(x == x)) return 0;
-    const uint32_t bits = static_cast<uint32_t>(bits_of(x));
+    // Adding zero makes one zero of two, which compare alike.
+    const uint32_t bits = x == x ? static_cast<uint32_t>(bits_of(add(x, 0.0f))) : 0x7fffffffu;
     const uint32_t rising = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
     return static_cast<uint64_t>(rising) << 32 | (0xffffffffu - static_cast<uint32_t>(place));
 }
@@ -61,19 +62,14 @@ KVQ_KERNEL best(const float* logits, int columns, int count, int32_t* places, fl
     if (thread_index() == 0) found_count = 0;
     sync_block();
     for (int i = thread_index(); i < columns; i += thread_count())
-        if (const uint64_t k = key(i); k >= least && k) {
-            const int at = atomic_add(&found_count, 1);
-            if (at < count) found[at] = k;
-        }
+        if (const uint64_t k = key(i); k >= least) found[atomic_add(&found_count, 1)] = k;
     sync_block();
-    const int some = min(found_count, count);
     for (int i = thread_index(); i < count; i += thread_count()) {
         int rank = 0;
-        for (int j = 0; j < some && i < some; j++) rank += found[j] > found[i];
-        const int64_t at = int64_t{row} * count + (i < some ? rank : i);
-        const int place = i < some ? static_cast<int>(0xffffffffu - uint32_t(found[i])) : -1;
-        places[at] = place;
-        values[at] = place < 0 ? -INFINITY : x[place];
+        for (int j = 0; j < count; j++) rank += found[j] > found[i];
+        const int64_t at = int64_t{row} * count + rank;
+        const int place = static_cast<int>(0xffffffffu - uint32_t(found[i]));
+        places[at] = place, values[at] = x[place];
     }
 }
 

@@ -171,8 +171,7 @@ typedef struct {
 int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
 
 /* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
-   the first: places and values [rows, count]; -1 where a row has fewer numbers. Tested,
-   not called. */
+   the first: places and values [rows, count]. What is not a number counts as the best. */
 int kvq_cuda_best(const float* logits, int32_t rows, int32_t columns, int32_t count,
                   int32_t* places, float* values, void* stream);
 

@@ -33,6 +33,8 @@ SESSION_ENTRIES = {
 ONLY_FATAL = 4
 # Of a layer in the graph's `layer_modes`.
 SKIP, KEYS_AND_VALUES = 1, 2
+# Where the best logits of a row decide, a device tells at least so many: drafters learn of them.
+FEWEST_BEST = 64
 _CPU = "CPUExecutionProvider"
 _STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
@@ -67,6 +69,7 @@ class OnnxBackend(PagedBackend):
             raise BackendError(f"the onnx backend cannot run: {reason}")
         super().__init__(bundle, threads=threads)
         self.device = device
+        self.logit_bytes_copied = 0  # from the device to the host
         before = huge_pages.regions()
         self._session: _InferenceSession | None = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)
@@ -121,7 +124,7 @@ class OnnxBackend(PagedBackend):
             feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
         feeds |= self._mode_feeds(one_pass.mode)
         try:
-            logits = self._run(feeds)
+            logits = self._run(feeds, one_pass.exact_rows)
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
         if one_pass.mode.head_tokens:
@@ -131,21 +134,35 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
-    def _run(self, feeds: Mapping[str, Any]) -> NDArray[np.float32]:
+    def _run(self, feeds: Mapping[str, Any], exact_rows: int) -> NDArray[np.float32]:
         session = self._session
         if session is None:
             raise BackendError("this model is closed; open it again with Engine.open")
         if self.device == gpu.PROCESSOR:
             return session.run(["logits"], feeds)[0]
-        # Arrays are the host's, values lie on the device; of the results the rows asked for come
-        # back, nothing else.
+        # Arrays are the host's, values lie on the device, where the logits stay too.
         binding = session.io_binding()
         for name, given in feeds.items():
             on_device = name in self._maps
             binding.bind_ortvalue_input(name, given if on_device else held(given, gpu.PROCESSOR))
-        binding.bind_output("logits")
+        binding.bind_output("logits", memory_kind(self.device), 0)
         session.run_with_iobinding(binding)
-        return binding.copy_outputs_to_cpu()[0]
+        return self._copied(binding.get_outputs()[0], exact_rows)
+
+    def _copied(self, logits: Any, exact_rows: int) -> NDArray[np.float32]:
+        """Logits [R, n] on the host; where few decide only these, all others minus infinity."""
+        rows, columns = logits.shape()
+        count = max(exact_rows, FEWEST_BEST)
+        if not rows or not exact_rows or count > min(devices.MOST_BEST, columns // 2):
+            whole = logits.numpy()
+            self.logit_bytes_copied += whole.nbytes
+            return whole
+        there = devices.opened(self.device)
+        places, values = devices.best(there, logits.data_ptr(), (rows, columns), count)
+        self.logit_bytes_copied += places.nbytes + values.nbytes
+        whole = np.full((rows, columns), -np.inf, np.float32)
+        np.put_along_axis(whole, places, values, axis=1)
+        return whole
 
     def _mode_feeds(self, mode: Mode) -> dict[str, Any]:
         """What the graph is told of how much to read; nothing where that is all."""
