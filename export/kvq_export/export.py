@@ -24,7 +24,7 @@ from kvq_export.hub import Located, locate
 from kvq_export.layout import Layout, plan_layout
 from kvq_export.quality import Original
 from kvq_export.sensitive import most_sensitive
-from kvq_export.staging import require_space, staged
+from kvq_export.staging import free_destination, require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
 from kvq_models.config import ModelConfig
 from kvq_models.decoder import rope_settings
@@ -74,6 +74,8 @@ def export_model(
     options = options or ExportOptions()
     folder = Path(destination).expanduser()
     name = options.name or folder.name
+    # Before the long work, and once more when it is done.
+    free_destination(folder, force=options.force)
     model = _open_model(locate(source), options)
     weights = _weight_format(model, options, progress)
     _check_prediction(model, options)

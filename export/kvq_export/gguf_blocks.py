@@ -51,21 +51,29 @@ class StoredKind:
         with np.errstate(over="ignore"):
             values = chunk.astype(_FLOATS[self.kind])
         if self.kind == "f16" and not np.isfinite(values).all():
-            raise CheckpointError(
-                f"a weight of {np.abs(chunk).max():.3g} does not fit float16; "
-                "export with --gguf-type bf16 or --format onnx"
-            )
+            raise _too_large(f"a weight of {np.abs(chunk).max():.3g}")
         return values
+
+
+def _too_large(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} does not fit float16; export with --gguf-type bf16 or --format onnx"
+    )
 
 
 def pack_blocks(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """Blocks of float16 scale and codes, uint8 [rows, bytes], of codes and scales of a bundle.
 
     `codes` uint8 [rows, columns], one per byte, and `scales` float32 [rows, blocks], as
-    `weights.quantize` gives them for any block of 32 or more.
+    `weights.quantize` gives them for any block of 32 or more. Raises `CheckpointError` for a scale
+    beyond float16.
     """
     per_block = codes.shape[1] // BLOCK // scales.shape[1]
-    scales = np.repeat(scales, per_block, axis=1).astype(np.float16)
+    largest = np.abs(scales).max(initial=0)
+    with np.errstate(over="ignore"):
+        scales = np.repeat(scales, per_block, axis=1).astype(np.float16)
+    if not np.isfinite(scales).all():
+        raise _too_large(f"a block's scale of {largest:.3g}")
     codes = codes.reshape(*scales.shape, BLOCK)
     # Q4_0 pairs element i with i + 16; Q8_0 is signed, we add 128.
     half = BLOCK // 2

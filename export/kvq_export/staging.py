@@ -24,9 +24,7 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
     name that was killed left behind is removed. A link at `destination` stays, and what it points
     to is written. Raises `BundleError`, also in place of an `OSError` of the body.
     """
-    destination = destination.resolve() if destination.is_symlink() else destination
-    _clear_leftovers(destination)
-    _check_destination(destination, force=force)
+    destination = free_destination(destination, force=force)
     mark = secrets.token_hex(4)
     folder = destination.with_name(f".{destination.name}.{mark}.partial")
     try:
@@ -44,6 +42,14 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_destination(destination: Path, *, force: bool) -> Path:
+    """Where an export to `destination` goes; raises `BundleError` as `staged` does."""
+    destination = destination.resolve() if destination.is_symlink() else destination
+    _clear_leftovers(destination)
+    _check_destination(destination, force=force)
+    return destination
 
 
 def require_space(folder: Path, num_bytes: int) -> None:

@@ -216,16 +216,9 @@ class Cache:
                 f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
                 "it with more draft tokens"
             )
-        if at in (None, self.tokens) and self.tokens + rows + tokens > self.context_tokens:
-            raise BudgetError(
-                f"{self.tokens} + {rows + tokens} tokens exceed this session's context of "
-                f"{self.context_tokens}; open it with a larger --ctx-size"
-            )
-        if not 1 <= tokens <= self.chunk_tokens:
-            raise BudgetError(
-                f"one forward pass takes 1 to {self.chunk_tokens} tokens in this budget, "
-                f"{tokens} were given; split them"
-            )
+        if at in (None, self.tokens):
+            check_context(self.tokens, rows + tokens, self.context_tokens)
+        check_chunk(tokens, self.chunk_tokens)
 
     def evidence(self) -> Evidence:
         """What the policy decides by. One observation more in the pages' history of attention.
@@ -508,3 +501,21 @@ class Cache:
     def close(self) -> None:
         """Gives the arena back; the cache cannot be used afterwards."""
         self.engine.close()
+
+
+def check_context(held: int, new: int, context_tokens: int) -> None:
+    """Raises `BudgetError` where `new` tokens after `held` are more than the context."""
+    if held + new > context_tokens:
+        raise BudgetError(
+            f"{held} + {new} tokens exceed this session's context of {context_tokens}; open it "
+            "with a larger --ctx-size"
+        )
+
+
+def check_chunk(tokens: int, chunk_tokens: int) -> None:
+    """Raises `BudgetError` for more rows than a pass of this budget takes, or none."""
+    if not 1 <= tokens <= chunk_tokens:
+        raise BudgetError(
+            f"one forward pass takes 1 to {chunk_tokens} tokens in this budget, {tokens} were "
+            "given; split them"
+        )

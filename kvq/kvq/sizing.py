@@ -288,7 +288,7 @@ class CacheSpec:
     """What is asked of a cache.
 
     `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
-    `chunk_tokens`: tokens of a prompt at once, fewer where the budget is tight. `windows`: the
+    `chunk_tokens`: tokens of a prompt at once, fewer in a small context or budget. `windows`: the
     sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
     if the policy asks for attention and the budget cannot hold the whole context. `forms`: how the
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
@@ -365,7 +365,7 @@ class CacheSpec:
             shape=self.shape,
             plan=tight_plan(self.plan) if tight else self.plan,
             context_tokens=self.context_tokens,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=min(self.chunk_tokens, self.context_tokens),
             draft_tokens=self.draft_tokens,
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
@@ -390,7 +390,7 @@ class CacheSpec:
         attention.
         """
         geometry = self.geometry(tight=True, probes=self._asks_attention)
-        shortest = replace(geometry, chunk_tokens=min(self.chunk_tokens, PAGE_TOKENS))
+        shortest = replace(geometry, chunk_tokens=min(geometry.chunk_tokens, PAGE_TOKENS))
         return min(shortest.minimum_bytes, self.whole_bytes)
 
     @cached_property

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Of an answer whose length nobody said.
 DEFAULT_MAX_TOKENS = 256
+_LARGEST_BIAS = 1e30
+# Tokens that a count may name.
+_MOST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for the
     other penalties switch their filter off. Penalties look at the last `repeat_window_tokens`
     tokens of the session, prompt included; a negative one asks for repetition. `logit_bias` maps
-    token ids to what is added to their logits.
+    token ids to what is added to their logits, -inf: forbidden.
     """
 
     temperature: float = 0.8
@@ -44,17 +47,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _require("temp", self.temperature, self.temperature >= 0, "0 (greedy) or more")
-        _require("top-k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _require("top-k", self.top_k, 0 <= self.top_k <= _MOST, f"0 (off) to {_MOST}")
         _require("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and up to 1 (off)")
         _require("min-p", self.min_p, 0 <= self.min_p < 1, "0 (off) up to, not including, 1")
         _require("repeat-penalty", self.repeat_penalty, self.repeat_penalty > 0, "above 0 (1: off)")
-        _require(
-            "repeat-last-n", self.repeat_window_tokens, self.repeat_window_tokens >= 0, "0 or more"
-        )
+        window = self.repeat_window_tokens
+        _require("repeat-last-n", window, 0 <= window <= _MOST, f"0 to {_MOST}")
 
         for name in ("presence", "frequency"):
             penalty = getattr(self, f"{name}_penalty")
             _require(f"{name}-penalty", penalty, isfinite(penalty), "a finite number (0: off)")
+        for token, added in self.logit_bias.items():
+            # A larger one and NaN would make logits that are not finite.
+            if not added <= _LARGEST_BIAS:
+                raise UsageError(
+                    f"a logit bias of {added} for token {token} is not possible: give a number up "
+                    f"to {_LARGEST_BIAS:g}, or -inf to forbid the token"
+                )
 
     @property
     def penalizes(self) -> bool:

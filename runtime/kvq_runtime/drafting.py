@@ -27,21 +27,22 @@ class Drafting(Generic[C]):
         """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
         if drafter is self.drafter:
             return
-        if (
-            drafter is not None
-            and getattr(drafter, "branches", False)
-            and not self._backend.takes_trees
-        ):
-            raise BackendError(
-                f"--draft {name_of(drafter)} is not possible on the "
-                f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
-                "lookup, suffix or none, or run a bundle with an ONNX graph"
-            )
+        if drafter is not None:
+            self._check_branches(drafter)
         if isinstance(drafter, ComputingDrafter):
             drafter.open(self._backend, self._sequence.config)
         self.close()
         self.drafter, self._is_new, self._pause = drafter, True, 0
         self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
+
+    def _check_branches(self, drafter: Drafter) -> None:
+        """Raises `BackendError` for drafts that branch, where passes take chains only."""
+        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+            raise BackendError(
+                f"--draft {name_of(drafter)} is not possible on the "
+                f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
+                "lookup, suffix or none, or run a bundle with an ONNX graph"
+            )
 
     @property
     def held_bytes(self) -> int:

@@ -38,7 +38,8 @@ class Step:
     `text` may be empty: a character can span tokens, and text that may begin a stop string is
     held back. `logprob` is the model's own, before sampling filters, and None unless asked for;
     `top` holds the likeliest (token, log-probability), likeliest first, as many as were asked for.
-    `finish_reason` is None until the last step, then stop, length or cancelled.
+    `finish_reason` is None until the last step, then stop, length or cancelled; `stop_string` is
+    what it stopped at, if at one.
     """
 
     token: int
@@ -46,6 +47,7 @@ class Step:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     finish_reason: str | None = None
+    stop_string: str | None = None
 
 
 class Detokenizer(Protocol):
@@ -303,6 +305,7 @@ class Generation:
             logprob=log_probability(logits, token) if options.logprobs else None,
             top=likeliest(logits, options.top_logprobs),
             finish_reason=self.finish_reason,
+            stop_string=self._stops.found,
         )
 
     def _reason(self, token: int, cancel: Cancel) -> str | None:

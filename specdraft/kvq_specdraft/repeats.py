@@ -66,7 +66,7 @@ class Repeats:
 
     def tail(self, count: int) -> list[int]:
         """The last `count` tokens, or all."""
-        return self._tokens[-count:].tolist()
+        return self._tokens[max(0, len(self._tokens) - count) :].tolist()
 
     def at(self, place: int, otherwise: int) -> int:
         """The token at `place`, or `otherwise` where the text is over."""

@@ -550,6 +550,12 @@ def test_an_existing_bundle_is_replaced_with_force_only(tmp_path: Path) -> None:
     export_model(source, tmp_path / "bundle", PLAIN)
     with pytest.raises(BundleError, match="already holds a bundle; replace it with --force"):
         export_model(source, tmp_path / "bundle", PLAIN)
+    # Before anything is measured.
+    said: list[object] = []
+    wide = ExportOptions(weights=WeightFormat(sensitive=True))
+    with pytest.raises(BundleError, match="already holds a bundle"):
+        export_model(source, tmp_path / "bundle", wide, lambda *news: said.append(news))
+    assert said == []
     forced = ExportOptions(quality=False, force=True, weights=WeightFormat(bits=8))
     with pytest.raises(KeyboardInterrupt):
         export_model(source, tmp_path / "bundle", forced, stop)

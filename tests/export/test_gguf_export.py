@@ -26,6 +26,7 @@ from kvq_export import gguf_llama
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
+from kvq_export.gguf_blocks import pack_blocks
 from kvq_export.gguf_model import gguf_model
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
@@ -484,6 +485,9 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not fit float16; export with --gguf-type bf16"):
         export(source, "f16")
     assert export(source, "bf16").has_gguf
+    codes, scales = np.zeros((1, 64), np.uint8), np.array([[1, 1e6]], np.float32)
+    with pytest.raises(CheckpointError, match=r"a block's scale of 1e\+06 does not fit float16"):
+        pack_blocks(codes, scales, 8)
 
 
 @pytest.mark.parametrize("wrong", [{"format": "ggml"}, {"gguf_type": "q5_k_m"}])

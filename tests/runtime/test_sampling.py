@@ -168,6 +168,9 @@ def test_bad_bias_and_bad_logits_are_refused() -> None:
         distribution(LOGITS, plain(logit_bias={4: 1.0}), [])
     with pytest.raises(UsageError, match="forbids every token"):
         distribution(LOGITS, plain(logit_bias=dict.fromkeys(range(4), -np.inf)), [])
+    for added in (np.nan, np.inf, 1e39):
+        with pytest.raises(UsageError, match=r"logit bias of \S+ for token 2 is not possible"):
+            plain(logit_bias={2: added})
     broken = LOGITS.copy()
     broken[2] = np.nan
     with pytest.raises(BackendError, match="not finite"):

@@ -116,6 +116,10 @@ def test_a_store_keeps_finished_answers_and_no_more_than_asked() -> None:
     first.follow(0, [9])  # another prompt: the answer is finished
     assert second.propose(5).ids == (32, 33)
     assert without.propose(5) == NO_DRAFT
+    least = Finished(1, 2)
+    for _ in range(4):
+        least.add([1, 2, 3])
+        assert len(least) <= 1
     store = Finished(64, 2)
     for start in range(0, 4000, 40):
         store.add(range(start, start + 40))

@@ -92,13 +92,21 @@ class Stream:
         self.started_s = monotonic()
         self._lock = Lock()
         self._news = News()
+        # Drafts whose last piece ended with CR: that LF comes next is not known yet.
+        self._half_breaks = set[int]()
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
 
     def write(self, text: str, draft: int = 0) -> None:
-        """The next piece of the reply, or of this draft of it."""
+        """The next piece of the reply, or of this draft of it; a CR LF in two pieces is a CR."""
+        if not text:
+            return
         with self._lock:
-            self._news.texts[draft] = self._news.texts.get(draft, "") + text
+            new = text.removeprefix("\n") if draft in self._half_breaks else text
+            self._half_breaks -= {draft}
+            if text.endswith("\r"):
+                self._half_breaks.add(draft)
+            self._news.texts[draft] = self._news.texts.get(draft, "") + new
 
     def prefilled(self, done: int, total: int) -> None:
         """So many of the prompt's tokens went through the model."""

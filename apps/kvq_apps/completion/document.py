@@ -4,7 +4,9 @@ Lines end where the Language Server Protocol says: at LF, CR LF and CR, and nowh
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Encoding = Literal["utf-8", "utf-16", "utf-32"]
@@ -120,5 +122,5 @@ def _code_points(line: str, units: int, encoding: Encoding) -> int:
     if line.isascii() or encoding == "utf-32":
         return min(units, len(line))
     name, width = _UNITS[encoding]
-    before = line.encode(name, "surrogatepass")[: units * width]
-    return len(before.decode(name, "ignore"))
+    sizes = (len(character.encode(name, "surrogatepass")) // width for character in line)
+    return bisect_right(list(accumulate(sizes)), units)

@@ -32,6 +32,8 @@ WINDOW_LINES = 90
 FOLLOWING_TOKENS = 48
 # The first tokens of a text, which a cache keeps in float16, do not move.
 FIRST_EDITED_TOKEN = 8
+# So many places in a row that are too near the beginning mean that there are no others.
+MOST_MISSES = 1000
 # Of every so many cases one has this many edits in a row, and no refresh between them.
 ROW_EVERY, EDITS_IN_A_ROW = 10, 10
 # Of a line that is written greedily.
@@ -72,7 +74,7 @@ def edit_cases(
     long = [lines for text in texts if len(lines := text.splitlines(keepends=True)) > 2 * LINES[-1]]
     if not long:
         raise DataError("there is nothing to edit; give source files of some hundred lines")
-    window = WINDOW_LINES
+    window, missed = WINDOW_LINES, 0
     cases: list[EditCase] = []
     while len(cases) < limit + limit // ROW_EVERY:
         number = len(cases)
@@ -87,7 +89,11 @@ def edit_cases(
             len(change.new_ids) for change in case.changes
         )
         if min(change.start for change in case.changes) < FIRST_EDITED_TOKEN:
+            missed += 1
+            if missed > MOST_MISSES:
+                raise DataError("the lines are too short to edit; give source files")
             continue
+        missed = 0
         if longest + len(case.following) <= context_tokens:
             cases.append(case)
         elif window > 3 * LINES[-1]:

@@ -6,7 +6,6 @@ without the white space at its end.
 """
 
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -207,7 +206,9 @@ def _from_record(place: str, record: dict[str, object]) -> Sample:
 
 def _lines(name: str, text: str) -> Iterator[Sample]:
     """Every line of a source file that is worth filling in, one sample each."""
-    for line in re.finditer(r".+", text):
-        if len(line[0].strip()) >= MIN_LINE_CHARACTERS:
-            number = text.count("\n", 0, line.start()) + 1
-            yield Sample(name=f"{name}:{number}", text=text, start=line.start(), end=line.end())
+    start = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        end = start + len(line)
+        if len(line.strip()) >= MIN_LINE_CHARACTERS:
+            yield Sample(name=f"{name}:{number}", text=text, start=start, end=end)
+        start = end + 1

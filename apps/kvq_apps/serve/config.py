@@ -16,7 +16,9 @@ class ServeConfig(PoolConfig):
 
     `port` None listens on `socket_path` only, a socket file that its owner alone may open.
     `saved_bytes` bounds the sessions kept on disk, 0: none are. `buffer_bytes` is what the engine
-    writes ahead of one reader. At shutdown running requests get `grace_s` to end.
+    writes ahead of one reader. A request's head must arrive within `head_s`, its body within
+    `upload_s`; `spare_connections` more than requests can run and wait may be open. At shutdown
+    running requests get `grace_s` to end.
     """
 
     host: str = LOOPBACK_HOSTS[0]
@@ -29,7 +31,9 @@ class ServeConfig(PoolConfig):
     saved_bytes: int = 2 << 30
     grace_s: float = 8.0
     ping_s: float = 15.0
+    head_s: float = 15.0
     upload_s: float = 60.0
+    spare_connections: int = 256
     buffer_bytes: int = 128 << 10
     body_bytes: int = 16 << 20
 
@@ -45,6 +49,13 @@ class ServeConfig(PoolConfig):
             _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("--api-key is empty; give a key or leave the flag out")
+        for origin in self.origins:
+            _require_origin(origin)
+
+    @property
+    def connections(self) -> int:
+        """How many may be open at once."""
+        return self.sessions + self.queue + self.spare_connections
 
     @property
     def loopback(self) -> bool:
@@ -55,3 +66,14 @@ class ServeConfig(PoolConfig):
 def _require(flag: str, value: float, holds: bool, possible: str) -> None:
     if not holds:
         raise UsageError(f"--{flag} {value} is not possible: give {possible}")
+
+
+def _require_origin(origin: str) -> None:
+    """An origin is what a browser sends as one: a scheme and a host, in small letters, no path."""
+    parts = origin.split("/")
+    whole = len(parts) == 3 and parts[0].endswith(":") and parts[1] == "" and parts[2] != ""
+    if origin not in ("*", "null") and not (whole and origin == origin.lower()):
+        raise UsageError(
+            f"--origin {origin} is not possible: give what a browser calls the page's origin, "
+            "without a path or a slash at the end, as https://example.org:8080, or *"
+        )

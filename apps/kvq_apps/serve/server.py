@@ -16,6 +16,7 @@ import uvicorn
 
 from kvq_apps.serve.app import make_app
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.connections import bounded
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
@@ -95,7 +96,7 @@ class Server:
         server = _Uvicorn(
             uvicorn.Config(
                 make_app(self.pool, self._config),
-                http="h11",
+                http=bounded(self._config),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

@@ -44,6 +44,7 @@ class Choice:
     text: str = ""
     logs: list[TokenLog] = field(default_factory=list[TokenLog])
     reason: str = ""
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,7 +323,7 @@ class LlamaShape:
 
     def finish(self, finished: Finished) -> Json:
         """Everything but the text."""
-        choice = Choice(reason=finished.reason)
+        choice = Choice(reason=finished.reason, stop_string=finished.stop_string)
         return self._picked(self._final(finished.index, choice, finished.report))
 
     def closing(self, report: Report) -> Json | None:
@@ -348,14 +349,21 @@ class LlamaShape:
             "tokens_evaluated": report.prompt_tokens,
             "tokens_cached": report.cached_tokens,
             "truncated": self._answered.request.truncated,
-            "stop_type": {"stop": "eos", "length": "limit"}.get(choice.reason, "none"),
-            "stopping_word": "",
+            "stop_type": _stop_type(choice),
+            "stopping_word": choice.stop_string or "",
             "has_new_line": "\n" in choice.text,
             **_measures(self._answered, report),
         }
 
     def _picked(self, final: Json) -> Json:
         return _picked(final, self._answered.delivery.response_fields)
+
+
+def _stop_type(choice: Choice) -> str:
+    """Why a choice ended, in llama-server's words."""
+    if choice.reason == "stop" and choice.stop_string is not None:
+        return "word"
+    return {"stop": "eos", "length": "limit"}.get(choice.reason, "none")
 
 
 def _picked(answer: Json, names: Sequence[str] | None) -> Json:

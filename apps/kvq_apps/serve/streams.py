@@ -88,8 +88,8 @@ async def whole_answer(events: Events, shape: Shape, answered: Answered) -> Any:
             case Delta(index=index, text=text, logs=logs):
                 choices[index].text += text
                 choices[index].logs += logs
-            case Finished(index=index, reason=reason):
-                choices[index].reason = reason
+            case Finished(index=index, reason=reason, stop_string=stop_string):
+                choices[index].reason, choices[index].stop_string = reason, stop_string
             case Done(report=report):
                 return shape.whole(choices, report)
             case Failed(error=error):

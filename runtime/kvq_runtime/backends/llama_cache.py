@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Holdings
+from kvq.cache import Holdings, check_chunk, check_context
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
 from kvq_runtime.backends import Rows
 from kvq_runtime.backends.llama_layout import (
@@ -154,16 +154,9 @@ class LlamaCppCache:
                 "drafts that branch are not possible on the llama.cpp backend: give a chain, or "
                 "run a bundle with an ONNX graph"
             )
-        if at is None and self.tokens + first + tokens > self.context_tokens:
-            raise BudgetError(
-                f"{self.tokens} + {tokens} tokens exceed this session's context of "
-                f"{self.context_tokens}; open it with a larger --ctx-size"
-            )
-        if not 1 <= tokens <= self.chunk_tokens:
-            raise BudgetError(
-                f"one forward pass takes 1 to {self.chunk_tokens} tokens, {tokens} were given; "
-                "split them"
-            )
+        if at is None:
+            check_context(self.tokens, first + tokens, self.context_tokens)
+        check_chunk(tokens, self.chunk_tokens)
         if at is not None and self._at is None:
             self._park(at)
             self._at, self.tokens = (at, self.tokens), at

@@ -226,7 +226,7 @@ class Job:
         if text or logs:
             self.outbox.put(Delta(index=index, text=text, logs=logs))
         if reason is not None:
-            self._finish(index, reason)
+            self._finish(index, reason, step.stop_string)
         return reason
 
     def _out_of_time(self, started: float, text: str) -> bool:
@@ -234,5 +234,7 @@ class Job:
         limit_ms = self.request.time_limit_ms
         return limit_ms > 0 and "\n" in text and (monotonic() - started) * 1e3 > limit_ms
 
-    def _finish(self, index: int, reason: str) -> None:
-        self.outbox.put(Finished(index=index, reason=reason, report=self.report()))
+    def _finish(self, index: int, reason: str, stop_string: str | None = None) -> None:
+        self.outbox.put(
+            Finished(index=index, reason=reason, stop_string=stop_string, report=self.report())
+        )

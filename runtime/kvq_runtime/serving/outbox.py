@@ -84,11 +84,12 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """Choice `index` ended: stop or length."""
+    """Choice `index` ended: stop, perhaps at `stop_string`, or length."""
 
     index: int
     reason: str
     report: Report
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -196,24 +196,27 @@ class SessionPool(Generic[S]):
             self._thread.join()
 
     def _main(self) -> None:
-        try:
-            self.served = self._load()
-            self.served.slots.saved.writer.on_room = self.poke
-            session = self.served.slots.all[0].session
-            self._decoding = Decoding(
-                stop_ids=self.served.stop_ids,
-                chunk_tokens=self._config.chunk_tokens or measured_chunk(session),
-            )
-            logger.info("prompts are read %d tokens at a time", self._decoding.chunk_tokens)
-            self._on_change()
-            while self._turn(self.served):
-                pass
-        except BaseException as error:  # noqa: BLE001  shown by whoever runs the pool
-            self.error = error
-        finally:
-            self._close()
-            self._ended = True
-            self._on_change()
+        for part in (self._serve, self._close):
+            try:
+                part()
+            except BaseException as error:  # noqa: BLE001  shown by whoever runs the pool
+                self.error = self.error or error
+        self._ended = True
+        self._on_change()
+
+    def _serve(self) -> None:
+        """Loads the model and takes turns until told to stop."""
+        self.served = self._load()
+        self.served.slots.saved.writer.on_room = self.poke
+        session = self.served.slots.all[0].session
+        self._decoding = Decoding(
+            stop_ids=self.served.stop_ids,
+            chunk_tokens=self._config.chunk_tokens or measured_chunk(session),
+        )
+        logger.info("prompts are read %d tokens at a time", self._decoding.chunk_tokens)
+        self._on_change()
+        while self._turn(self.served):
+            pass
 
     def _turn(self, served: Served) -> bool:
         """Begins the jobs that got a slot, else one pass of those that can go on, else a rest."""
@@ -368,13 +371,15 @@ class SessionPool(Generic[S]):
         with self._wake:
             self._stopping = True
             jobs = (*self._scheduler.running, *self._scheduler.drop(lambda _: True))
+        # All are told before anything that can fail.
+        for job in jobs:
+            job.outbox.put(Failed(error=leaving()))
         for job in jobs:
             run = self._runs.pop(id(job), None)
             if run is not None:
                 run.work.close()
                 if self.served is not None:
                     self.served.slots.release(run.slot, failed=self.error is not None)
-            job.outbox.put(Failed(error=leaving()))
         if self.served is not None:
             self.served.slots.save_all()
             self.served.slots.close()

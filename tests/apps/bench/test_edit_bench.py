@@ -3,14 +3,18 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvq.errors import DataError
 from kvq_apps.bench import around, editing, starting
 from kvq_apps.bench.editing import chunks_kept, counts
 from kvq_apps.bench.typing_sessions import LONG, SHORT, TEXTS, TypingSession
 from kvq_apps.cli import main
+from kvq_apps.evaluation.editing import edit_cases
 from kvq_apps.model_path import resolve_model
+from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 
@@ -36,6 +40,20 @@ def test_the_recordings_are_what_their_script_writes(tmp_path: Path) -> None:
         assert (tmp_path / file).read_bytes() == (TEXTS / file).read_bytes()
     kinds = {now.kind for name in SHORT for now in TypingSession.read(name).moments()}
     assert kinds == {"open", "key", "jump", "paste", "delete", "undo", "rename"}
+
+
+class OneToken:
+    """Any text is one token, as runs of line ends are to a large vocabulary."""
+
+    control = ControlTokens()
+
+    def encode(self, text: str) -> list[int]:
+        return [1] if text else []
+
+
+def test_a_file_of_blank_lines_has_nothing_to_edit() -> None:
+    with pytest.raises(DataError, match="too short to edit"):
+        edit_cases(cast(Tokenizer, OneToken()), ["\n" * 400], limit=3, context_tokens=4096, seed=1)
 
 
 def test_a_session_ends_with_what_was_typed() -> None:

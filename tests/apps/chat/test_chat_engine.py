@@ -23,6 +23,8 @@ from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import kv_part
 from kvq_apps.chat.remote import RemoteClient
+from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.visible import storable
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
@@ -614,3 +616,21 @@ def test_no_server_and_no_such_model() -> None:
 def test_the_server_decides_its_kv() -> None:
     with pytest.raises(BackendError, match="kvq serve --kv"):
         RemoteClient("http://127.0.0.1:1").change_kv(4, 2, None, Stream())
+
+
+def test_a_line_end_in_two_pieces_is_one_newline() -> None:
+    stream, text = Stream(), ""
+    for piece in ("a\r", "", "\nb\r", "c\n", "\nd\r\n", "\n"):
+        stream.write(piece)
+        stream.write("\n", draft=1)
+        text += storable(stream.take().text)
+    assert text == "a\nb\nc\n\nd\n\n"
+
+
+def test_a_number_no_machine_counts_to_is_refused() -> None:
+    settings = ChatSettings()
+    with pytest.raises(
+        UsageError, match=r"top_k 10+ is not possible: give 0 \(off\) to 2147483647"
+    ):
+        settings.change("top-k 1" + "0" * 400)
+    assert settings.change("top-k 7") == "top-k is 7 from the next reply on"

@@ -15,15 +15,15 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 from shelf import Shelf
 
-# Line ends of the protocol, and characters that other readers take for line ends.
-ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301("
+# Line ends of the protocol, what other readers take for one, and half of a pair of UTF-16.
+ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301(\ud83d"
 SOURCE = (
     "def f(x):\n    \u00e9 = [x,\r\n  1]\n\n    return '\U0001f44b' + y\n\nclass A:\n    z = 1\n"
     * 2
 )
 WIDTHS = {
-    "utf-8": lambda text: len(text.encode()),
-    "utf-16": lambda text: len(text.encode("utf-16-le")) // 2,
+    "utf-8": lambda text: len(text.encode("utf-8", "surrogatepass")),
+    "utf-16": lambda text: len(text.encode("utf-16-le", "surrogatepass")) // 2,
     "utf-32": len,
 }
 

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Ground
 from kvq_runtime.serving import saving as saved_module
+from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.saving import as_ids
 from kvq_runtime.session import Session
 from kvq_specdraft.lookup import Lookup
@@ -305,6 +307,57 @@ def test_a_body_that_never_ends_is_given_up(rule: Rule) -> None:
     with running(rule.load, upload_s=0.05) as server, connect(server) as connection:
         connection.sendall(request_bytes("POST", CHAT, {}, {"Content-Length": "900"}))
         assert Reply(read_all(connection)).status == 408
+
+
+def test_a_head_that_never_ends_is_given_up(rule: Rule) -> None:
+    with running(rule.load, head_s=0.2) as server:
+        for begun in (b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"):
+            with connect(server) as connection:
+                connection.sendall(begun)
+                reply = Reply(read_all(connection))
+                assert (reply.status, reply.json["error"]["code"]) == (408, "head_too_slow")
+        # The second request of a connection, half of it sent with the first.
+        first = request_bytes("GET", "/health", headers={"Connection": "keep-alive"})
+        with connect(server) as connection:
+            connection.sendall(first)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            connection.sendall(first[:20])
+            assert Reply(read_all(connection)).status == 408
+        # An answer may take longer than a head.
+        rule.backend.shut = True
+        with send(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 3}) as connection:
+            wait_until(lambda: rule.backend.arrivals == 1)
+            time.sleep(0.4)
+            rule.backend.open()
+            reply = Reply(read_all(connection))
+            assert reply.json["choices"][0]["text"] == rule.text("hi", 3)
+
+
+def test_a_connection_too_many_is_refused(rule: Rule) -> None:
+    with running(rule.load, sessions=1, queue=1, spare_connections=1) as server:
+        held = [connect(server) for _ in range(3)]
+        reply = ask(server, "/health")
+        assert (reply.status, reply.json["error"]["code"]) == (503, "too_many_connections")
+        assert reply.headers["retry-after"] == "1"
+        for connection in held:
+            connection.close()
+        wait_until(lambda: ask(server, "/health").status == 200)
+
+
+def test_a_pool_that_cannot_be_closed_ends_with_that_error(rule: Rule) -> None:
+    def load() -> ServedModel:
+        def close() -> None:
+            raise OSError("the disk is gone")
+
+        return replace(rule.load(config), close=close)
+
+    config = ServeConfig(port=0, chunk_tokens=16)
+    pool = SessionPool(load, config, lambda: None)
+    pool.start()
+    wait_until(lambda: pool.ready)
+    pool.stop()
+    assert pool.ended
+    assert str(pool.error) == "the disk is gone"
 
 
 def test_a_prompt_too_long_is_told_both_numbers(tiny: Server) -> None:
@@ -598,6 +651,11 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         (["--sessions-disk", "10tok"], "--sessions-disk 10tok is not possible"),
         (["--sessions-disk", "lots"], "--sessions-disk lots is not possible"),
         (["--host", "127.0.0..1"], "cannot listen on 127.0.0..1 port 8012"),
+        (
+            ["/nowhere", "--origin", "http://good.example/"],
+            "--origin http://good.example/ is not possible",
+        ),
+        (["/nowhere", "--origin", "good.example"], "--origin good.example is not possible"),
         (["--grace", "-1"], "--grace -1.0 is not possible"),
         (["a", "-m", "b"], "give the model once"),
         (["/nowhere/at/all", "--port", "0"], "there is no model at /nowhere/at/all"),

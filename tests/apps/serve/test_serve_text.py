@@ -259,3 +259,14 @@ def test_llama_servers_small_routes(tiny: Server) -> None:
     whole = ask(tiny, COMPLETIONS, {"prompt": "The quick", "max_tokens": 4, **GREEDY}).json
     assert native["content"] == whole["choices"][0]["text"]
     assert (native["tokens_predicted"], native["stop_type"]) == (4, "limit")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_llama_servers_shape_tells_the_stop_string(
+    stream: bool, rule: Rule, served: Server
+) -> None:
+    text = rule.text("hi", 6)
+    body = {"prompt": "hi", "n_predict": 6, "stream": stream, "stop": ["~", text[3:5]]}
+    reply = ask(served, "/completion", body | GREEDY)
+    last = json.loads(reply.events[-1].removeprefix("data: ")) if stream else reply.json
+    assert (last["stop_type"], last["stopping_word"]) == ("word", text[3:5])
