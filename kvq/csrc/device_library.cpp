@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "ort/register.h"
@@ -28,9 +29,11 @@ DeviceBytes::~DeviceBytes() {
 
 uint8_t* DeviceBytes::at_least(int64_t bytes) {
     if (bytes <= bytes_) return static_cast<uint8_t*>(memory_);
-    // What was queued may still read the old ones.
+    // What was queued may still read the old ones. Half more than there was: what grows by a page at
+    // a time seldom comes here.
     device_.wait();
     if (memory_) device_.calls().free(memory_);
+    bytes = std::max(bytes, bytes_ + bytes_ / 2);
     bytes_ = 0;
     if (device_.calls().allocate(bytes, &memory_)) return nullptr;
     bytes_ = bytes;

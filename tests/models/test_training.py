@@ -1,5 +1,6 @@
 """`models/training/train.py`: what it computes faster than torch is what torch computes."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -49,3 +50,19 @@ def test_attention_and_its_gradients_are_torchs(train: ModuleType, length: int) 
     for own, exact in zip(found(ours), found(torchs), strict=True):
         error = (own.float() - exact.float()).norm() / exact.float().norm()
         assert error < 0.01  # bfloat16 keeps eight bits
+
+
+def test_an_average_lies_between_its_checkpoints(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for number, name in enumerate(("one", "other")):
+        (tmp_path / name).mkdir()
+        weights = {"model.norm.weight": torch.full((4,), 3.0 * number, dtype=torch.bfloat16)}
+        save_file(weights, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(name)
+    words = [str(tmp_path / name) for name in ("one", "other")]
+    command = [sys.executable, str(RECIPES / "average.py"), *words, "--share", "0.5", "--out"]
+    subprocess.run([*command, str(tmp_path / "mean")], check=True)
+    mean = load_file(tmp_path / "mean/model.safetensors")["model.norm.weight"]
+    assert mean.tolist() == [1.5] * 4
+    assert (tmp_path / "mean/config.json").read_text() == "other"
