@@ -48,6 +48,7 @@ PIPED = {
 }
 CANNOT_RUN = {
     "kvq bench --device cuda": "needs a GPU",
+    "kvq run -m qwen3 --device cuda": "needs a GPU",
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
 }

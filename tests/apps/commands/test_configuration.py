@@ -138,7 +138,7 @@ def test_a_switch_is_true_or_false(user_file: Path) -> None:
     ("row", "words"),
     [
         ("[kv]\nbudgt = 1", "2: [kv] has no key budgt; did you mean budget?"),
-        ("[kv]\nsize = 1", "2: [kv] has no key size; known: kbits, vbits, bits, budget, policy"),
+        ("[kv]\nsize = 1", "2: [kv] has no key size; known: kbits, vbits, bits, budget, offload"),
         ("\n\n[lsp]\ndrafts = 3", "4: [lsp] has no key drafts; known: none yet"),
         ("kv.budgt = 1", "1: [kv] has no key budgt"),
         ("[modl]\nthreads = 3", "1: there is no section modl; known: [model], [kv], [chat]"),

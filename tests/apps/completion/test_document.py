@@ -15,8 +15,10 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 from shelf import Shelf
 
-# Line ends of the protocol, what other readers take for one, and half of a pair of UTF-16.
-ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301(\ud83d"
+# Line ends of the protocol, and characters that other readers take for line ends.
+ALPHABET = "ab \t\n\r\x0c\u2028\x85\u00e9\u4f60\U0001f44be\u0301("
+# With half of a pair of UTF-16, which no tokenizer takes.
+BROKEN = f"{ALPHABET}\ud83d"
 SOURCE = (
     "def f(x):\n    \u00e9 = [x,\r\n  1]\n\n    return '\U0001f44b' + y\n\nclass A:\n    z = 1\n"
     * 2
@@ -57,12 +59,12 @@ def place_in(lines: list[str], position: Position, encoding: str) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    text=st.text(ALPHABET, max_size=40),
+    text=st.text(BROKEN, max_size=40),
     encoding=st.sampled_from(sorted(WIDTHS)),
     edits=st.lists(
         st.tuples(
             st.integers(0, 6), st.integers(0, 9), st.integers(0, 6), st.integers(0, 9),
-            st.text(ALPHABET, max_size=6),
+            st.text(BROKEN, max_size=6),
         ),
         max_size=8,
     ),
