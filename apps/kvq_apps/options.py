@@ -217,7 +217,8 @@ def check(name: str, value: Any) -> None:
         case "kv-budget" | "kv-offload":
             from kvq.config import parse_budget, parse_offload
 
-            (parse_budget if name == "kv-budget" else parse_offload)(value)
+            parse = parse_budget if name == "kv-budget" else parse_offload
+            parse(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 

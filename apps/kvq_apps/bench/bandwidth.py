@@ -20,9 +20,8 @@ def read_bandwidth(threads: int, device: str = gpu.PROCESSOR) -> float:
     """
     if device != gpu.PROCESSOR:
         found = devices.opened(device)
-        return (
-            2 * BUFFER_BYTES / min(found.copy_seconds(BUFFER_BYTES, ROUNDS) for _ in range(ROUNDS))
-        )
+        seconds = min(found.copy_seconds(BUFFER_BYTES, ROUNDS) for _ in range(ROUNDS))
+        return 2 * BUFFER_BYTES / seconds
     # Written once: pages that were never written are all the same one.
     buffer = np.full(BUFFER_BYTES // 8, 1, np.int64)
     parts = np.array_split(buffer, threads)

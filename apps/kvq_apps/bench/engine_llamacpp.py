@@ -15,7 +15,7 @@ from kvq.config import KvPlan, parse_kv
 from kvq.errors import BackendError
 from kvq.settings import cache_folder
 from kvq_apps import output
-from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
+from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
@@ -153,9 +153,7 @@ def same_weights(bundle: Bundle) -> GgufFile:
     """The graph's weights as GGUF in the cache folder, written the first time."""
     from kvq_apps.bench.gguf_file import REVISION, refusal, write_gguf
 
-    reason = refusal(bundle.config)
-    if reason is not None:
-        raise BackendError(f"the peer llama.cpp cannot compute this model: {reason}")
+    check_computable(LlamaCppEngine.name, refusal(bundle.config))
     files = bundle.manifest.files
     hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
     digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]

@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError
 from kvq_apps import output
 from kvq_apps.bench.attention_graph import attention_model
-from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
+from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
 from kvq_apps.bench.gqa_graph import (
     KV_TYPES,
     WEIGHT_FOLDER,
@@ -44,9 +43,7 @@ class OnnxRuntimeEngine:
         self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
     ) -> None:
         del settings
-        reason = _refusal(bundle.config)
-        if reason is not None:
-            raise BackendError(f"the peer onnxruntime cannot compute this model: {reason}")
+        check_computable(self.name, _refusal(bundle.config))
         self._config, self._threads, self._device = bundle.config, threads, device
         kinds, lacking = _kinds(device)
         if lacking:

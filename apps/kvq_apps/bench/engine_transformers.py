@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError
 from kvq_apps import output
-from kvq_apps.bench.engines import Setting, draft_ids, wanted_rows
+from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
 from kvq_models.config import ModelConfig
 from kvq_models.registry import family_for
 from kvq_runtime import gpu
@@ -66,9 +65,7 @@ class TransformersEngine:
         self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
     ) -> None:
         del settings
-        reason = _refusal(bundle.config)
-        if reason is not None:
-            raise BackendError(f"the peer transformers cannot compute this model: {reason}")
+        check_computable(self.name, _refusal(bundle.config))
         self._torch = import_module("torch")
         self._config = bundle.config
         self._torch.set_num_threads(threads)

@@ -169,6 +169,12 @@ def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
 
 
+def check_computable(peer: str, reason: str | None) -> None:
+    """Raises `BackendError` where there is a `reason` why a peer cannot compute a model."""
+    if reason is not None:
+        raise BackendError(f"the peer {peer} cannot compute this model: {reason}")
+
+
 def own_engine(files: ModelFiles) -> str:
     """The engine that is ours with these files: the paged cache over a graph, else llama.cpp."""
     return OURS if files.has_onnx else "llama.cpp"
