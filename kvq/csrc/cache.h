@@ -94,7 +94,9 @@ private:
     bool read_header(const uint8_t* bytes, int64_t count, Parts& parts) const;
     bool check_table(Parts& parts) const;
     bool check_views(const Parts& parts) const;
+    bool check_numbers(const Parts& parts) const;
     int64_t rest_bytes(const Parts& parts) const;
+    int64_t page_bytes(const Parts& parts) const;
     template <class Part>
     void visit(Part&& part) const;
 

@@ -208,9 +208,10 @@ KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */
 enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2 };
-enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of an 8-bit matrix the upper nibbles alone */
+enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits alone */
+enum kvq_grid { KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2 };
 
-typedef struct { int32_t rows, columns, bits, block; } kvq_matrix;
+typedef struct { int32_t rows, columns, bits, block, grid; } kvq_matrix;
 
 /* out = residual + bias + weights . input, where input is x, its RMS norm (`norm` given), or
    activation(first half of x) * second half. Optional pointers are NULL. */

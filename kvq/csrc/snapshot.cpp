@@ -155,16 +155,45 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
                                      probes_.row_bytes() +
                                      static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
                                : 0;
-    return rows + probes + parts.pages * arena_.sizes.constant_bytes +
-           parts.planes * arena_.sizes.granule_bytes;
+    return rows + probes + page_bytes(parts);
+}
+
+// Whether rows and the constants of pages are numbers: none that is not finite is ever stored.
+bool Cache::check_numbers(const Parts& parts) const {
+    const auto finite = [](const uint8_t* halves, int64_t count) {
+        bool all = true;
+        for (int64_t i = 0; i < count; i++) {
+            uint16_t half;
+            std::memcpy(&half, halves + 2 * i, 2);
+            all &= (half & 0x7c00) != 0x7c00;
+        }
+        return all;
+    };
+    const int64_t rows = parts.header.tail_used;
+    if (!finite(parts.rest + 12 * rows, 2 * rows * arena_.streams() * config().head_dim))
+        return false;
+    const uint8_t* page = parts.rest + rest_bytes(parts) - page_bytes(parts);
+    const int64_t second = static_cast<int64_t>(grid_bytes(config().head_dim));
+    const int64_t entries = int64_t{parts.header.columns} * arena_.streams();
+    for (const uint8_t* entry = parts.entries; entry < parts.entries + kEntryBytes * entries;
+         entry += kEntryBytes) {
+        if (!entry[0]) continue;
+        if (!finite(page, 4) || !finite(page + second, 4)) return false;
+        page += arena_.sizes.constant_bytes +
+                (granules(entry[0]) + granules(entry[1])) * arena_.sizes.granule_bytes;
+    }
+    return true;
+}
+
+int64_t Cache::page_bytes(const Parts& parts) const {
+    return parts.pages * arena_.sizes.constant_bytes + parts.planes * arena_.sizes.granule_bytes;
 }
 
 int Cache::load(const uint8_t* bytes, int64_t count) {
     Parts parts;
     if (!read_header(bytes, count, parts) || !check_table(parts) ||
         count != parts.rest - bytes + rest_bytes(parts) ||
-        parts.pages * arena_.sizes.constant_bytes + parts.planes * arena_.sizes.granule_bytes >
-            arena_.sizes.pool_bytes)
+        page_bytes(parts) > arena_.sizes.pool_bytes || !check_numbers(parts))
         return KVQ_BAD_ARGUMENT;
     pages_.clear();
     tail_.forget();

@@ -137,8 +137,9 @@ _UNITS = {
 
 
 def parse_budget(text: str | int) -> Budget:
-    """`"64MiB"`, `"4096tok"`, `"25%"` (of the fp16 bytes of the context) or a number of bytes.
+    """`"64MiB"`, `"4096tok"`, `"25%"` or a number of bytes.
 
+    A share is one of the fp16 bytes of the whole context that a session is opened with.
     Raises `UsageError` for anything else, zero and negative values included.
     """
     match = re.fullmatch(r"([0-9]{0,15}\.?[0-9]{1,15})\s*([A-Za-z%]*)", str(text).strip())
@@ -152,7 +153,7 @@ def parse_budget(text: str | int) -> Budget:
         return Budget(num_bytes=int(value * _UNITS[unit]))
     raise UsageError(
         f"--kv-budget {text!r} is not possible: give bytes (64MiB, 1.5GiB, 67108864), "
-        "tokens (4096tok) or a share of the fp16 cache (25%)"
+        "tokens (4096tok) or a share of what the whole context takes in fp16 (25%)"
     )
 
 

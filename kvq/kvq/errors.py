@@ -5,7 +5,7 @@
     ├── DataError                a text or evaluation file cannot be used
     ├── ModelError
     │   ├── UnsupportedModelError   an architecture or value no family knows
-    │   └── CheckpointError         a checkpoint folder is damaged or incomplete
+    │   └── CheckpointError         a checkpoint is damaged or incomplete
     ├── BundleError              a bundle is damaged, newer, or not a bundle
     ├── BudgetError              the byte budget cannot hold what was asked
     ├── CacheError               the cache refuses numbers or a state it cannot hold
@@ -47,6 +47,11 @@ def named_by_flags() -> collections.abc.Generator[None]:
         _commands -= 1
 
 
+def in_command() -> bool:
+    """Whether this process is a command of a person, not a program that imports kvq."""
+    return _commands > 0
+
+
 class KvqError(Exception):
     """Base of all errors meant for users; the command line prints it and exits with `exit_code`."""
 
@@ -74,7 +79,7 @@ class UnsupportedModelError(ModelError):
 
 
 class CheckpointError(ModelError):
-    """A checkpoint folder is damaged or incomplete."""
+    """A checkpoint, a folder or a GGUF file, is damaged or incomplete."""
 
 
 class BundleError(KvqError):

@@ -389,7 +389,7 @@ class NativeCache:
         stats = ctypes.byref(self._stats)
         if self._library.kvq_cache_load(self.handle, state, len(state), stats):
             raise SnapshotError(
-                "the saved cache has another shape, plan or budget than this session"
+                "the saved cache has another shape, plan or budget than this session, or is damaged"
             )
 
 

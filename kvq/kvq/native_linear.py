@@ -19,7 +19,7 @@ VIEWS: tuple[View, ...] = ("full", "hi")
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block"))
+    _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block", "grid"))
 
 
 class _Linear(ctypes.Structure):
@@ -99,7 +99,7 @@ def weight_bytes_read() -> int:
 
 def matrix(form: PanelFormat) -> _Matrix:
     """The shape of a matrix as the library is told it."""
-    return _Matrix(form.rows, form.columns, form.bits, form.block)
+    return _Matrix(form.rows, form.columns, form.bits, form.block, form.grid)
 
 
 def _pointer(x: NDArray[Any] | None) -> Any:

@@ -630,6 +630,14 @@ class ReferenceCache:
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session"
             )
+        halves = [array for array in arrays.values() if array.dtype == np.float16]
+        grids = [
+            np.frombuffer(array.tobytes(), np.float16, 4)
+            for name, array in arrays.items()
+            if name.startswith("page") and name[-1] == "g"
+        ]
+        if not all(np.isfinite(array).all() for array in (*halves, *grids)):
+            raise SnapshotError("the saved cache is damaged: it holds what is no number")
         self._restore(arrays)
 
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:

@@ -4,28 +4,39 @@ Owns the layout of a stored matrix and the definition native kernels are proved 
 model and no file; how codes and scales are chosen is the exporter's business.
 
 **Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block
-keeps unsigned codes and one float16 scale: `weight = scale * SCALE_UNIT * (code - 2**(bits - 1))`.
+keeps unsigned codes of 4, 5, 6 or 8 bits, one float16 scale and, by its grid, an offset:
+
+    grid        offset    weight
+    symmetric   none      SCALE_UNIT * scale * (code - 2**(bits - 1))
+    zero_point  uint8     SCALE_UNIT * scale * (code - 2**bits * offset / 256)
+    minimum     float16   SCALE_UNIT * (scale * code + offset)
+
 Sixteen rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
 
-    plane   [blocks][block / 8][16 rows][4]   the codes, or of 8-bit codes the upper nibbles
-    scales  [blocks][16 rows] float16         padded to 64 bytes
-    low     as plane                          8 bits only: the lower nibbles
+    plane     [blocks][block / 8][16 rows][4]   the codes' upper four bits
+    constants [blocks]{[16 rows] float16, [16 rows] offsets}   padded to 64 bytes
+    low       [blocks][block b / 32][16 rows][4]   the codes' lower b bits, of 5, 6 and 8 bits
 
-Byte c of row r in group j of eight columns holds column 8j + c in its low nibble, 8j + 4 + c in its
-high one. At 8 bits plane and scales alone are a matrix of 4 bits (the view `hi`): a code is then
-taken for the middle of the sixteen it may be, `16 * hi + 7.5`.
+A plane of b bits: byte c of row r in group j holds columns (32 / b) j + 4 i + c at its bits b i, so
+of nibbles column 8j + c in the low one, 8j + 4 + c in the high one. Plane and constants alone are a
+matrix of 4 bits (the view `hi`): a code is then taken for the middle of the 2**b it may be, of 8
+bits `16 * hi + 7.5`.
 
 **Activations** are rounded to int8 block by block: `scale = max|x| / 127`, `level = rint(x * (127 /
 max|x|))`, ties to even. A block below 1e-30 counts as zeros; one that is not finite makes its row
 NaN.
 
-**Products.** Within a block they are exact integers; blocks are added in order, each by one fused
-multiply-add in float32: `total = fma(dot, weight_scale * (SCALE_UNIT * activation_scale), total)`.
-A row's result therefore does not depend on the rows computed with it.
+**Products.** With `raw` the sum of a block's levels times codes and `sum` that of its levels, both
+exact integers, `dot = raw - middle * sum`, rounded once to float32 (`middle` is what the grid takes
+off a code, 0 of a minimum). Blocks are added in order by fused multiply-adds in float32: `total =
+fma(dot, weight_scale * unit, total)` with `unit = SCALE_UNIT * activation_scale`, and of a minimum
+then `total = fma(offset, sum * unit, total)`. A row's result therefore does not depend on the rows
+computed with it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from enum import IntEnum
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +44,7 @@ from numpy.typing import NDArray
 Float = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 View = Literal["full", "hi"]
+Stored = TypeVar("Stored", bound=np.generic)
 
 # The attribute `activation` is a place in this list: none, or what the gate goes through.
 ACTIVATIONS = ("", "silu", "gelu_tanh")
@@ -41,22 +53,105 @@ PANEL_ROWS = 16
 FIRST_PANELS = 128
 MARGIN = np.float32(1.5)
 BLOCKS = (32, 64, 128)
+WIDTHS = (4, 5, 6, 8)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.
 SCALE_UNIT = np.float32(2.0**-8)
+# Of the range of codes, in offsets that are zero points.
+ZERO_PARTS = 256
 TOP_LEVEL = np.float32(127)
 SMALLEST = np.float32(1e-30)
 ALIGNMENT = 64
-NIBBLE, LOW = np.uint8(4), np.uint8(15)
+NIBBLE = 4
+
+
+class Grid(IntEnum):
+    """Which weights the codes of a block stand for."""
+
+    SYMMETRIC = 0
+    ZERO_POINT = 1
+    MINIMUM = 2
+
+    @property
+    def offset_type(self) -> type[np.uint8] | type[np.float16] | None:
+        """Of a block's offset as a panel keeps it."""
+        return (None, np.uint8, np.float16)[self]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's constants."""
+        return 2 + (0, 1, 2)[self]
+
+
+class Blocks(NamedTuple):
+    """Some rows of a matrix: codes uint8 [n, blocks * block], one per byte, and their constants.
+
+    `scales` [n, blocks] and `offsets` [n, blocks], None of a symmetric grid: as a panel keeps them
+    (float16, in SCALE_UNIT) or as float32 in units of the weights; zero points are uint8 in both.
+    """
+
+    codes: Bytes
+    scales: NDArray[np.float16] | Float
+    offsets: NDArray[np.generic] | None = None
+
+    def picked(self, rows: NDArray[np.intp] | slice) -> "Blocks":
+        """Some of the rows."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return Blocks(self.codes[rows], self.scales[rows], offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFormat:
+    """How a matrix's weights are stored, whatever its shape."""
+
+    bits: int = 4
+    block: int = 64
+    grid: Grid = Grid.SYMMETRIC
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Constants counted."""
+        return self.bits + 8 * self.grid.block_bytes / self.block
+
+    @property
+    def possible(self) -> bool:
+        """Whether kernels know it."""
+        return self.bits in WIDTHS and self.block in BLOCKS
+
+    def __str__(self) -> str:
+        return f"{self.bits}/{self.block}/{self.grid.name.lower()}"
+
+    @classmethod
+    def parse(cls, spelled: str) -> "BlockFormat":
+        """The way back of `str`. Raises `ValueError`."""
+        bits, block, grid = spelled.split("/")
+        found = cls(bits=int(bits), block=int(block), grid=Grid[grid.upper()])
+        if not found.possible:
+            raise ValueError(f"weights cannot be stored as {spelled}")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PanelFormat:
-    """Shape and widths of a stored matrix [rows, columns], and where things lie in a panel."""
+    """Shape and format of a stored matrix [rows, columns], and where things lie in a panel."""
 
     rows: int
     columns: int
     bits: int
     block: int
+    grid: Grid = Grid.SYMMETRIC
+
+    @classmethod
+    def of(cls, form: BlockFormat, shape: tuple[int, ...]) -> "PanelFormat":
+        """A matrix of `shape` [rows, columns] stored as `form`."""
+        rows, columns = shape
+        return cls(
+            rows=rows, columns=columns, bits=form.bits, block=form.block, grid=Grid(form.grid)
+        )
+
+    @property
+    def format(self) -> BlockFormat:
+        """How it is stored, whatever its shape."""
+        return BlockFormat(bits=self.bits, block=self.block, grid=self.grid)
 
     @property
     def panels(self) -> int:
@@ -69,69 +164,99 @@ class PanelFormat:
         return -(-self.columns // self.block)
 
     @property
+    def low_bits(self) -> int:
+        """Bits of a code beside its upper four."""
+        return self.bits - NIBBLE
+
+    @property
     def plane_bytes(self) -> int:
-        """Bytes of one nibble plane of a panel."""
+        """Bytes of a panel's plane of upper nibbles."""
         return self.blocks * self.block * PANEL_ROWS // 2
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of a panel's scales and of the padding after them."""
-        return -(-self.blocks * PANEL_ROWS * 2 // ALIGNMENT) * ALIGNMENT
+    def constant_bytes(self) -> int:
+        """Bytes of a panel's scales and offsets and of the padding after them."""
+        used = self.blocks * PANEL_ROWS * self.grid.block_bytes
+        return -(-used // ALIGNMENT) * ALIGNMENT
 
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel."""
-        return self.plane_bytes * self.bits // 4 + self.scale_bytes
+        return self.view_bytes("hi") + self.plane_bytes * self.low_bits // NIBBLE
 
     def view_bytes(self, view: View) -> int:
         """Bytes of a panel that a product reads."""
-        return self.panel_bytes if view == "full" else self.plane_bytes + self.scale_bytes
+        return self.panel_bytes if view == "full" else self.plane_bytes + self.constant_bytes
 
 
-def pack(form: PanelFormat, codes: Bytes, scales: NDArray[np.float16]) -> Bytes:
-    """Panels uint8 [panels, panel_bytes] of codes uint8 [rows, blocks * block], one per byte.
+def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
+    """Panels uint8 [panels, panel_bytes] of rows and constants as a panel keeps them.
 
-    `scales` float16 [rows, blocks]. Codes of padding must be `2**(bits - 1)`.
+    Codes of padding must be a zero: `2**(bits - 1)` where the grid is symmetric.
     """
-    spare = form.panels * PANEL_ROWS - form.rows
-    codes = np.pad(codes, ((0, spare), (0, 0)), constant_values=1 << (form.bits - 1))
-    scales = np.pad(scales, ((0, spare), (0, 0)))
+    spare = ((0, form.panels * PANEL_ROWS - form.rows), (0, 0))
+    codes = np.pad(blocks.codes, spare, constant_values=1 << (form.bits - 1))
     out = np.zeros((form.panels, form.panel_bytes), np.uint8)
     end = form.plane_bytes
-    out[:, :end] = _plane(form, codes if form.bits == 4 else codes >> NIBBLE)
-    by_block = scales.reshape(form.panels, PANEL_ROWS, form.blocks).swapaxes(1, 2)
-    raw = np.ascontiguousarray(by_block).view(np.uint8).reshape(form.panels, -1)
-    out[:, end : end + raw.shape[1]] = raw
-    if form.bits == 8:
-        out[:, end + form.scale_bytes :] = _plane(form, codes & LOW)
+    out[:, :end] = _plane(form, codes >> np.uint8(form.low_bits), NIBBLE)
+    fields = out[:, end : end + form.blocks * PANEL_ROWS * form.grid.block_bytes]
+    fields = fields.reshape(form.panels, form.blocks, -1)
+    fields[..., : 2 * PANEL_ROWS] = _by_block(form, np.pad(blocks.scales, spare))
+    if blocks.offsets is not None:
+        fields[..., 2 * PANEL_ROWS :] = _by_block(form, np.pad(blocks.offsets, spare))
+    if form.low_bits:
+        out[:, end + form.constant_bytes :] = _plane(form, codes, form.low_bits)
     return out
 
 
-def unpack(form: PanelFormat, panels: Bytes) -> tuple[Bytes, NDArray[np.float16]]:
-    """Codes uint8 [P * 16, blocks * block] and scales float16 [P * 16, blocks] of P panels."""
+def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
+    """The P * 16 rows of P panels, constants as a panel keeps them."""
     end = form.plane_bytes
-    codes = _nibbles(form, panels[:, :end])
-    if form.bits == 8:
-        codes = codes << NIBBLE | _nibbles(form, panels[:, end + form.scale_bytes :])
-    raw = np.ascontiguousarray(panels[:, end : end + form.blocks * PANEL_ROWS * 2])
-    scales = raw.view(np.float16).reshape(-1, form.blocks, PANEL_ROWS).swapaxes(1, 2)
-    return codes, scales.reshape(-1, form.blocks)
+    codes = _codes(panels[:, :end], form, NIBBLE)
+    if form.low_bits:
+        low = _codes(panels[:, end + form.constant_bytes :], form, form.low_bits)
+        codes = codes << np.uint8(form.low_bits) | low
+    fields = panels[:, end : end + form.blocks * PANEL_ROWS * form.grid.block_bytes]
+    fields = fields.reshape(len(panels), form.blocks, -1)
+    scales = _by_row(fields[..., : 2 * PANEL_ROWS], np.float16)
+    kind = form.grid.offset_type
+    offsets = None if kind is None else _by_row(fields[..., 2 * PANEL_ROWS :], kind)
+    return Blocks(codes, scales, offsets)
 
 
 def restore(form: PanelFormat, panels: Bytes) -> Float:
     """The weights of P panels, float32 [P * 16, columns], rows of padding included."""
-    codes, scales = unpack(form, panels)
-    return dequantize(codes, scales.astype(np.float32) * SCALE_UNIT, form.bits)[:, : form.columns]
+    return dequantize(in_weights(unpack(form, panels)), form.bits)[:, : form.columns]
 
 
-def dequantize(codes: Bytes, scales: Float, bits: int, view: View = "full") -> Float:
-    """Codes uint8 [N, K], scales float32 [N, blocks] -> `scale * (code - 2**(bits - 1))` [N, K]."""
-    values = codes.astype(np.float32).reshape(*scales.shape, -1)
-    if bits == 8 and view == "hi":
-        values = values - values % 16 + np.float32(7.5)
-    values -= np.float32(1 << (bits - 1))
-    values *= scales[..., None]
-    return values.reshape(codes.shape)
+def in_weights(blocks: Blocks) -> Blocks:
+    """The same with constants in units of the weights."""
+    offsets = blocks.offsets
+    if offsets is not None and offsets.dtype == np.float16:
+        offsets = offsets.astype(np.float32) * SCALE_UNIT
+    return blocks._replace(scales=blocks.scales.astype(np.float32) * SCALE_UNIT, offsets=offsets)
+
+
+def zero_points(offsets: NDArray[np.generic], bits: int) -> Float:
+    """The codes that stand for zero, whole or between two codes."""
+    return offsets.astype(np.float32) * np.float32((1 << bits) / ZERO_PARTS)
+
+
+def dequantize(blocks: Blocks, bits: int, view: View = "full") -> Float:
+    """The weights [n, blocks * block] of blocks whose constants are in units of the weights."""
+    values = blocks.codes.astype(np.float32).reshape(*blocks.scales.shape, -1)
+    if view == "hi":
+        step = np.float32(1 << (bits - NIBBLE))
+        values += (step - 1) / 2 - values % step
+    offsets = blocks.offsets
+    if offsets is None:
+        values -= np.float32(1 << (bits - 1))
+    elif offsets.dtype == np.uint8:
+        values -= zero_points(offsets, bits)[..., None]
+    values *= blocks.scales[..., None]
+    if offsets is not None and offsets.dtype != np.uint8:
+        values += offsets[..., None].astype(np.float32)
+    return values.reshape(blocks.codes.shape)
 
 
 def round_rows(x: Float, block: int) -> tuple[NDArray[np.int8], Float]:
@@ -149,17 +274,23 @@ def round_rows(x: Float, block: int) -> tuple[NDArray[np.int8], Float]:
 
 def linear(form: PanelFormat, panels: Bytes, x: Float, view: View = "full") -> Float:
     """`x @ weight.T` as the kernels compute it: float32 [M, K] -> [M, rows]."""
-    codes, scales = unpack(form, panels)
+    codes, scales, offsets = unpack(form, panels)
+    values, middle = _read(form, codes, view), _middles(form, offsets, len(codes))
+    values = values.reshape(len(codes), form.blocks, form.block)
     levels, steps = round_rows(x, form.block)
-    signed, halves = _signed(form, codes, view)
-    signed = signed.reshape(len(codes), form.blocks, form.block).astype(np.float64)
     total = np.zeros((len(x), len(codes)), np.float32)
     for block in range(form.blocks):
-        dot = levels[:, block].astype(np.float64) @ signed[:, block].T
-        unit = SCALE_UNIT * steps[:, block] / np.float32(halves)
-        scale = scales[:, block].astype(np.float32) * unit[:, None]
+        raw = levels[:, block].astype(np.float64) @ values[:, block].T
+        sums = levels[:, block].sum(axis=1, dtype=np.float64)[:, None]
         # Exact in float64 but for the last rounding: what a fused multiply-add gives.
-        total = (dot * scale.astype(np.float64) + total).astype(np.float32)
+        dot = (raw - middle[:, block] * sums).astype(np.float32)
+        unit = (SCALE_UNIT * steps[:, block])[:, None]
+        scale = scales[:, block].astype(np.float32) * unit
+        total = (dot.astype(np.float64) * scale + total).astype(np.float32)
+        if form.grid is Grid.MINIMUM:
+            assert offsets is not None
+            low = (sums.astype(np.float32) * unit).astype(np.float64)
+            total = (low * offsets[:, block].astype(np.float64) + total).astype(np.float32)
     return total[:, : form.rows]
 
 
@@ -200,24 +331,51 @@ def panel_tops(form: PanelFormat, scores: Float) -> Float:
     return padded.reshape(len(scores), form.panels, PANEL_ROWS).max(axis=2)
 
 
-def _signed(form: PanelFormat, codes: Bytes, view: View) -> tuple[NDArray[np.int32], int]:
-    """Signed codes as whole numbers, and how many of them make one step of the scale."""
-    wide = codes.astype(np.int32)
-    if form.bits == 8 and view == "hi":
-        return 32 * (wide >> 4) - 241, 2
-    return wide - (1 << (form.bits - 1)), 1
+def _read(form: PanelFormat, codes: Bytes, view: View) -> NDArray[np.float64]:
+    """What a view makes of codes: whole and half numbers."""
+    if view == "full":
+        return codes.astype(np.float64)
+    step = 1 << form.low_bits
+    return (codes // step * step).astype(np.float64) + (step - 1) / 2
 
 
-def _plane(form: PanelFormat, nibbles: Bytes) -> Bytes:
-    """Nibbles [P * 16, blocks * block] -> bytes [P, plane_bytes]."""
-    quads = np.ascontiguousarray(nibbles).view(np.uint32).reshape(form.panels, PANEL_ROWS, -1, 2)
-    grouped = quads.swapaxes(1, 2)
-    plane = grouped[..., 0] | grouped[..., 1] << np.uint32(4)
+def _middles(
+    form: PanelFormat, offsets: NDArray[np.generic] | None, rows: int
+) -> NDArray[np.float64]:
+    """What each block's grid takes off its codes [rows, blocks]."""
+    if form.grid is Grid.ZERO_POINT:
+        assert offsets is not None
+        return zero_points(offsets, form.bits).astype(np.float64)
+    middle = 1 << (form.bits - 1) if form.grid is Grid.SYMMETRIC else 0
+    return np.full((rows, form.blocks), float(middle))
+
+
+def _by_block(form: PanelFormat, constants: NDArray[np.generic]) -> Bytes:
+    """Constants [P * 16, blocks] -> their bytes [P, blocks, 16 * size]."""
+    turned = constants.reshape(form.panels, PANEL_ROWS, form.blocks).swapaxes(1, 2)
+    raw = np.ascontiguousarray(turned).view(np.uint8)
+    return raw.reshape(form.panels, form.blocks, -1)
+
+
+def _by_row(fields: Bytes, kind: type[Stored]) -> NDArray[Stored]:
+    """The way back of `_by_block`."""
+    values = np.ascontiguousarray(fields).view(kind)
+    return values.swapaxes(1, 2).reshape(-1, fields.shape[1])
+
+
+def _plane(form: PanelFormat, codes: Bytes, bits: int) -> Bytes:
+    """The lowest `bits` bits of codes [P * 16, blocks * block] -> bytes [P, plane bytes]."""
+    low = np.ascontiguousarray(codes & np.uint8((1 << bits) - 1)).view(np.uint32)
+    fields = low.reshape(form.panels, PANEL_ROWS, -1, 8 // bits).swapaxes(1, 2)
+    plane = fields[..., 0].copy()
+    for i in range(1, 8 // bits):
+        plane |= fields[..., i] << np.uint32(bits * i)
     return plane.reshape(form.panels, -1).view(np.uint8)
 
 
-def _nibbles(form: PanelFormat, plane: Bytes) -> Bytes:
+def _codes(plane: Bytes, form: PanelFormat, bits: int) -> Bytes:
     """The way back of `_plane`."""
-    groups = form.blocks * form.block // 8
+    groups = form.blocks * form.block * bits // 32
     packed = plane.reshape(len(plane), groups, PANEL_ROWS, 4).swapaxes(1, 2)
-    return np.stack((packed & LOW, packed >> NIBBLE), axis=3).reshape(len(plane) * PANEL_ROWS, -1)
+    fields = [packed >> np.uint8(bits * i) & np.uint8((1 << bits) - 1) for i in range(8 // bits)]
+    return np.stack(fields, axis=3).reshape(len(plane) * PANEL_ROWS, -1)

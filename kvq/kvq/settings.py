@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+# They would have git look at another checkout than the one it is asked about.
+_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+
 
 def environment(name: str) -> str | None:
     """Value of the environment twin of flag `name` (`kv-budget` -> `KVQ_KV_BUDGET`), or None."""
@@ -42,6 +45,41 @@ def editor_command() -> str:
 def stay_offline() -> None:
     """From now on huggingface_hub takes what it has on this machine and asks no network."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def is_offline() -> bool:
+    """Whether no network is to be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def silence_onnx_runtime() -> None:
+    """From now on ONNX Runtime, imported here or by a child, reports nothing to its makers."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+
+def harmless_git() -> tuple[list[str], dict[str, str]]:
+    """The first words of a git command, and its environment, for a checkout that others made.
+
+    Its configuration starts no program (the monitor of files) and fetches nothing.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _GIT_PLACES}
+    quiet = {"GIT_ALLOW_PROTOCOL": "none", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    return ["git", "-c", "core.fsmonitor=false"], environment | quiet
+
+
+def agree() -> None:
+    """From now on what is asked first is taken as answered with yes, as by `--yes`."""
+    os.environ[environment_name("yes")] = "1"
+
+
+def agreed() -> bool:
+    """Whether what is asked first is answered already, with yes."""
+    return (environment("yes") or "").lower() in ("1", "true", "yes")
+
+
+def ollama_folder() -> Path:
+    """Folder of the models that Ollama keeps, by its own variable."""
+    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
 
 
 def terminal_is_plain() -> bool:

@@ -247,6 +247,16 @@ class Arena(Geometry):
         return self.num_bytes - self.regions.num_bytes
 
     @property
+    def whole_tokens(self) -> int:
+        """Most tokens held at the plan's widths; of more, bits or tokens are given up."""
+        if not self.plan.quantized:
+            return self.context_tokens
+        columns = min(self.max_columns, self.pool_bytes // self._full_bytes)
+        if columns >= self.wanted_columns:
+            return self.context_tokens
+        return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
+
+    @property
     def device_bytes(self) -> int:
         """Bytes on a device."""
         if not self.resident_columns:
@@ -460,8 +470,9 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
     """Raises `BudgetError` for a budget below the smallest that opens."""
     if num_bytes < minimum_bytes:
         raise BudgetError(
-            f"{format_bytes(num_bytes)} of KV budget cannot hold this model's sinks, tail "
-            f"and one page; {sized(minimum_bytes)} can"
+            f"{format_bytes(num_bytes)} of KV budget cannot hold the least that this model keeps, "
+            f"its first and newest tokens in 16 bits and a page of {PAGE_TOKENS} quantised ones; "
+            f"{sized(minimum_bytes)} can"
         )
 
 

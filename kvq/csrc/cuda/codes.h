@@ -13,7 +13,6 @@ constexpr uint32_t kMinus1024 = 0xe400e400u;
 constexpr uint32_t kOnes = 0x3c003c00u, kSixteens = 0x4c004c00u, kFours = 0x44004400u;
 constexpr uint32_t kMinus7_5 = 0xc780c780u, kMinus1_5 = 0xbe00be00u, kMinus127_5 = 0xd7f8d7f8u,
                    kMinus31_5 = 0xcfe0cfe0u;
-constexpr uint32_t kMinus8 = 0xc800c800u, kMinus128 = 0xd800d800u;
 
 // Codes 4i + 0, 4i + 2 (`odd` 0) or 4i + 1, 4i + 3 of a word of `Bits`-bit fields, as halves.
 template <int Bits>

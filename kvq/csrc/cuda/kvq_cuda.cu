@@ -49,45 +49,53 @@ int with_channels(int head_dim, const Call& call) {
 
 constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
 
-template <int Bits, bool Hi, bool Marked>
+template <bool Low, bool Marked>
 void multiply_few(const kvq_cuda_linear& c, void* stream) {
-    const auto kernel = c.tokens <= 8 ? product<Bits, Hi, 1, Marked> : product<Bits, Hi, 2, Marked>;
+    const auto kernel = c.tokens <= 8 ? product<Low, 1, Marked> : product<Low, 2, Marked>;
     launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
 }
 
-template <int Bits, bool Hi>
-void multiply(const kvq_cuda_linear& c, void* stream) {
-    if (c.tokens <= kFewTokens) {
-        launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
-        return multiply_few<Bits, Hi, false>(c, stream);
-    }
+template <int LowBits>
+void multiply_many(const kvq_cuda_linear& c, void* stream) {
     launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
     const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
                      (c.rows + kTileOutputs - 1) / kTileOutputs};
-    const size_t room = linear_room_bytes(c.block, Bits == 8 && !Hi ? 2 : 1);
-    launch(product_tiles<Bits, Hi>, tiles, kLinearThreads, room, stream, c);
+    const LinearRoom room(c.block, LowBits);
+    const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
+    launch(product_tiles<LowBits>, tiles, kLinearThreads, two_stages, stream, c);
+}
+
+// Of the codes their upper nibbles and so many of their low bits: all or none.
+void multiply(const kvq_cuda_linear& c, int low_bits, void* stream) {
+    if (c.tokens <= kFewTokens) {
+        launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
+        return low_bits ? multiply_few<true, false>(c, stream)
+                        : multiply_few<false, false>(c, stream);
+    }
+    switch (low_bits) {
+        case 1: return multiply_many<1>(c, stream);
+        case 2: return multiply_many<2>(c, stream);
+        case 4: return multiply_many<4>(c, stream);
+        default: return multiply_many<0>(c, stream);
+    }
 }
 
 bool in_two_passes(const kvq_cuda_linear& c) {
-    return c.exact_rows && c.bits == 8 && c.view == KVQ_FULL && c.tokens <= kFewTokens &&
+    return c.exact_rows && c.bits > 4 && c.view == KVQ_FULL && c.tokens <= kFewTokens &&
            panels_of(c) > (c.exact_rows > kFirstPanels ? c.exact_rows : kFirstPanels);
 }
 
 // Upper nibbles first, then whole what may be among the best.
 void multiply_head(const kvq_cuda_linear& c, void* stream) {
-    multiply<8, true>(c, stream);
+    multiply(c, 0, stream);
     launch(mark_best, Dim3{c.tokens}, kBestThreads, 0, stream, c);
-    multiply_few<8, false, true>(c, stream);
+    multiply_few<true, true>(c, stream);
     launch(mark_more, Dim3{c.tokens}, kBestThreads, 0, stream, c);
-    multiply_few<8, false, true>(c, stream);
+    multiply_few<true, true>(c, stream);
 }
 
 bool is_head(int channels) {
     return channels > 0 && channels % 16 == 0 && channels <= kvq::kMaxHeadDim;
-}
-
-bool is_block(int columns) {
-    return columns == 32 || columns == 64 || columns == 128;
 }
 
 }  // namespace
@@ -163,20 +171,18 @@ KVQ_EXPORT int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int3
 
 KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     const kvq_cuda_linear& c = *call;
-    if (c.tokens < 1 || !is_block(c.block) || (c.bits != 4 && c.bits != 8) || c.exact_rows < 0 ||
+    if (!kvq::is_matrix(matrix_of(c)) || c.tokens < 1 || c.exact_rows < 0 ||
         (c.exact_rows && (c.bias || c.residual)) ||
-        (c.tokens > kFewTokens && (!c.levels || !c.steps)))
+        (c.tokens > kFewTokens && !c.levels) ||
+        ((c.tokens > kFewTokens || c.grid != KVQ_SYMMETRIC) && !c.steps))
         return KVQ_BAD_ARGUMENT;
     if (in_two_passes(c)) multiply_head(c, stream);
-    else if (c.bits == 4) multiply<4, false>(c, stream);
-    else if (c.view == KVQ_HI) multiply<8, true>(c, stream);
-    else multiply<8, false>(c, stream);
+    else multiply(c, c.view == KVQ_HI ? 0 : layout_of(c).low_bits(), stream);
     return outcome();
 }
 
 KVQ_EXPORT int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream) {
-    if (call->tokens < 1 || !is_block(call->block) || (call->bits != 4 && call->bits != 8))
-        return KVQ_BAD_ARGUMENT;
+    if (!kvq::is_matrix(matrix_of(*call)) || call->tokens < 1) return KVQ_BAD_ARGUMENT;
     launch(embed, Dim3{call->tokens}, 256, 0, stream, *call);
     return outcome();
 }

@@ -146,11 +146,12 @@ int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int32_t head_di
 /* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
    arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to
    float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
-   Scratch, for up to 16 tokens: `inputs` [tokens, columns] and `tops` [tokens]; for more: `levels`
-   [tokens, blocks * block] and `steps` [2, blocks, tokens]; with `exact_rows`, of up to 16 tokens
-   without bias and residual: `panel_tops` and `marks` [tokens, panels], `deviations` [tokens]. */
+   Scratch, for up to 16 tokens: `inputs` [tokens, columns], `tops` [tokens] and, where the grid has
+   offsets, `steps` [blocks, tokens]; for more: `levels` [tokens, blocks * block] and `steps` [2,
+   blocks, tokens]; with `exact_rows`, of up to 16 tokens without bias and residual: `panel_tops`
+   and `marks` [tokens, panels], `deviations` [tokens]. */
 typedef struct {
-    int32_t rows, columns, bits, block;
+    int32_t rows, columns, bits, block, grid;
     const uint8_t* panels;
     const float *x, *norm, *bias, *residual;
     float* out;
@@ -160,7 +161,7 @@ typedef struct {
     float* tops;
     int8_t* levels;
     float* steps;
-    int32_t exact_rows; /* 0: all; else the view KVQ_HI of 8 bits, exact in what may be the best */
+    int32_t exact_rows; /* 0: all; else the view KVQ_HI, exact in what may be the best */
     float *panel_tops, *deviations;
     uint8_t* marks;
 } kvq_cuda_linear;
@@ -170,7 +171,7 @@ int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
    in kvq.h; an id that is no row adds nothing. Tested, not called: the op computes on the
    processor. */
 typedef struct {
-    int32_t rows, columns, bits, block;
+    int32_t rows, columns, bits, block, grid;
     const uint8_t* panels;
     const int64_t* ids;   /* [tokens, mixed] */
     const float* weights; /* [tokens, mixed] */

@@ -1,24 +1,51 @@
 // Products with packed weights for up to sixteen tokens: a panel of sixteen outputs is the operand
 // A as it lies in memory (codes.h), sixteen halves of activations the operand B.
 #pragma once
-#include "../kvq.h"
+#include "../linear/linear.h"
 #include "codes.h"
 #include "kvq_cuda.h"
 #include "queries.h"
 
 namespace kvq::cuda {
 
-constexpr int kPanelRows = 16, kLinearWarps = 4;
-constexpr float kScaleUnit = 1.0f / 256.0f;
+constexpr int kLinearWarps = 4;
 
-constexpr int panels_of(const kvq_cuda_linear& c) {
-    return (c.rows + kPanelRows - 1) / kPanelRows;
-}
-// Of columns, of a row of weights.
 template <class Call>
-constexpr int blocks_of(const Call& c) {
-    return (c.columns + c.block - 1) / c.block;
+constexpr kvq_matrix matrix_of(const Call& c) {
+    return {c.rows, c.columns, c.bits, c.block, c.grid};
 }
+template <class Call>
+constexpr PanelLayout layout_of(const Call& c) {
+    return PanelLayout(matrix_of(c));
+}
+constexpr int panels_of(const kvq_cuda_linear& c) {
+    return layout_of(c).panels;
+}
+
+// Of one block of a panel: a weight is scale * (code - zero) + minimum, in kScaleUnit.
+struct Constants {
+    const uint8_t* bytes;
+    int bits, grid;
+
+    KVQ_DEVICE_MEMBER Constants(const PanelLayout& layout, const uint8_t* panel, int block)
+        : bytes(panel + layout.plane_bytes + block * layout.block_constants),
+          bits(layout.bits),
+          grid(layout.grid) {}
+    KVQ_DEVICE_MEMBER float scale(int row) const { return half_at(row); }
+    KVQ_DEVICE_MEMBER float zero(int row) const {
+        if (grid == KVQ_MINIMUM) return 0;
+        const int parts = grid == KVQ_SYMMETRIC ? 128 : bytes[2 * kPanelRows + row];
+        return static_cast<float>(parts << bits) / kZeroParts;
+    }
+    KVQ_DEVICE_MEMBER float minimum(int row) const {
+        return grid == KVQ_MINIMUM ? half_at(kPanelRows + row) : 0.0f;
+    }
+
+private:
+    KVQ_DEVICE_MEMBER float half_at(int i) const {
+        return half_value(reinterpret_cast<const uint16_t*>(bytes)[i]);
+    }
+};
 
 KVQ_DEVICE float activated(int kind, float gate, float up) {
     if (kind == KVQ_SILU) return gate / (1.0f + exp2_fast(-gate * kLog2E)) * up;
@@ -47,6 +74,16 @@ KVQ_DEVICE void finish_output(const kvq_cuda_linear& c, int token, int row, floa
     c.out[at] = sum;
 }
 
+// A warp per block of columns, where a grid has offsets: the sum of one token's halves.
+KVQ_DEVICE void sum_block(const kvq_cuda_linear& c, int token, int block) {
+    const int lane = thread_index() % kWarp, end = min(c.columns, (block + 1) * c.block);
+    float sum = 0;
+    for (int k = block * c.block + lane; k < end; k += kWarp)
+        sum += half_value(c.inputs[int64_t{token} * c.columns + k]);
+    for (int mask = 1; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (lane == 0) c.steps[int64_t{block} * c.tokens + token] = sum;
+}
+
 // A block of 256 threads per token: its input as halves of what its largest number is 1 of.
 KVQ_KERNEL inputs(kvq_cuda_linear c) {
     KVQ_SHARED float room[256];
@@ -63,21 +100,55 @@ KVQ_KERNEL inputs(kvq_cuda_linear c) {
         if (i < half) room[i] = fmaxf(room[i], room[i + half]);
         sync_block();
     }
-    top = fmaxf(room[0], 1e-30f);
+    top = fmaxf(room[0], kSmallestActivation);
     for (int k = i; k < c.columns; k += thread_count())
         c.inputs[int64_t{token} * c.columns + k] = half_bits(input_at(c, x, inverse, k) / top);
     if (i == 0) c.tops[token] = top;
+    if (c.grid == KVQ_SYMMETRIC) return;
+    sync_block();
+    for (int block = i / kWarp; block < layout_of(c).blocks; block += thread_count() / kWarp)
+        sum_block(c, token, block);
 }
 
-// Less the middle of the range, 2^(bits - 1); of 8 bits by the hi plane alone in steps of 16.
-template <int Bits, bool Hi>
-KVQ_DEVICE uint32_t weight_pair(uint32_t word, uint32_t low, int i, int odd) {
-    const uint32_t upper = whole_pair<4>(word, i, odd);
-    if constexpr (Bits == 4) return fma_halves(upper, kOnes, kMinus8);
-    if constexpr (Hi) return fma_halves(upper, kOnes, 0xc788c788u);  // (7.5 - 128) / 16
-    const uint32_t whole = fma_halves(upper, kSixteens, whole_pair<4>(low, i, odd));
-    return fma_halves(whole, kOnes, kMinus128);
-}
+// Of codes: whole ones, `Low` bits included, or upper nibbles alone, each of which stands for the
+// middle of a step of codes. As halves, less the middle of the range, in steps.
+template <bool Low>
+struct Reading {
+    int low_bits;
+    uint32_t low_mask, less;
+    float step;
+
+    KVQ_DEVICE_MEMBER explicit Reading(const PanelLayout& layout)
+        : low_bits(layout.low_bits()),
+          low_mask(0x00010001u * ((1u << low_bits) - 1)),
+          step(Low ? 1.0f : static_cast<float>(1 << low_bits)) {
+        const float middle = static_cast<float>(1 << (layout.bits - 1));
+        const float taken = (Low ? 1024.0f : 16.0f) + (middle - (step - 1) / 2) / step;
+        less = halves(-taken, -taken);
+    }
+
+    // Codes 4i + 0, 4i + 2 (`odd` 0) or 4i + 1, 4i + 3 of eight columns. A code goes into the last
+    // bits of 1024, a nibble alone into those of 16, which leave it room for parts.
+    KVQ_DEVICE_MEMBER uint32_t pair(uint32_t word, uint32_t low, int i, int odd) const {
+        const int place = 4 * i + 8 * odd;
+        uint32_t codes;
+        if constexpr (Low) {
+            codes = (word >> place & 0x000f000fu) << low_bits | kOneThousand24;
+            codes |= low >> (low_bits * i + 8 * odd) & low_mask;
+        } else {
+            codes = (place < 6 ? word << (6 - place) : word >> (place - 6)) & 0x03c003c0u;
+            codes |= kSixteens;
+        }
+        return fma_halves(codes, kOnes, less);
+    }
+
+    // What weights of a row are beyond their codes' distance from the middle, in steps.
+    KVQ_DEVICE_MEMBER float beyond(const Constants& constants, int row) const {
+        const float middle = static_cast<float>(1 << (low_bits + 3)) - constants.zero(row);
+        const float all = fma_once(constants.scale(row), middle, constants.minimum(row));
+        return Low ? all : all * float_of((127 - low_bits) << 23);  // over the codes of a step
+    }
+};
 
 // Eight activations from column k on, as the operands of two products.
 KVQ_DEVICE void input_operands(const kvq_cuda_linear& c, int token, int k, uint32_t (*b)[2]) {
@@ -101,7 +172,7 @@ KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
 
 // A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
 // how far what was there errs is kept.
-template <int Bits, bool Hi, int Tiles, bool Marked>
+template <bool Low, int Tiles, bool Marked>
 KVQ_KERNEL product(kvq_cuda_linear c) {
     if (Marked) {
         bool any = false;
@@ -110,41 +181,54 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     }
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
-    const int g = lane / 4, t = lane % 4, blocks = blocks_of(c);
-    const int64_t plane = int64_t{blocks} * c.block * kPanelRows / 2;
-    const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
-    const uint8_t* panel = c.panels + block_index().x * (plane * (Bits / 4) + scale_bytes);
-    const auto* scales = reinterpret_cast<const uint16_t*>(panel + plane);
+    const int g = lane / 4, t = lane % 4;
+    const PanelLayout layout = layout_of(c);
+    const Reading<Low> reading(layout);
+    const uint8_t* panel = c.panels + block_index().x * layout.panel_bytes;
+    const uint8_t* low_plane = panel + layout.plane_bytes + layout.constant_bytes;
     float total[Tiles][4] = {};
-    for (int block = warp; block < blocks; block += kLinearWarps) {
+    for (int block = warp; block < layout.blocks; block += kLinearWarps) {
         float sums[Tiles][4] = {};
         for (int octet = t; octet < c.block / 8; octet += 4) {
             const int column = block * c.block + 8 * octet;
             const int64_t at = int64_t{column} * kPanelRows / 2 + 4 * g;
+            const int low_columns = column * reading.low_bits;  // times the bits of each
+            const int64_t low_at = int64_t{low_columns / 32} * 64 + 4 * g;
             uint32_t word[2], low[2] = {};
             for (int half = 0; half < 2; half++) {
                 word[half] = *reinterpret_cast<const uint32_t*>(panel + at + 32 * half);
-                if (Bits == 8 && !Hi)
-                    low[half] = *reinterpret_cast<const uint32_t*>(panel + plane + scale_bytes +
-                                                                   at + 32 * half);
+                if (!Low) continue;
+                low[half] = *reinterpret_cast<const uint32_t*>(low_plane + low_at + 32 * half);
+                low[half] >>= low_columns / 4 % 8;
             }
             uint32_t weights[2][4];
             for (int i = 0; i < 2; i++)
                 for (int j = 0; j < 4; j++)
-                    weights[i][j] = weight_pair<Bits, Hi>(word[j % 2], low[j % 2], i, j / 2);
+                    weights[i][j] = reading.pair(word[j % 2], low[j % 2], i, j / 2);
             for (int tile = 0; tile < Tiles; tile++) {
                 uint32_t b[2][2];
                 input_operands(c, 8 * tile + g, column, b);
                 for (int i = 0; i < 2; i++) mma(sums[tile], weights[i], b[i]);
             }
         }
+        const Constants constants(layout, panel, block);
         for (int i = 0; i < 4; i++) {
-            const float scale = half_value(scales[block * kPanelRows + g + i / 2 * 8]);
+            const float scale = constants.scale(g + i / 2 * 8);
             for (int tile = 0; tile < Tiles; tile++)
-                total[tile][i] +=
-                    sums[tile][i] * scale * kScaleUnit * (Hi && Bits == 8 ? 16.0f : 1.0f);
+                total[tile][i] = fma_once(sums[tile][i], scale, total[tile][i]);
         }
     }
+    // In a loop of its own, so that grids without offsets pay no registers for it.
+    for (int block = warp; block < layout.blocks && c.grid != KVQ_SYMMETRIC; block += kLinearWarps)
+        for (int i = 0; i < 4; i++) {
+            const Constants constants(layout, panel, block);
+            const float extra = reading.beyond(constants, g + i / 2 * 8);
+            for (int tile = 0; tile < Tiles; tile++) {
+                const int token = min(8 * tile + 2 * t + i % 2, c.tokens - 1);
+                const float inputs_sum = c.steps[int64_t{block} * c.tokens + token];
+                total[tile][i] = fma_once(inputs_sum, extra, total[tile][i]);
+            }
+        }
     for (int tile = 0; tile < Tiles; tile++)
         for (int i = 0; i < 4; i++)
             totals[warp][8 * tile + 2 * t + i % 2][g + i / 2 * 8] = total[tile][i];
@@ -154,7 +238,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         if (token >= c.tokens || row >= c.rows) continue;
         float sum = 0;
         for (int w = 0; w < kLinearWarps; w++) sum += totals[w][token][i % kPanelRows];
-        sum *= c.tops[token];
+        sum *= c.tops[token] * (reading.step * kScaleUnit);
         if (Marked) {
             if (!is_marked(c, token, block_index().x)) continue;
             atomic_max(c.deviations + token, fabsf(sub(sum, c.out[int64_t{token} * c.rows + row])));
@@ -165,26 +249,28 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
 
 // A block per token, threads over its columns. What is no row of the matrix adds nothing.
 KVQ_KERNEL embed(kvq_cuda_embed e) {
-    const int token = block_index().x, blocks = blocks_of(e);
-    const int64_t plane = int64_t{blocks} * e.block * kPanelRows / 2;
-    const int64_t scale_bytes = (int64_t{blocks} * kPanelRows * 2 + 63) / 64 * 64;
+    const int token = block_index().x;
+    const PanelLayout layout = layout_of(e);
+    const int low_bits = layout.low_bits();
     for (int i = thread_index(); i < e.columns; i += thread_count()) {
         float sum = 0;
         for (int k = 0; k < e.mixed; k++) {
             const int64_t at = int64_t{token} * e.mixed + k, id = e.ids[at];
             if (id < 0 || id >= e.rows) continue;
             const int lane = static_cast<int>(id % kPanelRows);
-            const uint8_t* panel =
-                e.panels + id / kPanelRows * (plane * (e.bits / 4) + scale_bytes);
-            const auto* scales = reinterpret_cast<const uint16_t*>(panel + plane);
-            const int64_t place = int64_t{i} / 8 * 64 + 4 * lane + i % 4;
-            const int shift = i & 4;
-            int level = (panel[place] >> shift & 15) - 8;
-            if (e.bits == 8)
-                level = 16 * level + (panel[plane + scale_bytes + place] >> shift & 15);
-            const float scale =
-                mul(half_value(scales[i / e.block * kPanelRows + lane]), kScaleUnit);
-            sum = add(sum, mul(e.weights[at], mul(scale, static_cast<float>(level))));
+            const uint8_t* panel = e.panels + id / kPanelRows * layout.panel_bytes;
+            const int byte = 4 * lane + i % 4;
+            int code = panel[i / 8 * 64 + byte] >> (i & 4) & 15;
+            if (low_bits) {
+                const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
+                const int bits = low[i * low_bits / 32 * 64 + byte] >> (i / 4 * low_bits % 8);
+                code = code << low_bits | (bits & ((1 << low_bits) - 1));
+            }
+            const Constants constants(layout, panel, i / e.block);
+            const float scale = mul(constants.scale(lane), kScaleUnit);
+            const float minimum = mul(constants.minimum(lane), kScaleUnit);
+            const float steps = sub(static_cast<float>(code), constants.zero(lane));
+            sum = add(sum, mul(e.weights[at], add(mul(scale, steps), minimum)));
         }
         e.out[int64_t{token} * e.columns + i] = sum;
     }

@@ -371,7 +371,9 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
             }
         store_rows(to.mass[page], sum_lanes(sums));
         for (int r = 0; r < N; r++) {
-            if (any_order) to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens);
+            // Weights above 1 come of numbers that are not finite: no integer holds their steps.
+            if (any_order && to.mass[page][r] <= kPageTokens)
+                to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens);
             block.sum[first + r] += to.mass[page][r];
         }
     }

@@ -120,7 +120,7 @@ public:
         if (first_panel_ == layout_.panels) return;
         prepare();
         const bool two_passes = call_.exact_rows && first_exact() < layout_.panels &&
-                                layout_.bits == 8 && call_.view == KVQ_FULL;
+                                layout_.bits > 4 && call_.view == KVQ_FULL;
         if (!two_passes) return multiply_all(call_.view, nullptr);
         float* tops = grown(scratch_.tops, size_t(call_.tokens) * layout_.panels);
         multiply_all(KVQ_HI, tops);
@@ -170,7 +170,7 @@ private:
     }
 
     size_t view_bytes(int view) const {
-        return view == KVQ_HI ? layout_.plane_bytes + layout_.scale_bytes : layout_.panel_bytes;
+        return view == KVQ_HI ? layout_.plane_bytes + layout_.constant_bytes : layout_.panel_bytes;
     }
 
     void multiply_all(int view, float* tops) {
@@ -320,16 +320,11 @@ private:
     RoundedRows rounded_{};
 };
 
-bool sensible(const kvq_matrix& m) {
-    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) &&
-           (m.block == 32 || m.block == 64 || m.block == 128);
-}
-
 }  // namespace
 
 int run_linear(const kvq_linear& call, const Dispatch& pool) {
     const bool added = call.bias || call.residual || call.first_row;
-    if (!sensible(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
+    if (!is_matrix(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
         (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
         call.exact_rows < 0 || (call.exact_rows && added))
@@ -345,7 +340,7 @@ int run_linear(const kvq_linear& call, const Dispatch& pool) {
 }
 
 int run_embed(const kvq_embed& call) {
-    if (!sensible(call.matrix) || call.tokens < 0 || call.mixed < 0) return KVQ_BAD_ARGUMENT;
+    if (!is_matrix(call.matrix) || call.tokens < 0 || call.mixed < 0) return KVQ_BAD_ARGUMENT;
     const PanelLayout layout(call.matrix);
     const int64_t columns = call.matrix.columns, entries = int64_t(call.tokens) * call.mixed;
     for (int64_t i = 0; i < entries; i++)

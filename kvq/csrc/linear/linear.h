@@ -11,22 +11,34 @@ namespace kvq {
 constexpr int kPanelRows = 16;
 constexpr int kPanelGroup = 8;  // columns whose codes lie together: 64 bytes of a plane
 constexpr float kScaleUnit = 1.0f / 256.0f;
+constexpr float kZeroParts = 256;  // of the range of codes, in offsets that are zero points
 constexpr float kSmallestActivation = 1e-30f;
+
+// Whether there is such a matrix.
+constexpr bool is_matrix(const kvq_matrix& m) {
+    return m.rows > 0 && m.columns > 0 && (m.block == 32 || m.block == 64 || m.block == 128) &&
+           (m.bits == 4 || m.bits == 5 || m.bits == 6 || m.bits == 8) && m.grid >= KVQ_SYMMETRIC &&
+           m.grid <= KVQ_MINIMUM;
+}
 
 // Where things lie in a panel. Invariant: every part starts at a multiple of 64 bytes.
 struct PanelLayout {
-    int panels, blocks, block, bits;
-    size_t plane_bytes, scale_bytes, panel_bytes;
+    int panels, blocks, block, bits, grid;
+    // Of a block: its sixteen scales and offsets.
+    size_t block_constants, plane_bytes, constant_bytes, panel_bytes;
 
-    explicit PanelLayout(const kvq_matrix& m)
+    explicit constexpr PanelLayout(const kvq_matrix& m)
         : panels((m.rows + kPanelRows - 1) / kPanelRows),
           blocks((m.columns + m.block - 1) / m.block),
           block(m.block),
           bits(m.bits),
+          grid(m.grid),
+          block_constants(size_t(kPanelRows) * (2 + m.grid)),
           plane_bytes(size_t(blocks) * block * kPanelRows / 2),
-          scale_bytes((size_t(blocks) * kPanelRows * 2 + 63) / 64 * 64),
-          panel_bytes(plane_bytes * bits / 4 + scale_bytes) {}
-    size_t padded_columns() const { return size_t(blocks) * block; }
+          constant_bytes((size_t(blocks) * block_constants + 63) / 64 * 64),
+          panel_bytes(plane_bytes * bits / 4 + constant_bytes) {}
+    constexpr int low_bits() const { return bits - 4; }
+    constexpr size_t padded_columns() const { return size_t(blocks) * block; }
 };
 
 // Activations rounded to int8, row after row.

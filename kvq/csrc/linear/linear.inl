@@ -10,6 +10,8 @@ using kvq::RoundedRows;
 
 // Rows' sums stay in registers only where no loop over them is left.
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
+// A call would put sums into memory.
+#define KVQ_INLINE inline __attribute__((always_inline))
 
 constexpr int kLanes = 16;
 constexpr int kFlushGroups = 4;  // Dots takes four groups of columns between flushes
@@ -104,89 +106,120 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
     gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
 }
 
-// What a product makes of the stored codes.
-enum Reading { kFourBits, kUpperNibbles, kBothNibbles };
-
 // How far ahead to fetch: far enough to hide a miss behind sixteen rows of work, and in small
 // panels the same place of the next one, so that a view never fetches the plane it leaves out.
 inline size_t prefetch_bytes(const PanelLayout& layout) {
     return layout.panel_bytes <= 32 << 10 ? layout.panel_bytes : 8 << 10;
 }
 
-// A block's codes, one group after the other: of one plane, or of two made whole.
-// Fetched for one row, which reads it once, it goes past the larger caches: the products take 1 to
-// 3 % less. Five rows would take 2 % more.
-template <bool Once>
+// A plane of `Bits` bits of a block's codes, a group of eight columns after the other. Fetched for
+// one row, which reads it once, it goes past the larger caches: the products take 1 to 3 % less.
+// Five rows would take 2 % more.
+template <int Bits, bool Once>
 struct Plane {
     const uint8_t* bytes;
     size_t ahead;
-    CodePair group(int g) const {
-        __builtin_prefetch(bytes + 64 * g + ahead, 0, Once ? 0 : 3);
-        return load_codes(bytes + 64 * g);
+    // Group first + I, where `first` is a multiple of four.
+    template <int I>
+    CodePair group(int first) const {
+        constexpr int kGroups = 4 / Bits;  // that lie in the same bytes
+        const uint8_t* at = bytes + 64 * (first / kGroups + I / kGroups);
+        if constexpr (I % kGroups == 0) __builtin_prefetch(at + ahead, 0, Once ? 0 : 3);
+        return load_codes<Bits, I % kGroups>(at);
     }
 };
-template <bool Once>
+template <int LowBits, bool Once>
 struct WholeCodes {
-    Plane<Once> upper, lower;
-    CodePair group(int g) const { return merged(upper.group(g), lower.group(g)); }
+    Plane<4, Once> upper;
+    Plane<LowBits, Once> lower;
+    template <int I>
+    CodePair group(int first) const {
+        return merged<LowBits>(upper.template group<I>(first), lower.template group<I>(first));
+    }
 };
+
+template <int R, int I, class Source>
+KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size_t stride, Dots* dots) {
+    const CodePair codes = source.template group<I>(first);
+    KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes,
+                                                       x + m * stride + kPanelGroup * (first + I));
+}
 
 // Adds one block to the sums of R rows.
 template <int R, class Source>
-inline void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
+KVQ_INLINE void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
-        KVQ_UNROLL for (int g = j; g < j + kFlushGroups; g++) {
-            const CodePair codes = source.group(g);
-            KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes,
-                                                               x + m * stride + kPanelGroup * g);
-        }
+        add_group<R, 0>(source, j, x, stride, dots);
+        add_group<R, 1>(source, j, x, stride, dots);
+        add_group<R, 2>(source, j, x, stride, dots);
+        add_group<R, 3>(source, j, x, stride, dots);
         KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
     }
 }
 
-// A block's products from those of its codes. Every term is a whole or half number below 2^23, so
-// floats hold them exactly. `sum` is that of the row's levels.
-template <Reading Read>
-inline Floats centred(const Dots& upper, const Dots& lower, float sum) {
-    if constexpr (Read == kFourBits)
-        return fma(set1(-8.0f), set1(sum), to_float(upper.total));
-    else if constexpr (Read == kUpperNibbles)
-        return fma(set1(-120.5f), set1(sum), to_float(shifted<4>(upper.total)));
-    else if constexpr (kWholeCodes)
-        return fma(set1(-kWholeMiddle), set1(sum), to_float(upper.total));
-    else
-        return fma(set1(-128.0f), set1(sum), to_float(shifted<4>(upper.total) + lower.total));
+// What a view's codes lack of the matrix's: of upper nibbles alone the middle of what they may be.
+// All in steps of the codes read, `step` of the matrix's, so that it is exact.
+struct Reading {
+    float step, beyond;
+    Reading(const PanelLayout& layout, int low_bits_read, float merged_less)
+        : step(float(1 << (layout.low_bits() - low_bits_read))),
+          beyond((step - 1) / 2 / step + merged_less) {}
+};
+
+// What a block's codes have beyond zero, negative: the factor of the sum of a row's levels.
+inline Floats beyond_zero(const PanelLayout& layout, const Reading& reading,
+                          const uint8_t* constants) {
+    if (layout.grid == KVQ_ZERO_POINT)
+        return fma(load_unsigned(constants + 2 * kPanelRows),
+                   set1(-float(1 << layout.bits) / kvq::kZeroParts / reading.step),
+                   set1(reading.beyond));
+    const float middle = layout.grid == KVQ_SYMMETRIC ? float(1 << (layout.bits - 1)) : 0.0f;
+    return set1(reading.beyond - middle / reading.step);
 }
 
-template <int R, Reading Read>
+// LowBits: of codes, read beside their upper nibbles. Sums of products of codes are whole and below
+// 2^23, so floats hold them exactly.
+template <int R, int LowBits>
 void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
                    float* out) {
     const size_t stride = layout.padded_columns();
     const int block = layout.block, block_bytes = block * kPanelRows / 2;
-    const uint8_t* scales = panel + layout.plane_bytes;
-    const uint8_t* low = scales + layout.scale_bytes;
+    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
     const size_t ahead = prefetch_bytes(layout);
     constexpr bool kOnce = R == 1;
-    constexpr bool kTwice = Read == kBothNibbles && !kWholeCodes;
+    constexpr bool kTwice = LowBits && !kWholeCodes;
+    const Reading reading(layout, LowBits, LowBits == 4 && kWholeCodes ? kMergedLess : 0.0f);
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (int b = 0; b < layout.blocks; b++) {
         Dots upper[R], lower[kTwice ? R : 1];
         const int8_t* levels = x.levels + first * stride + size_t(b) * block;
-        const Plane<kOnce> first_plane{panel + size_t(b) * block_bytes, ahead};
-        const Plane<kOnce> second_plane{low + size_t(b) * block_bytes, ahead};
-        if constexpr (Read == kBothNibbles && kWholeCodes) {
-            const WholeCodes<kOnce> both{first_plane, second_plane};
-            add_block<R>(both, block, levels, stride, upper);
+        const Plane<4, kOnce> first_plane{panel + size_t(b) * block_bytes, ahead};
+        if constexpr (LowBits) {
+            const uint8_t* rest = low + size_t(b) * block_bytes * LowBits / 4;
+            const Plane<LowBits, kOnce> second_plane{rest, ahead};
+            if constexpr (kWholeCodes) {
+                const WholeCodes<LowBits, kOnce> both{first_plane, second_plane};
+                add_block<R>(both, block, levels, stride, upper);
+            } else {
+                add_block<R>(first_plane, block, levels, stride, upper);
+                add_block<R>(second_plane, block, levels, stride, lower);
+            }
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
-            if constexpr (kTwice) add_block<R>(second_plane, block, levels, stride, lower);
         }
-        const Floats scale = load_half(scales + size_t(b) * 2 * kPanelRows);
+        const uint8_t* constants = panel + layout.plane_bytes + b * layout.block_constants;
+        const Floats scale = load_half(constants);
+        const Floats beyond = beyond_zero(layout, reading, constants);
         KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
-            const Floats dot = centred<Read>(upper[m], lower[kTwice ? m : 0], x.sums[at]);
-            total[m] = fma(dot, scale * set1(x.scales[at]), total[m]);
+            Ints raw = upper[m].total;
+            if constexpr (kTwice) raw = shifted<LowBits>(raw) + lower[m].total;
+            const Floats dot = fma(beyond, set1(x.sums[at]), to_float(raw));
+            total[m] = fma(dot, scale * set1(x.scales[at] * reading.step), total[m]);
+            if (layout.grid == KVQ_MINIMUM)
+                total[m] = fma(load_half(constants + 2 * kPanelRows),
+                               set1(x.sums[at] * x.scales[at]), total[m]);
         }
     }
     KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
@@ -194,46 +227,77 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
 
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
 
-template <Reading Read, int... R>
+template <int LowBits, int... R>
 constexpr MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
-    constexpr MultiplyRows table[] = {multiply_rows<R + 1, Read>...};
+    constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits>...};
     return table[rows - 1];
 }
-MultiplyRows multiply_for(Reading read, int rows) {
+MultiplyRows multiply_for(int low_bits, int rows) {
     using Counts = std::make_integer_sequence<int, kMaxRows>;
-    if (read == kFourBits) return row_count<kFourBits>(Counts{}, rows);
-    if (read == kUpperNibbles) return row_count<kUpperNibbles>(Counts{}, rows);
-    return row_count<kBothNibbles>(Counts{}, rows);
+    switch (low_bits) {
+        case 1: return row_count<1>(Counts{}, rows);
+        case 2: return row_count<2>(Counts{}, rows);
+        case 4: return row_count<4>(Counts{}, rows);
+        default: return row_count<0>(Counts{}, rows);
+    }
 }
 
 void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
               int first, int count, float* out) {
-    const Reading read =
-        layout.bits == 4 ? kFourBits : (view == KVQ_HI ? kUpperNibbles : kBothNibbles);
+    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
     int groups = (count + kMaxRows - 1) / kMaxRows;
     for (; groups > 0; groups--) {  // of as equal sizes as can be
         const int rows = (count + groups - 1) / groups;
-        multiply_for(read, rows)(layout, panel, x, first, out);
+        multiply_for(low_bits, rows)(layout, panel, x, first, out);
         first += rows, count -= rows, out += kPanelRows * rows;
     }
 }
 
+// A block's scale of row `lane`, and what it adds to a weight beside that times the code.
+struct Line {
+    float scale, offset;
+    Line(const PanelLayout& layout, const uint8_t* constants, int lane) {
+        scale = half_at(constants + 2 * lane) * kvq::kScaleUnit;
+        const uint8_t* offsets = constants + 2 * kPanelRows;
+        switch (layout.grid) {
+            case KVQ_ZERO_POINT:
+                offset = float(offsets[lane] << layout.bits) / kvq::kZeroParts;
+                break;
+            case KVQ_MINIMUM: offset = half_at(offsets + 2 * lane) * kvq::kScaleUnit; break;
+            default: offset = float(1 << (layout.bits - 1));
+        }
+    }
+    // load_half turns sixteen: one is wanted.
+    static float half_at(const uint8_t* half) {
+        uint8_t halves[2 * kLanes] = {};
+        float values[kLanes];
+        std::memcpy(halves, half, 2);
+        store(values, load_half(halves));
+        return values[0];
+    }
+};
+
 void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float weight, int columns,
              float* out) {
-    const uint8_t* scales = panel + layout.plane_bytes + 2 * lane;
-    const uint8_t* low = panel + layout.plane_bytes + layout.scale_bytes;
-    float scale[kLanes] = {};  // load_half turns sixteen: lane 0 is wanted
-    for (int i = 0; i < columns; i++) {
-        if (i % layout.block == 0) {
-            uint8_t halves[2 * kLanes] = {};
-            std::memcpy(halves, scales + size_t(i / layout.block) * 2 * kPanelRows, 2);
-            store(scale, load_half(halves));
+    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
+    const int low_bits = layout.low_bits();
+    for (int b = 0; b < layout.blocks; b++) {
+        const uint8_t* constants = panel + layout.plane_bytes + b * layout.block_constants;
+        const Line line(layout, constants, lane);
+        const int end = columns < (b + 1) * layout.block ? columns : (b + 1) * layout.block;
+        for (int i = b * layout.block; i < end; i++) {
+            const size_t at = size_t(i / 8) * 64 + 4 * lane + i % 4;
+            int code = panel[at] >> (i & 4) & 15;
+            if (low_bits) {
+                const int columns_of = 32 / low_bits, shift = i % columns_of / 4 * low_bits;
+                const size_t place = size_t(i / columns_of) * 64 + 4 * lane + i % 4;
+                code = code << low_bits | (low[place] >> shift & ((1 << low_bits) - 1));
+            }
+            const float value = layout.grid == KVQ_MINIMUM
+                                    ? line.scale * float(code) + line.offset
+                                    : line.scale * (float(code) - line.offset);
+            out[i] += weight * value;
         }
-        const size_t at = size_t(i / kPanelGroup) * 64 + 4 * lane + i % 4;
-        const int shift = i & 4;
-        int level = (panel[at] >> shift & 15) - 8;
-        if (layout.bits == 8) level = 16 * level + (low[at] >> shift & 15);
-        out[i] += weight * (scale[0] * kvq::kScaleUnit * float(level));
     }
 }
 

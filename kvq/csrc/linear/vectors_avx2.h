@@ -14,7 +14,7 @@ constexpr bool kWholeCodes = true;
 #else
 constexpr bool kWholeCodes = false;
 #endif
-constexpr float kWholeMiddle = 128;
+constexpr float kMergedLess = 0;
 
 struct Floats {
     __m256 a, b;
@@ -116,23 +116,35 @@ inline Floats load_half(const uint8_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
 
+inline Floats load_unsigned(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
 struct CodePair {
     Ints first, second;
 };
+template <int Shift>
+inline Ints fields(__m256i a, __m256i b, __m256i mask) {
+    return {_mm256_and_si256(_mm256_srli_epi16(a, Shift), mask),
+            _mm256_and_si256(_mm256_srli_epi16(b, Shift), mask)};
+}
+template <int Bits, int I>
 inline CodePair load_codes(const uint8_t* p) {
     const __m256i* bytes = reinterpret_cast<const __m256i*>(p);
     const __m256i a = _mm256_loadu_si256(bytes), b = _mm256_loadu_si256(bytes + 1);
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {{_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)},
-            {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask),
-             _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)}};
+    const __m256i mask = _mm256_set1_epi8((1 << Bits) - 1);
+    return {fields<2 * Bits * I>(a, b, mask), fields<2 * Bits * I + Bits>(a, b, mask)};
 }
+template <int LowBits>
 inline Ints merged(const Ints& upper, const Ints& lower) {
-    return {_mm256_or_si256(_mm256_slli_epi16(upper.a, 4), lower.a),
-            _mm256_or_si256(_mm256_slli_epi16(upper.b, 4), lower.b)};
+    return {_mm256_or_si256(_mm256_slli_epi16(upper.a, LowBits), lower.a),
+            _mm256_or_si256(_mm256_slli_epi16(upper.b, LowBits), lower.b)};
 }
+template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
-    return {merged(upper.first, lower.first), merged(upper.second, lower.second)};
+    return {merged<LowBits>(upper.first, lower.first), merged<LowBits>(upper.second, lower.second)};
 }
 inline __m256i broadcast_quad(const int8_t* quad) {
     int32_t bits;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxRows = 12;
 constexpr bool kWholeCodes = true;
-constexpr float kWholeMiddle = 128;
+constexpr float kMergedLess = 0;
 
 struct Floats {
     __m512 v;
@@ -93,16 +93,25 @@ inline Floats load_half(const uint8_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+inline Floats load_unsigned(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
+}
+
 struct CodePair {
     __m512i first, second;
 };
+template <int Bits, int I>
 inline CodePair load_codes(const uint8_t* p) {
-    const __m512i bytes = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
-    return {_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask)};
+    constexpr int kShift = 2 * Bits * I;
+    const __m512i bytes = _mm512_loadu_si512(p), mask = _mm512_set1_epi8((1 << Bits) - 1);
+    return {_mm512_and_si512(_mm512_srli_epi16(bytes, kShift), mask),
+            _mm512_and_si512(_mm512_srli_epi16(bytes, kShift + Bits), mask)};
 }
+template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
-    return {_mm512_or_si512(_mm512_slli_epi16(upper.first, 4), lower.first),
-            _mm512_or_si512(_mm512_slli_epi16(upper.second, 4), lower.second)};
+    return {_mm512_or_si512(_mm512_slli_epi16(upper.first, LowBits), lower.first),
+            _mm512_or_si512(_mm512_slli_epi16(upper.second, LowBits), lower.second)};
 }
 inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;

@@ -9,7 +9,7 @@ namespace {
 constexpr int kMaxRows = 4;  // activation rows multiplied in one go
 // Whether Dots takes codes of 8 bits; else planes are summed apart.
 constexpr bool kWholeCodes = false;
-constexpr float kWholeMiddle = 128;  // what merged() gives for level 0
+constexpr float kMergedLess = 0;  // what merged() takes off codes of 8 bits
 
 struct Floats {
     float v[16];
@@ -135,14 +135,25 @@ inline Floats load_half(const uint8_t* p) {
     });
 }
 
+inline Floats load_unsigned(const uint8_t* p) {
+    return lanes([&](int i) { return static_cast<float>(p[i]); });
+}
+
 struct CodePair {
     Codes first, second;
 };  // columns 0-3 and 4-7 of a group
+// Of group I of those that share 64 bytes of a plane of `Bits` bits.
+template <int Bits, int I>
 inline CodePair load_codes(const uint8_t* p) {
+    constexpr int kShift = 2 * Bits * I, kMask = (1 << Bits) - 1;
     CodePair r;
-    for (int i = 0; i < 64; i++) r.first.v[i] = p[i] & 15, r.second.v[i] = p[i] >> 4;
+    for (int i = 0; i < 64; i++) {
+        r.first.v[i] = p[i] >> kShift & kMask;
+        r.second.v[i] = p[i] >> (kShift + Bits) & kMask;
+    }
     return r;
 }
+template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair&) {
     return upper;
 }  // never called

@@ -3,12 +3,13 @@
 #include <arm_neon.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
 constexpr int kMaxRows = 4;
 constexpr bool kWholeCodes = true;
-constexpr float kWholeMiddle = 0;  // merged() gives signed codes
+constexpr float kMergedLess = 128;  // merged() gives signed codes
 
 struct Floats {
     float32x4_t v[4];
@@ -105,27 +106,46 @@ inline Floats load_half(const uint8_t* p) {
     return floats([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
 }
 
+inline Floats load_unsigned(const uint8_t* p) {
+    return floats([&](int i) {
+        uint32_t four;
+        std::memcpy(&four, p + 4 * i, 4);
+        const uint16x8_t words = vmovl_u8(vcreate_u8(four));
+        return vcvtq_f32_u32(vmovl_u16(vget_low_u16(words)));
+    });
+}
+
 struct CodePair {
     int8x16_t first[4], second[4];
 };
+template <int Shift, int Bits>
+inline int8x16_t field(uint8x16_t bytes) {
+    if constexpr (Shift > 0) bytes = vshrq_n_u8(bytes, Shift);
+    if constexpr (Shift + Bits < 8) bytes = vandq_u8(bytes, vdupq_n_u8((1 << Bits) - 1));
+    return vreinterpretq_s8_u8(bytes);
+}
+template <int Bits, int I>
 inline CodePair load_codes(const uint8_t* p) {
     CodePair r;
     for (int i = 0; i < 4; i++) {
         const uint8x16_t bytes = vld1q_u8(p + 16 * i);
-        r.first[i] = vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15)));
-        r.second[i] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
+        r.first[i] = field<2 * Bits * I, Bits>(bytes);
+        r.second[i] = field<2 * Bits * I + Bits, Bits>(bytes);
     }
     return r;
 }
-// 16 * upper + lower - 128: signed, as vdotq_s32 takes them.
+// 2^LowBits * upper + lower; of 8 bits less 128: signed, as vdotq_s32 takes them.
+template <int LowBits>
 inline int8x16_t merged(int8x16_t upper, int8x16_t lower) {
-    return veorq_s8(vsliq_n_s8(lower, upper, 4), vdupq_n_s8(-128));
+    const int8x16_t codes = vsliq_n_s8(lower, upper, LowBits);
+    return LowBits == 4 ? veorq_s8(codes, vdupq_n_s8(-128)) : codes;
 }
+template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     CodePair r;
     for (int i = 0; i < 4; i++) {
-        r.first[i] = merged(upper.first[i], lower.first[i]);
-        r.second[i] = merged(upper.second[i], lower.second[i]);
+        r.first[i] = merged<LowBits>(upper.first[i], lower.first[i]);
+        r.second[i] = merged<LowBits>(upper.second[i], lower.second[i]);
     }
     return r;
 }

@@ -42,11 +42,13 @@ OrtStatus* create(const OrtCustomOp* o, const void*, const OrtKernelInfo* info, 
     const char* op = Linear ? "Linear" : "Embed";
     if (OrtStatus* status = integers(
             op, info,
-            {{"rows", &m.rows}, {"columns", &m.columns}, {"bits", &m.bits}, {"block", &m.block}}))
+            {{"rows", &m.rows},
+             {"columns", &m.columns},
+             {"bits", &m.bits},
+             {"block", &m.block},
+             {"grid", &m.grid}}))
         return status;
-    if (m.rows < 1 || m.columns < 1 || (m.bits != 4 && m.bits != 8) ||
-        (m.block != 32 && m.block != 64 && m.block != 128))
-        return failed(op, "no matrix has these attributes");
+    if (!is_matrix(m)) return failed(op, "no matrix has these attributes");
     if (Linear) {
         if (OrtStatus* status = integers(op, info,
                                          {{"activation", &made->activation},
@@ -92,7 +94,7 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
              const DeviceScratch& at, uint8_t* scratch, float* products, const float* residuals) {
     kvq_cuda_linear part{};
     part.rows = call.matrix.rows - call.first_row, part.columns = call.matrix.columns;
-    part.bits = call.matrix.bits, part.block = call.matrix.block;
+    part.bits = call.matrix.bits, part.block = call.matrix.block, part.grid = call.matrix.grid;
     part.panels = call.panels + call.first_row / kPanelRows * int64_t(layout.panel_bytes);
     part.x = call.x, part.norm = call.norm, part.norm_eps = call.norm_eps;
     part.bias = call.bias ? call.bias + call.first_row : nullptr;
@@ -176,12 +178,12 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     call.view = static_cast<int32_t>(asked_view);
     if (mode == kKeysAndValues && map.count > 0) {
         kvq_matrix kept = m;
-        kept.rows -= kernel.first_kept, kept.bits = 8;
+        kept.rows -= kernel.first_kept, kept.bits = 8, kept.grid = KVQ_SYMMETRIC;
         const PanelLayout layout(kept);
         if (kernel.first_kept % kPanelRows || !holds(map, layout) || map_bias.count != kept.rows)
             return failed("Linear", "a map is none of this product's");
         // Rows before first_kept are never read: the panels begin where theirs would.
-        call.matrix.bits = 8, call.view = KVQ_FULL;
+        call.matrix.bits = 8, call.matrix.grid = KVQ_SYMMETRIC, call.view = KVQ_FULL;
         call.panels = map.as<uint8_t>() - kernel.first_kept / kPanelRows * layout.panel_bytes;
         call.bias = map_bias.as<float>() - kernel.first_kept;
     }
