@@ -79,7 +79,7 @@ def calibration_ids(tokenizer: Tokenizer, context_tokens: int) -> NDArray[np.int
     return np.array(ids, np.int64) if len(ids) >= 4 * PAGE_TOKENS + LEAST_SCORED_TOKENS else None
 
 
-def kept(checkpoint: Path, weights: WeightFormat, config: ModelConfig) -> Calibration | None:
+def kept(checkpoint: Path, weights: WeightFormat | None, config: ModelConfig) -> Calibration | None:
     """What lies beside the checkpoint and was measured of these weights at these widths, if any."""
     try:
         found = json.loads((checkpoint / KEPT_FILE).read_bytes())
@@ -92,7 +92,7 @@ def kept(checkpoint: Path, weights: WeightFormat, config: ModelConfig) -> Calibr
         return None
 
 
-def keep(checkpoint: Path, weights: WeightFormat, found: Calibration) -> None:
+def keep(checkpoint: Path, weights: WeightFormat | None, found: Calibration) -> None:
     """Puts what was measured beside the checkpoint, for `kept`."""
     forms, sensitivity = found
     written = {
@@ -104,12 +104,12 @@ def keep(checkpoint: Path, weights: WeightFormat, found: Calibration) -> None:
         file.write(f"{json.dumps(written)}\n".encode())
 
 
-def _identity(checkpoint: Path, weights: WeightFormat) -> dict[str, Any]:
-    """What prices are true of: pages, widths and the checkpoint's weights."""
+def _identity(checkpoint: Path, weights: WeightFormat | None) -> dict[str, Any]:
+    """What prices are true of: pages, widths (None: the default) and the checkpoint's weights."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {
         "pages": PAGE_VERSION,
-        "weights": json.loads(json.dumps(asdict(weights))),
+        "weights": json.loads(json.dumps(asdict(weights or WeightFormat()))),
         "sha256": {file.name: file_sha256(file) for file in files},
     }
 

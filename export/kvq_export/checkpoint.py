@@ -1,7 +1,8 @@
-"""Reads the weights of a Hugging Face checkpoint folder: safetensors, single or sharded.
+"""The weights of a model by name, in row chunks, and those of a Hugging Face checkpoint folder.
 
-Owns the safetensors header and the refusals; knows no quantiser. Tensors are read in row chunks,
-so a large embedding never sits in memory as a whole. Nothing here loads a pickle.
+Owns the refusals of what is missing, of another shape or no part of the model, and the safetensors
+format, single or sharded; knows no quantiser. A large embedding never sits in memory as a whole.
+Nothing here loads a pickle.
 """
 
 import json
@@ -9,13 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError
+from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
 
@@ -36,6 +38,38 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+class Tensor(Protocol):
+    """One tensor of a file, whose rows are read when they are asked for."""
+
+    @property
+    def file(self) -> Path: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """What the file calls the type of its weights."""
+        ...
+
+    @property
+    def grid(self) -> BlockFormat | None:
+        """The narrowest format of a bundle that holds its codes as they are, where one does."""
+        ...
+
+    def check(self) -> None:
+        """Raises `CheckpointError` or `BackendError` for a type that cannot be read."""
+        ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop), float32, perhaps not finite. Raises `CheckpointError`."""
+        ...
+
+    def read_blocks(self, start: int, stop: int) -> Blocks:
+        """The same rows on their `grid`, constants in units of the weights."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
     """One tensor of a safetensors file; `start` is its first byte, counted from the file's."""
@@ -45,24 +79,50 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     start: int
+    grid: None = None
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"
 
+    def check(self) -> None:
+        """See `Tensor.check`."""
+        if self.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self} has dtype {self.dtype}; F32, F16 and BF16 are possible. "
+                "Export the original checkpoint, not one that is already quantised"
+            )
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """See `Tensor.read`."""
+        dtype = np.dtype(FLOAT_DTYPES[self.dtype])
+        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
+        raw = read_bytes(
+            self.file, self.start + start * row_bytes, (stop - start) * row_bytes, str(self)
+        )
+        return raw.view(dtype).astype(np.float32, copy=False).reshape(stop - start, *self.shape[1:])
+
+    def read_blocks(self, start: int, stop: int) -> Blocks:
+        """Never asked for: floats are on no grid."""
+        raise AssertionError(f"{self} is on no grid")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """An opened folder: every header is read and checked, no weight is read yet."""
+    """Opened weights: every header is read and checked, no weight is read yet.
 
-    folder: Path
-    tensors: Mapping[str, TensorEntry]
+    `path` is the folder or file they are in, `described_by` what says which there must be.
+    """
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    described_by: str = "config.json"
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Raises `CheckpointError` naming the file for anything missing or inconsistent."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder with config.json")
-        tensors: dict[str, TensorEntry] = {}
+        tensors: dict[str, Tensor] = {}
         for file, expected in _weight_files(folder).items():
             entries = read_header(file)
             missing = [name for name in expected if name not in entries]
@@ -76,7 +136,7 @@ class Checkpoint:
         if _EMBEDDING not in tensors and _HEAD in tensors:
             # Of tied weights some tools keep only the other name; `check` refuses it elsewhere.
             tensors[_EMBEDDING] = tensors[_HEAD]
-        return cls(folder=folder, tensors=tensors)
+        return cls(path=folder, tensors=tensors)
 
     def check(self, sources: Mapping[str, WeightSource]) -> None:
         """Every part exists in a readable dtype, and the shapes are those `sources` ask for.
@@ -88,23 +148,22 @@ class Checkpoint:
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"tensor {missing[0]!r} is missing from {self.folder}{_and_more(missing)}; "
-                "the weights are incomplete or do not belong to this config.json"
+                f"tensor {missing[0]!r} is missing from {self.path}{_and_more(missing)}; "
+                f"the weights are incomplete or do not belong to this {self.described_by}"
             )
         for source in sources.values():
             self._check_shapes(source)
         if _HEAD in wanted and self.tensors[_EMBEDDING] is self.tensors[_HEAD]:
             raise CheckpointError(
-                f"tensor {_EMBEDDING!r} is missing from {self.folder}, and config.json does not "
+                f"tensor {_EMBEDDING!r} is missing from {self.path}, and config.json does not "
                 "tie it to the head (tie_word_embeddings): the weights are incomplete"
             )
         known = set(wanted)
         extra = [name for name in self.tensors if name not in known and not _ignorable(name)]
         if extra:
-            entry = self.tensors[extra[0]]
             raise CheckpointError(
-                f"{entry} is not part of this architecture{_and_more(extra)}; "
-                "exporting without it would change the model, so check config.json"
+                f"{self.tensors[extra[0]]} is not part of this architecture{_and_more(extra)}; "
+                f"exporting without it would change the model, so check {self.described_by}"
             )
 
     def chunks(
@@ -120,17 +179,57 @@ class Checkpoint:
         from where it began. Raises `CheckpointError` for a short file, and for NaN or infinite
         weights.
         """
+        for tensor, start, stop in self._runs(source, max_weights, rows, multiple):
+            values = _finite(tensor, start, tensor.read(start, stop))
+            yield values + np.float32(source.offset) if source.offset else values
+
+    def stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks] | None:
+        """Row chunks of a canonical matrix with the codes that the file has, as `form` keeps them.
+
+        Constants in units of the weights. None where `form` cannot hold a part of the matrix.
+        """
+        grids = [self.tensors[part].grid for part in source.parts]
+        if not all(grid is not None and holds(form, grid) for grid in grids):
+            return None
+        return self._stored(source, form)
+
+    def _stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks]:
+        for tensor, start, stop in self._runs(source):
+            blocks = tensor.read_blocks(start, stop)
+            _finite(tensor, start, blocks.scales)
+            assert tensor.grid is not None
+            yield _as_kept(blocks, tensor.grid, form)
+
+    def format_of(self, source: WeightSource) -> BlockFormat | None:
+        """The narrowest format that holds all of a canonical matrix as the file has it."""
+        grids = [self.tensors[part].grid for part in source.parts]
+        known = [grid for grid in grids if grid is not None]
+        if len(known) < len(grids) or len({grid.block for grid in known}) > 1:
+            return None
+        return BlockFormat(
+            bits=max(grid.bits for grid in known),
+            block=known[0].block,
+            grid=max(grid.grid for grid in known),
+        )
+
+    def _runs(
+        self,
+        source: WeightSource,
+        max_weights: int = 1 << 20,
+        rows: range | None = None,
+        multiple: int = 1,
+    ) -> Iterator[tuple[Tensor, int, int]]:
+        """The tensors of a canonical weight in order, and of each the rows of every chunk."""
         rows = rows or range(source.shape[0])
         row_weights = math.prod(source.shape[1:])
         step = multiple * max(1, max_weights // max(1, row_weights * multiple))
         first = 0
         for part in source.parts:
-            entry = self.tensors[part]
-            last = min(rows.stop - first, entry.shape[0])
+            tensor = self.tensors[part]
+            last = min(rows.stop - first, tensor.shape[0])
             for start in range(max(0, rows.start - first), last, step):
-                values = self._read(entry, start, min(start + step, last))
-                yield values + np.float32(source.offset) if source.offset else values
-            first += entry.shape[0]
+                yield tensor, start, min(start + step, last)
+            first += tensor.shape[0]
 
     def read(self, source: WeightSource) -> np.ndarray:
         """A whole canonical weight, float32."""
@@ -149,46 +248,62 @@ class Checkpoint:
             entry = self.tensors[part]
             for place in np.flatnonzero((rows >= first) & (rows < first + entry.shape[0])):
                 row = int(rows[place]) - first
-                out[place] = self._read(entry, row, row + 1)[0]
+                out[place] = _finite(entry, row, entry.read(row, row + 1))[0]
             first += entry.shape[0]
         return out
-
-    def _read(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-        dtype = np.dtype(FLOAT_DTYPES[entry.dtype])
-        row_weights = math.prod(entry.shape[1:])
-        count = (stop - start) * row_weights
-        offset = entry.start + start * row_weights * dtype.itemsize
-        try:
-            values = np.fromfile(entry.file, dtype, count, offset=offset)
-        except OSError as error:
-            raise CheckpointError(f"{entry} cannot be read: {error.strerror}") from error
-        if len(values) < count:
-            raise CheckpointError(f"{entry} ends early: {entry.file} was cut while it was read")
-        rows = values.astype(np.float32, copy=False).reshape(stop - start, *entry.shape[1:])
-        if not np.isfinite(rows).all():
-            bad = start + int(np.flatnonzero(~np.isfinite(rows).reshape(len(rows), -1).all(1))[0])
-            raise CheckpointError(
-                f"{entry} holds NaN or infinite weights (first in row {bad}); "
-                "the checkpoint is damaged: download or train it again"
-            )
-        return rows
 
     def _check_shapes(self, source: WeightSource) -> None:
         entries = [self.tensors[part] for part in source.parts]
         for entry in entries:
-            if entry.dtype not in FLOAT_DTYPES:
-                raise CheckpointError(
-                    f"{entry} has dtype {entry.dtype}; F32, F16 and BF16 are possible. "
-                    "Export the original checkpoint, not one that is already quantised"
-                )
+            entry.check()
         trailing = all(entry.shape[1:] == source.shape[1:] for entry in entries)
         ranks = all(len(entry.shape) == len(source.shape) for entry in entries)
         if not ranks or not trailing or sum(e.shape[0] for e in entries) != source.shape[0]:
             found = ", ".join(f"{entry} {list(entry.shape)}" for entry in entries)
             together = " in rows together" if len(entries) > 1 else ""
             raise CheckpointError(
-                f"wrong shape: {found}; config.json asks for {list(source.shape)}{together}"
+                f"wrong shape: {found}; {self.described_by} asks for {list(source.shape)}{together}"
             )
+
+
+def read_bytes(file: Path, start: int, count: int, what: str) -> np.ndarray:
+    """Bytes [start, start + count) of a file, uint8. Raises `CheckpointError` saying `what`."""
+    try:
+        raw = np.fromfile(file, np.uint8, count, offset=start)
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be read: {error.strerror}") from error
+    if len(raw) < count:
+        raise CheckpointError(f"{what} ends early: {file} was cut while it was read")
+    return raw
+
+
+def _finite(tensor: Tensor, start: int, rows: np.ndarray) -> np.ndarray:
+    """The rows themselves. Raises `CheckpointError` for NaN or infinite weights in them."""
+    if not np.isfinite(rows).all():
+        bad = start + int(np.flatnonzero(~np.isfinite(rows).reshape(len(rows), -1).all(1))[0])
+        raise CheckpointError(
+            f"{tensor} holds NaN or infinite weights (first in row {bad}); "
+            "the checkpoint is damaged: download or train it again"
+        )
+    return rows
+
+
+def holds(form: BlockFormat, grid: BlockFormat) -> bool:
+    """Whether `form` can keep the very weights that lie on `grid`, symmetric or of minima."""
+    known = grid.grid is Grid.SYMMETRIC or form.grid is grid.grid
+    return form.block == grid.block and form.bits >= grid.bits and known
+
+
+def _as_kept(blocks: Blocks, grid: BlockFormat, form: BlockFormat) -> Blocks:
+    """The same weights in a format that `holds` them."""
+    if grid.grid is Grid.MINIMUM:
+        return blocks
+    middle = 1 << (grid.bits - 1)
+    if form.grid is Grid.MINIMUM:
+        return blocks._replace(offsets=-blocks.scales * np.float32(middle))
+    codes = blocks.codes + np.uint8((1 << (form.bits - 1)) - middle)
+    zeros = np.full(blocks.scales.shape, ZERO_PARTS // 2, np.uint8)
+    return Blocks(codes, blocks.scales, zeros if form.grid is Grid.ZERO_POINT else None)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

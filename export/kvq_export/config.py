@@ -1,5 +1,6 @@
 """What an export is asked to be. Knows no file and no model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -7,10 +8,10 @@ from typing import Literal, get_args
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import UsageError
 from kvq.policies import policy_named
+from kvq.reference_linear import BLOCKS, WIDTHS, BlockFormat, Grid
 
-WEIGHT_BITS = (4, 8)
-WIDE_BITS = 8
-BLOCKS = (32, 64, 128)
+# Of ONNX Runtime's product.
+STANDARD_WIDTHS = (4, 8)
 
 Linear = Literal["kvq", "ort"]
 
@@ -20,12 +21,13 @@ GgufType = Literal["q4_k_m", "q4_0", "q8_0", "f16", "bf16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """How weight matrices are stored: `bits` per code, one scale per `block` codes of a row.
+    """How weight matrices are stored: `bits` per code, constants per `block` codes of a row.
 
     `embedding_bits` is the width of the token embedding and of the output head, whether the
     two are tied or not. `linear` names the op that multiplies them: ours, or ONNX Runtime's
-    MatMulNBits, kept to compare with. `sensitive` is how many matrices of the layers are kept at 8
-    bits, those that lose most at 4; an export fills their canonical names into `wide`.
+    MatMulNBits, kept to compare with. `sensitive` is how many matrices of the layers are kept at
+    8 bits, those that lose most at fewer; an export fills `others` with the formats of matrices, by
+    canonical name, that are not stored as these say.
     """
 
     bits: int = 4
@@ -33,42 +35,54 @@ class WeightFormat:
     embedding_bits: int = 8
     linear: Linear = "kvq"
     sensitive: int = 0
-    wide: tuple[str, ...] = ()
+    others: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
 
     def __post_init__(self) -> None:
+        widths = WIDTHS if self.linear == "kvq" else STANDARD_WIDTHS
         for flag, value in (("wbits", self.bits), ("embedding-bits", self.embedding_bits)):
-            if value not in WEIGHT_BITS:
-                raise UsageError(f"--{flag} {value} is not possible: choose 4 or 8")
+            if value not in widths:
+                *most, last = widths
+                choices = f"{', '.join(map(str, most))} or {last}"
+                raise UsageError(f"--{flag} {value} is not possible: choose {choices}")
         if self.block not in BLOCKS:
             raise UsageError(f"--group {self.block} is not possible: choose 32, 64 or 128")
         if self.linear not in get_args(Linear):
             raise UsageError(f"--linear {self.linear} is not possible: choose kvq or ort")
         if self.sensitive < 0:
             raise UsageError(f"--sensitive {self.sensitive} is not possible: give 0 or more")
-        if self.sensitive and self.bits == WIDE_BITS:
+        if self.sensitive and self.bits == max(WIDTHS):
             raise UsageError("--sensitive keeps some matrices at 8 bits; --wbits 8 keeps all there")
 
-    def width(self, name: str) -> int:
-        """Bits of the canonical matrix `name`."""
-        if name in ("embed", "head"):
-            return self.embedding_bits
-        return WIDE_BITS if name in self.wide else self.bits
+    def format_of(self, name: str) -> BlockFormat:
+        """How the canonical matrix `name` is stored."""
+        if name in self.others:
+            return self.others[name]
+        return self.at(self.embedding_bits if name in ("embed", "head") else self.bits)
+
+    def at(self, bits: int) -> BlockFormat:
+        """How a matrix is stored at `bits`; at 8 a zero point would gain a twentieth."""
+        symmetric = self.linear == "ort" or bits == max(WIDTHS)
+        grid = Grid.SYMMETRIC if symmetric else Grid.ZERO_POINT
+        return BlockFormat(bits=bits, block=self.block, grid=grid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
     """One export: formats, default KV plan, and what to do around them.
 
-    `weights` are those of the ONNX graph; a GGUF file of type q4_0 takes the width of the embedding
-    from there. `policy` is the bundle's default one, or a spelling of it with options. `name`
-    defaults to the destination's folder name. `force` replaces an existing bundle. `calibrate`
-    measures what errors cost in each layer, for policies that ask. `tokenizer` False exports a
-    checkpoint that has none: the bundle then takes ids only. `predict`: fit matrices that predict a
-    prompt's later layers from what leaves so many first ones, or auto, which measures how many.
-    `predict_with`: fit those that make keys and values from what the bundle at this path computes.
+    `weights` are those of the ONNX graph, by default what suits the source: `WeightFormat()` a
+    checkpoint, what holds its blocks a GGUF file. A GGUF file that is written as q4_0 takes the
+    width of the embedding from there. `policy` is the bundle's default one, or a spelling of it
+    with options. `name` defaults to the destination's folder name. `force` replaces an existing
+    bundle. `calibrate` rounds weights with error feedback over a text (`calibration_text`, None:
+    what ships) and measures what errors of the cache cost in each layer, for policies that ask.
+    `tokenizer` False exports a checkpoint that has none: the bundle then takes ids only. `predict`:
+    fit matrices that predict a prompt's later layers from what leaves so many first ones, or auto,
+    which measures how many. `predict_with`: fit those that make keys and values from what the
+    bundle at this path computes.
     """
 
-    weights: WeightFormat = field(default_factory=WeightFormat)
+    weights: WeightFormat | None = None
     format: Format = "onnx"
     gguf_type: GgufType = "q4_k_m"
     kv: KvPlan = field(default_factory=KvPlan)
@@ -77,6 +91,7 @@ class ExportOptions:
     force: bool = False
     quality: bool = True
     calibrate: bool = True
+    calibration_text: str | None = None
     tokenizer: bool = True
     predict: str | None = None
     predict_with: Path | None = None
@@ -94,7 +109,9 @@ class ExportOptions:
                 f"--kv-predict {self.predict} is not possible: give auto, or how many of the first "
                 "layers are computed"
             )
-        if self.predict is not None and not (self.onnx and self.weights.linear == "kvq"):
+        if self.predict is not None and not (
+            self.onnx and (self.weights is None or self.weights.linear == "kvq")
+        ):
             raise UsageError("--kv-predict is of a graph with --linear kvq; leave one of them out")
         if self.predict_with is not None and not self.onnx:
             raise UsageError("--kv-predict-with is of the ONNX graph; leave it out, or --format")

@@ -4,9 +4,8 @@ Owns no format: reading, quantising, the graph, the manifest and the comparison 
 each have their own module.
 """
 
-import re
-import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,26 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError, UsageError
+from kvq.reference_linear import WIDTHS
 from kvq_export import auxiliary, calibration, prediction, quality
-from kvq_export.checkpoint import Checkpoint
+from kvq_export.calibrated import CalibratedWeights, calibration_segments
+from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.gguf_export import GgufExport
+from kvq_export.gguf_groups import ROUNDED
 from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
-from kvq_export.hub import Located, locate
+from kvq_export.hub_files import unseen
 from kvq_export.layout import Layout, plan_layout
 from kvq_export.quality import Original
 from kvq_export.sensitive import most_sensitive
+from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
 from kvq_models.config import ModelConfig
 from kvq_models.decoder import rope_settings
 from kvq_models.keys import read_keys
-from kvq_models.registry import read_checkpoint
-from kvq_models.tokenizer import ControlTokens, Tokenizer
+from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
 from kvq_runtime.bundle import (
     GGUF_FILE,
     TEMPLATE_FILE,
@@ -45,17 +47,14 @@ from kvq_runtime.bundle import (
 _SLACK_BYTES = 4 << 20
 
 
-def unseen(done: int, total: int, label: str) -> None:
-    """The progress nobody watches."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Model:
-    """Everything known about the checkpoint before its weights are read."""
+class OpenModel:
+    """Everything known about the model before its weights are read."""
 
-    located: Located
+    source: Source
     original: Original
     tokenizer: Tokenizer | None
+    files: TokenizerFiles | None
     gguf: GgufExport | None
 
 
@@ -65,7 +64,7 @@ def export_model(
     options: ExportOptions | None = None,
     progress: Progress = unseen,
 ) -> Bundle:
-    """Exports the checkpoint `source` (a folder or a hub id) to the folder `destination`.
+    """Exports the model `source` (a folder, a GGUF file or a hub id) to the folder `destination`.
 
     `progress` is called with bytes done, bytes in total and what is being done. Raises
     `ModelError` for the checkpoint and `BundleError` for the destination; then, and when it is
@@ -76,22 +75,21 @@ def export_model(
     name = options.name or folder.name
     # Before the long work, and once more when it is done.
     free_destination(folder, force=options.force)
-    model = _open_model(locate(source), options)
+    model = open_model(open_source(source, progress), options)
     weights = _weight_format(model, options, progress)
+    options = replace(options, weights=weights)
     _check_prediction(model, options)
     original = model.original
     layout = plan_layout(original.config, original.sources, weights) if options.onnx else None
     total = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
         files = _write_files(
-            partial, name, model, layout, options.threads,
+            partial, name, model, layout, options,
             lambda done, label: progress(done, total, label),
         )  # fmt: skip
         manifest = _manifest(name, model, layout, options, files)
         write_manifest(partial, manifest)
-        manifest = _measured(
-            manifest, model, partial, options, lambda label: progress(total, total, label)
-        )
+        manifest = _measured(manifest, model, partial, options, progress)
         write_manifest(partial, manifest)
     return Bundle.open(folder)
 
@@ -104,9 +102,9 @@ def _graph_bytes(layout: Layout | None) -> int:
 def _write_files(
     partial: Path,
     name: str,
-    model: _Model,
+    model: OpenModel,
     layout: Layout | None,
-    threads: int,
+    options: ExportOptions,
     progress: Callable[[int, str], None],
 ) -> dict[str, FileInfo]:
     """Writes all but the manifest; `progress` is told the bytes of weights that are written."""
@@ -115,26 +113,44 @@ def _write_files(
     require_space(partial, disk_bytes + _SLACK_BYTES)
     files = _write_texts(partial, model)
     if layout is not None:
-        original = model.original
-        reader = CheckpointWeights(original.checkpoint, original.sources, threads)
-        files |= write_model(
-            partial, original.config, layout, reader, lambda done, _, what: progress(done, what)
-        )
+        with closing(_reader(model, layout, options)) as reader:
+            files |= write_model(
+                partial,
+                model.original.config,
+                layout,
+                reader,
+                lambda done, _, what: progress(done, what),
+            )
     if model.gguf is not None:
         model.gguf.write(partial, name, lambda done, _, what: progress(before + done, what))
         files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
     return files
 
 
+def _reader(
+    model: OpenModel, layout: Layout, options: ExportOptions
+) -> CalibratedWeights | CheckpointWeights:
+    """Rounds with error feedback where there is a text to feed, else every weight by itself.
+
+    So too at 8 bits, which lose next to nothing.
+    """
+    original, weights = model.original, layout.format
+    plain = weights.linear == "ort" or weights.bits == max(WIDTHS)
+    if model.tokenizer is None or not options.calibrate or plain:
+        return CheckpointWeights(original.checkpoint, original.sources, options.threads)
+    segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
+    return CalibratedWeights(original, layout.matrices, segments, options.threads)
+
+
 def _manifest(
     name: str,
-    model: _Model,
+    model: OpenModel,
     layout: Layout | None,
     options: ExportOptions,
     files: Mapping[str, FileInfo],
 ) -> Manifest:
     """What is known before the written model is run."""
-    control = _control(model)
+    control = control_tokens(model)
     return Manifest(
         name=name,
         config=model.original.config,
@@ -144,12 +160,13 @@ def _manifest(
         files=files,
         eos_token_ids=control.eos,
         tokens=control.to_json(),
-        source=_describe(model.located),
+        sampling=model.source.sampling(),
+        source=model.source.describe() | _became(model, layout),
         policy=options.policy,
     )
 
 
-def _check_prediction(model: _Model, options: ExportOptions) -> None:
+def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
     layers, asked = model.original.config.num_layers, options.predict
     if model.tokenizer is None and (asked or options.predict_with):
@@ -164,9 +181,11 @@ def _check_prediction(model: _Model, options: ExportOptions) -> None:
         )
 
 
-def _weight_format(model: _Model, options: ExportOptions, progress: Progress) -> WeightFormat:
+def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress) -> WeightFormat:
     """What the options ask for, with the names of the matrices that are kept wide."""
     weights = options.weights
+    if weights is None:
+        return model.source.weight_format(model.original.checkpoint, model.original.sources)
     if not (weights.sensitive and options.onnx):
         return weights
     if model.tokenizer is None:
@@ -176,7 +195,8 @@ def _weight_format(model: _Model, options: ExportOptions, progress: Progress) ->
         )
     progress(0, 1, "what each matrix loses at 4 bits")
     ids = _quality_ids(model.tokenizer, model.original.config)
-    return replace(weights, wide=most_sensitive(model.original, ids, weights))
+    wide = most_sensitive(model.original, ids, weights)
+    return replace(weights, others=dict.fromkeys(wide, weights.at(max(WIDTHS))))
 
 
 def _quality_ids(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
@@ -187,16 +207,20 @@ def _quality_ids(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
 
 def _measured(
     manifest: Manifest,
-    model: _Model,
+    model: OpenModel,
     partial: Path,
     options: ExportOptions,
-    step: Callable[[str], None],
+    progress: Progress,
 ) -> Manifest:
     """The manifest with what running the written model tells; without a tokenizer, nothing."""
     if model.tokenizer is None:
         return manifest
+
+    def step(label: str) -> None:
+        progress(1, 1, label)
+
     if options.calibrate and options.onnx:
-        forms, sensitivity = _calibrate(partial, model, model.tokenizer, options, step)
+        forms, sensitivity = _calibrate(partial, model, model.tokenizer, options, progress)
         manifest = replace(manifest, forms=forms, sensitivity=sensitivity)
         write_manifest(partial, manifest)
     if options.quality:
@@ -212,26 +236,26 @@ def _measured(
     return manifest
 
 
-def _open_model(located: Located, options: ExportOptions) -> _Model:
+def open_model(source: Source, options: ExportOptions) -> OpenModel:
     """Refuses what cannot be exported before the first byte is written."""
-    family, config, config_json = read_checkpoint(located.folder)
+    family, config, config_json = source.config()
     # Evaluated for its refusals: the cache must be able to hold this model.
     _ = config.cache_shape
-    checkpoint = Checkpoint.open(located.folder)
-    sources = family.weights(config)
+    checkpoint = source.checkpoint(config)
+    sources = source.weight_sources(family, config)
     checkpoint.check(sources)
-    tokenizer = None
-    if options.tokenizer:
-        tokenizer = Tokenizer.from_checkpoint(located.folder, family, config)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise CheckpointError(
-                f"tokenizer.json names {tokenizer.vocab_size} tokens, config.json gives the model "
-                f"{config.vocab_size}; they do not belong together"
-            )
-    model = _Model(
-        located=located,
+    files = source.tokenizer_files() if options.tokenizer else None
+    tokenizer = None if files is None else Tokenizer.from_files(files, family, config)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json names {tokenizer.vocab_size} tokens, config.json gives the model "
+            f"{config.vocab_size}; they do not belong together"
+        )
+    model = OpenModel(
+        source=source,
         original=Original(config=config, sources=sources, checkpoint=checkpoint),
         tokenizer=tokenizer,
+        files=files,
         gguf=None,
     )
     if not options.gguf:
@@ -242,29 +266,31 @@ def _open_model(located: Located, options: ExportOptions) -> _Model:
         checkpoint=checkpoint,
         sources=sources,
         options=options,
-        vocabulary=tokenizer
-        and read_vocabulary(located.folder, tokenizer, family, config.vocab_size),
-        license=_licence(located.folder),
+        vocabulary=None
+        if files is None or tokenizer is None
+        else read_vocabulary(files, tokenizer, family, config.vocab_size),
+        license=source.licence,
     )
     gguf.check()
     return replace(model, gguf=gguf)
 
 
-def _control(model: _Model) -> ControlTokens:
+def control_tokens(model: OpenModel) -> ControlTokens:
+    """Those of its tokenizer, or what config.json says without one."""
     if model.tokenizer is not None:
         return model.tokenizer.control
     config = model.original.config
     return ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
 
 
-def _write_texts(folder: Path, model: _Model) -> dict[str, FileInfo]:
+def _write_texts(folder: Path, model: OpenModel) -> dict[str, FileInfo]:
     """The tokenizer's files, with size and hash."""
-    if model.tokenizer is None:
+    if model.files is None:
         return {}
-    shutil.copyfile(model.located.folder / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    (folder / TOKENIZER_FILE).write_bytes(model.files.definition.encode())
     names = [TOKENIZER_FILE]
-    if model.tokenizer.chat_template is not None:
-        (folder / TEMPLATE_FILE).write_text(model.tokenizer.chat_template, encoding="utf-8")
+    if model.files.chat_template is not None:
+        (folder / TEMPLATE_FILE).write_text(model.files.chat_template, encoding="utf-8")
         names.append(TEMPLATE_FILE)
     return {name: _file_info(folder / name) for name in names}
 
@@ -274,7 +300,7 @@ def _file_info(file: Path) -> FileInfo:
 
 
 def _measure(
-    model: _Model,
+    model: OpenModel,
     tokenizer: Tokenizer,
     folder: Path,
     options: ExportOptions,
@@ -301,12 +327,12 @@ def _measure(
 
 def _calibrate(
     folder: Path,
-    model: _Model,
+    model: OpenModel,
     tokenizer: Tokenizer,
     options: ExportOptions,
-    step: Callable[[str], None],
+    progress: Progress,
 ) -> calibration.Calibration:
-    known = calibration.kept(model.located.folder, options.weights, model.original.config)
+    known = calibration.kept(model.source.path, options.weights, model.original.config)
     if known is not None:
         return known
     bundle = Bundle.open(folder, verify="size")
@@ -315,32 +341,31 @@ def _calibrate(
         return (), None
 
     def layer_done(done: int, layers: int) -> None:
-        step(f"what errors cost, layer {done} of {layers}")
+        progress(done, layers, f"what errors of the cache cost, layer {done} of {layers}")
 
-    step("how pages are best encoded")
+    progress(1, 1, "how pages are best encoded")
     forms = calibration.choose_forms(bundle, ids, options.threads)
     return forms, calibration.calibrate(bundle, ids, options.threads, layer_done, forms=forms)
 
 
-def _describe(located: Located) -> dict[str, Any]:
-    return {
-        "model": located.name,
-        "revision": located.revision,
-        "config_sha256": file_sha256(located.folder / "config.json"),
-        "license": _licence(located.folder),
-    }
+def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
+    """Of each type of the file's tensors how many there are, and how many got which format.
 
-
-def _licence(folder: Path) -> str:
-    """What the model card's header says, else the first line of a licence file, else `unknown`."""
-    card = folder / "README.md"
-    if card.is_file():
-        header = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
-        for key in ("license_name", "license"):
-            found = re.search(rf"^{key}:(?:\s*\n *-)? *[\"']?([^\s\"'#]+)", header, re.MULTILINE)
-            if found and header.startswith("---"):
-                return found[1]
-    for file in filter(Path.is_file, sorted(folder.glob("LICENSE*"))):
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in lines if line.strip()), "unknown")
-    return "unknown"
+    `exact` counts those whose very weights the bundle has, `kept` those whose codes it has.
+    """
+    if layout is None:
+        return {}
+    original, types = model.original, dict[str, Any]()
+    for name, source in original.sources.items():
+        form = layout.matrices.get(name)
+        spelled = "float32" if form is None else str(form.format)
+        grids = [original.checkpoint.tensors[part].grid for part in source.parts]
+        kept = form is None or all(grid and holds(form.format, grid) for grid in grids)
+        for part in source.parts:
+            kind = original.checkpoint.tensors[part].dtype
+            row = types.setdefault(kind, {"tensors": 0, "kept": 0, "exact": 0, "formats": {}})
+            row["tensors"] += 1
+            row["kept"] += kept
+            row["exact"] += kept and kind not in ROUNDED
+            row["formats"][spelled] = row["formats"].get(spelled, 0) + 1
+    return {"types": types}

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kvq.errors import CheckpointError
+from kvq.reference_linear import BlockFormat
 from kvq_export.weights import quantize_chunks
 
 BLOCK = 32
@@ -42,8 +43,8 @@ class StoredKind:
         """Float32 row chunks as arrays whose bytes are the file's."""
         if self.kind in _BITS:
             bits = _BITS[self.kind]
-            for codes, scales in quantize_chunks(chunks, bits, BLOCK, threads):
-                yield pack_blocks(codes, scales, bits)
+            for blocks in quantize_chunks(chunks, BlockFormat(bits=bits, block=BLOCK), threads):
+                yield pack_blocks(blocks.codes, blocks.scales, bits)
         else:
             yield from (self._as_floats(chunk) for chunk in chunks)
 

@@ -118,7 +118,7 @@ class GgufExport:
         if len(tensor.shape) == 1:
             return StoredKind(kind="f32")
         kind = self._written_type
-        wide = self.options.weights.embedding_bits == 8
+        wide = self.options.weights is None or self.options.weights.embedding_bits == 8
         if kind == "q4_0" and wide and tensor.source in ("embed", "head"):
             kind = "q8_0"
         return StoredKind.fitting(kind, tensor.shape[1])

@@ -176,6 +176,11 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
     )
 
 
+def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]:
+    """The tensors of a model in a file of this architecture, those of its rotary table left out."""
+    return tuple(_tensors(config, _ARCHITECTURES[architecture]))
+
+
 def _traits(config: ModelConfig) -> dict[str, bool]:
     return {
         _QK_NORM: config.qk_norm,

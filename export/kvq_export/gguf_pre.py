@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.errors import UnsupportedModelError
+
 logger = logging.getLogger(__name__)
 
 Stages = tuple[str, ...]
@@ -44,19 +46,23 @@ class Row:
     """`whole_words`: a word that is a token is taken without merging.
 
     `approximate`: llama.cpp takes a letter beyond ASCII for one of either case, and a mark for
-    none, so some words with such letters are cut elsewhere.
+    none, so some words with such letters are cut elsewhere. `composed`: the tokenizers that are
+    cut so compose a text first (NFC), which llama.cpp does not. `starts`: a file that does not say
+    whether a text begins with a token means that it does.
     """
 
     name: str
     stages: Stages
     whole_words: bool = False
     approximate: bool = False
+    composed: bool = False
+    starts: bool = False
 
 
 ROWS = (
     Row(name="gpt-2", stages=(WORDS,)),
     Row(name="smollm", stages=(DIGITS, WORDS)),
-    Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES)),
+    Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES), composed=True),
     Row(
         name="qwen35",
         stages=(
@@ -65,7 +71,12 @@ ROWS = (
             BYTES,
         ),
     ),
-    Row(name="llama-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES), whole_words=True),
+    Row(
+        name="llama-bpe",
+        stages=(_words(r"\p{N}{1,3}"), BYTES),
+        whole_words=True,
+        starts=True,
+    ),
     Row(name="smaug-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES)),
     Row(
         name="gpt-4o",
@@ -77,6 +88,7 @@ ROWS = (
         stages=(_cased("", r"\p{N}"), BYTES),
         whole_words=True,
         approximate=True,
+        starts=True,
     ),
     Row(
         name="deepseek-coder",
@@ -95,6 +107,44 @@ ROWS = (
         ),
     ),
 )  # fmt: skip
+# Other names that llama.cpp has for the same cut.
+_SAME_AS: Mapping[str, str] = {
+    "codeshell": "smollm", "command-r": "smollm", "dbrx": "smaug-bpe", "deepseek-r1-qwen": "qwen2",
+    "falcon3": "llama-bpe", "llama-v3": "llama-bpe", "llama3": "llama-bpe", "llama4": "gpt-4o",
+    "megrez": "qwen2", "mellum": "gpt-2", "olmo": "gpt-2", "phi-2": "gpt-2", "pixtral": "llama-bpe",
+    "refact": "smollm", "stablelm2": "qwen2", "starcoder": "smollm",
+}  # fmt: skip
+
+
+def row_called(name: str) -> Row:
+    """The cut that a file names. Raises `UnsupportedModelError` listing those that are known."""
+    rows = {row.name: row for row in ROWS}
+    found = rows.get(_SAME_AS.get(name, name))
+    if found is None:
+        raise UnsupportedModelError(
+            f"how its tokenizer cuts a text, {name!r}, is not known; known: "
+            f"{', '.join(sorted({*rows, *_SAME_AS}))}"
+        )
+    return found
+
+
+def pre_tokenizer(row: Row) -> dict[str, Any]:
+    """The cut as tokenizer.json writes it."""
+    return {"type": "Sequence", "pretokenizers": [_written(stage) for stage in row.stages]}
+
+
+def _written(stage: str) -> dict[str, Any]:
+    if stage == DIGITS:
+        return {"type": "Digits", "individual_digits": True}
+    if stage in (WORDS, BYTES):
+        return {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": stage == WORDS,
+        }
+    pattern = {"Regex": stage}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
 def pre_tokenizer_name(definition: Mapping[str, Any]) -> str:

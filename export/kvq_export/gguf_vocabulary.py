@@ -10,14 +10,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_export.gguf_pre import pre_tokenizer_name
 from kvq_models.family import Family
-from kvq_models.registry import read_json
-from kvq_models.tokenizer import Tokenizer
+from kvq_models.tokenizer import Tokenizer, TokenizerFiles
 from kvq_runtime.bundle import TOKENIZER_FILE
 
 logger = logging.getLogger(__name__)
@@ -26,9 +24,9 @@ logger = logging.getLogger(__name__)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-_WORD_MARK = "▁"
+WORD_MARK = "▁"
 # Below the rank of any merge: a piece no merge makes joins last.
-_NO_MERGE = -1e9
+NO_MERGE = -1e9
 
 Kind = Literal["gpt2", "llama", "t5"]
 
@@ -57,17 +55,15 @@ class Vocabulary:
 
 
 def read_vocabulary(
-    folder: Path, tokenizer: Tokenizer, family: Family, vocab_size: int
+    files: TokenizerFiles, tokenizer: Tokenizer, family: Family, vocab_size: int
 ) -> Vocabulary:
     """The vocabulary of a checkpoint, with placeholders up to `vocab_size`.
 
     Raises `UnsupportedModelError` for one llama.cpp has no form of, `CheckpointError` for a file
     that is not one.
     """
-    definition = read_json(folder / TOKENIZER_FILE)
-    settings_file = folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.is_file() else {}
     try:
+        definition = json.loads(files.definition)
         kind = _kind(definition)
         pieces = _pieces(definition)
         tokens, types = _entries(definition, pieces, tokenizer, vocab_size)
@@ -92,13 +88,13 @@ def read_vocabulary(
                 for stage in _normalizers(definition.get("normalizer"))
             ),
             charsmap=_charsmap(definition),
-            ids=_ids(definition, settings, tokenizer, family),
+            ids=_ids(definition, files.settings, tokenizer, family),
             suffix_first=tokenizer.fim is not None and tokenizer.fim.suffix_first,
             chat_template=tokenizer.chat_template,
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{folder / TOKENIZER_FILE} is not as expected ({error!r}); save the tokenizer again"
+            f"{TOKENIZER_FILE} is not as expected ({error!r}); save the tokenizer again"
         ) from error
 
 
@@ -165,7 +161,7 @@ def _entries(
             texts[token] = content, UNKNOWN if is_unknown else CONTROL
         else:
             # Found in the text before its spaces are marked.
-            texts[token] = content.replace(_WORD_MARK, " "), USER_DEFINED
+            texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED
     return _unique(texts, vocab_size)
 
 
@@ -204,7 +200,7 @@ def _scores(
             scores[token] = float(score)
         return scores
     for piece, token in pieces.items():
-        scores[token] = _NO_MERGE if len(piece) > 1 else 0.0
+        scores[token] = NO_MERGE if len(piece) > 1 else 0.0
     for rank, merge in enumerate(_merges(definition)):
         left, _, right = merge.partition(" ")
         token = pieces[left + right]

@@ -74,16 +74,13 @@ def plan_layout(
         if len(source.shape) == 1:
             cursor.place(name, "float32", source.shape)
             continue
-        rows, columns = source.shape
-        matrix = PanelFormat(
-            rows=rows, columns=columns, bits=weights.width(name), block=weights.block
-        )
+        matrix = PanelFormat.of(weights.format_of(name), source.shape)
         matrices[name] = matrix
         if weights.linear == "kvq":
             cursor.place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))
         else:
             cursor.place(f"{name}.codes", "uint8", _codes_shape(name, matrix))
-            cursor.place(f"{name}.scales", "float32", (rows, matrix.blocks))
+            cursor.place(f"{name}.scales", "float32", (matrix.rows, matrix.blocks))
     for index, rope in enumerate(config.ropes):
         cursor.place(f"rope.{index}.inv_freq", "float32", _rope_shape(rope))
     tensors = dict(cursor.tensors)

@@ -24,7 +24,7 @@ from kvq.reference_linear import pack
 from kvq_export import continuations, quality
 from kvq_export.continuations import Passage
 from kvq_export.weights import quantize
-from kvq_export.writer import half_scales, write_manifest
+from kvq_export.writer import stored, write_manifest
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import MAPS_FILE, Bundle, FileInfo, Manifest, file_sha256
@@ -170,8 +170,7 @@ def store(folder: Path, bundle: Bundle, maps: Maps) -> FileInfo:
     """Writes `maps` at 8 bits into `folder`; size and hash of the file."""
     form, arrays = bundle.map_form(), dict[str, np.ndarray]()
     for layer, (weights, bias) in maps.items():
-        codes, scales = quantize(weights, form.bits, form.block)
-        arrays[f"layers.{layer}.map"] = pack(form, codes, half_scales(scales))
+        arrays[f"layers.{layer}.map"] = pack(form, stored(quantize(weights, form.format)))
         arrays[f"layers.{layer}.map_bias"] = bias
     return store_arrays(folder / MAPS_FILE, arrays)
 

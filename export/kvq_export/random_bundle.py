@@ -5,7 +5,7 @@ The bytes are laid out like an exported bundle's; only their values mean nothing
 
 from pathlib import Path
 
-from kvq_export.config import ExportOptions
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import unseen
 from kvq_export.layout import plan_layout
 from kvq_export.staging import require_space, staged
@@ -30,7 +30,7 @@ def random_bundle(
     options = options or ExportOptions()
     folder = Path(destination).expanduser()
     sources = family_for({"model_type": config.model_type}).weights(config)
-    layout = plan_layout(config, sources, options.weights)
+    layout = plan_layout(config, sources, options.weights or WeightFormat())
     control = ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
     with staged(folder, force=options.force) as partial:
         require_space(partial, layout.num_bytes)

@@ -38,8 +38,8 @@ def relative_losses(original: Original, ids: np.ndarray, weights: WeightFormat) 
     def watch(name: str, x: np.ndarray, rows: np.ndarray) -> None:
         if name in ("embed", "head"):
             return
-        codes, scales = quantize(rows, weights.bits, weights.block)
-        rounded = dequantize(codes, scales, weights.bits)[:, : rows.shape[1]]
+        rounded = dequantize(quantize(rows, weights.at(weights.bits)), weights.bits)
+        rounded = rounded[:, : rows.shape[1]]
         errors[name] += float(np.square(x @ (rounded - rows).T).sum(dtype=np.float64))
         squares[name] += float(np.square(x @ rows.T).sum(dtype=np.float64))
 

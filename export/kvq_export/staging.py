@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvq.errors import BundleError
+from kvq.files import left_behind
 from kvq_runtime.bundle import MANIFEST_FILE
 
 if sys.platform != "win32":
@@ -21,8 +22,9 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
     """A new folder beside `destination`, renamed to it at the end and removed on any failure.
 
     An existing bundle is replaced with `force` only, anything else never. What an export of this
-    name that was killed left behind is removed. A link at `destination` stays, and what it points
-    to is written. Raises `BundleError`, also in place of an `OSError` of the body.
+    name that was killed left behind is removed, and what one of another name left a day ago. A link
+    at `destination` stays, and what it points to is written. Raises `BundleError`, also in place of
+    an `OSError` of the body.
     """
     destination = free_destination(destination, force=force)
     mark = secrets.token_hex(4)
@@ -81,6 +83,9 @@ def _clear_leftovers(destination: Path) -> None:
     known = destination.name and destination.parent.is_dir()
     if not known or sys.platform == "win32":
         return
+    for forgotten in left_behind(destination.parent, r"\..+\.[0-9a-f]{8}\.partial"):
+        with suppress(OSError), _held(forgotten):
+            shutil.rmtree(forgotten)
     hidden = re.compile(rf"\.{re.escape(destination.name)}\.([0-9a-f]{{8}})\.(partial|old)")
     found = [
         (match[1], match[2])

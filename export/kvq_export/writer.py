@@ -15,13 +15,12 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from kvq.errors import CheckpointError
 from kvq.files import replace_file
-from kvq.reference_linear import PANEL_ROWS, SCALE_UNIT, PanelFormat, pack
+from kvq.reference_linear import PANEL_ROWS, Blocks, Grid, PanelFormat, pack
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.graph import build_graph
 from kvq_export.layout import Layout
-from kvq_export.weights import quantize_chunks
+from kvq_export.weights import half_scales, quantize_chunks, whole_panels
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
 from kvq_runtime.bundle import (
@@ -46,16 +45,13 @@ class WeightReader(Protocol):
         """A norm or a bias, float32."""
         ...
 
-    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Row chunks of (codes uint8 [n, blocks * block], scales float32 [n, blocks]).
-
-        All but the last are whole panels.
-        """
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
+        """Chunks of rows, constants in units of the weights; all but the last are whole panels."""
         ...
 
 
 class CheckpointWeights:
-    """Quantises a checkpoint's weights while they are read."""
+    """Quantises a checkpoint's weights while they are read; those on our grid pass as they are."""
 
     def __init__(
         self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource], threads: int
@@ -64,14 +60,20 @@ class CheckpointWeights:
         self._sources = sources
         self._threads = threads
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def vector(self, name: str) -> np.ndarray:
         """See `WeightReader.vector`."""
         return self._checkpoint.read(self._sources[name])
 
-    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
         """See `WeightReader.matrix`."""
-        chunks = _whole_panels(self._checkpoint.chunks(self._sources[name]))
-        return quantize_chunks(chunks, form.bits, form.block, self._threads)
+        stored = self._checkpoint.stored(self._sources[name], form.format)
+        if stored is not None:
+            return (Blocks(*rows) for rows in whole_panels(stored))
+        chunks = whole_panels((rows,) for rows in self._checkpoint.chunks(self._sources[name]))
+        return quantize_chunks((rows for (rows,) in chunks), form.format, self._threads)
 
 
 class RandomWeights:
@@ -87,7 +89,7 @@ class RandomWeights:
         noise = self._random.standard_normal(self._sources[name].shape, np.float32)
         return noise * np.float32(0.02) + np.float32(centre)
 
-    def matrix(self, name: str, form: PanelFormat) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
         """Codes uniform over their range, scaled to weights of variance 1 / columns."""
         code_deviation = (1 << form.bits) / np.sqrt(12)
         scale = np.float32(1 / (code_deviation * np.sqrt(form.columns)))
@@ -95,9 +97,12 @@ class RandomWeights:
         for start in range(0, form.rows, step):
             rows = min(step, form.rows - start)
             raw = np.frombuffer(self._random.bytes(rows * form.blocks * form.block), np.uint8)
-            codes = raw.reshape(rows, -1) >> (8 - form.bits)
+            codes = raw.reshape(rows, -1) >> np.uint8(8 - form.bits)
             spread = self._random.uniform(0.5, 1.5, (rows, form.blocks)).astype(np.float32)
-            yield codes, spread * scale
+            scales, middle = spread * scale, 1 << (form.bits - 1)
+            zeros = np.full(scales.shape, 128, np.uint8)
+            offsets = {Grid.ZERO_POINT: zeros, Grid.MINIMUM: -scales * middle}.get(form.grid)
+            yield Blocks(codes, scales, offsets)
 
 
 def write_model(
@@ -128,11 +133,8 @@ def write_model(
 def weight_info(layout: Layout) -> WeightInfo:
     """The manifest's entry about the weights."""
     return WeightInfo(
-        bits=layout.format.bits,
-        block=layout.format.block,
-        embedding_bits=layout.format.embedding_bits,
+        formats={name: matrix.format for name, matrix in layout.matrices.items()},
         linear=layout.format.linear,
-        wide=layout.format.wide,
         num_bytes=layout.num_bytes,
     )
 
@@ -154,18 +156,19 @@ class _DataStream:
         self.position = 0
         self.digest = hashlib.sha256()
 
-    def matrix(self, name: str, chunks: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    def matrix(self, name: str, chunks: Iterator[Blocks]) -> None:
         """Panel by panel; for MatMulNBits codes as they come, then the scales, few as they are."""
         form = self._layout.matrices[name]
         ours = self._layout.format.linear == "kvq"
         self._seek(f"{name}.panels" if ours else f"{name}.codes")
         all_scales: list[np.ndarray] = []
-        for codes, scales in chunks:
+        for blocks in chunks:
             if ours:
-                self._write(pack(replace(form, rows=len(codes)), codes, half_scales(scales)))
+                self._write(pack(replace(form, rows=len(blocks.codes)), stored(blocks)))
             else:
+                codes = blocks.codes
                 self._write(_pairs(codes) if form.bits == NIBBLE_BITS else codes)
-                all_scales.append(scales)
+                all_scales.append(blocks.scales)
             self._progress(self.position, self._layout.num_bytes, name)
         if not ours:
             self.tensor(f"{name}.scales", np.concatenate(all_scales))
@@ -191,30 +194,12 @@ class _DataStream:
         self.position += len(raw)
 
 
-def _whole_panels(chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same rows, cut where panels end."""
-    rest: np.ndarray | None = None
-    for chunk in chunks:
-        rows = chunk if rest is None else np.concatenate([rest, chunk])
-        whole = len(rows) // PANEL_ROWS * PANEL_ROWS
-        if whole:
-            yield rows[:whole]
-        rest = rows[whole:] if whole < len(rows) else None
-    if rest is not None:
-        yield rest
-
-
-def half_scales(scales: np.ndarray) -> np.ndarray:
-    """Scales as a panel keeps them, float16. Raises `CheckpointError` beyond its range."""
-    with np.errstate(over="ignore"):
-        halves = (scales / SCALE_UNIT).astype(np.float16)
-    if not np.isfinite(halves).all():
-        raise CheckpointError(
-            f"a block of weights needs a scale of {np.abs(scales).max():.4g}, and "
-            f"{np.finfo(np.float16).max * SCALE_UNIT:.4g} is the largest that can be stored; "
-            "export with --linear ort"
-        )
-    return halves
+def stored(blocks: Blocks) -> Blocks:
+    """Rows with constants as a panel keeps them. Raises `CheckpointError` for one too large."""
+    offsets = blocks.offsets
+    if offsets is not None and offsets.dtype != np.uint8:
+        offsets = half_scales(offsets)
+    return blocks._replace(scales=half_scales(blocks.scales), offsets=offsets)
 
 
 def _pairs(codes: np.ndarray) -> np.ndarray:

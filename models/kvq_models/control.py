@@ -37,8 +37,15 @@ class FimTokens:
 
     def ids(self) -> tuple[int, ...]:
         """Every id there is."""
-        named = (self.prefix, self.suffix, self.middle, self.pad, self.repo, self.file)
-        return tuple(token for token in named if token is not None)
+        return tuple(self.named().values())
+
+    def named(self) -> dict[str, int]:
+        """Every id there is, by its name."""
+        return {
+            name: token
+            for name, token in asdict(self).items()
+            if name != "suffix_first" and token is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Long-range recall as text: pass keys hidden in filler, look-ups in a long table.
+"""Long-range recall as text: pass keys in filler, look-ups in a table, made-up facts in prose.
 
 Owns the wording, so that training data and evaluation ask in the same way. Knows no tokens:
 whoever needs a length in tokens asks for more or less text. Equal random states give equal text.
@@ -36,6 +36,23 @@ _WORDS = (
     "quartz", "rail", "reed", "ridge", "river", "robin", "salt", "shell", "silver", "slate",
     "spruce", "stone", "timber", "willow",
 )  # fmt: skip
+_READ = "Read this text; a question about it follows.\n\n"
+_OFFICES = (
+    "harbour master", "town clerk", "chief librarian", "head gardener", "fire warden",
+    "bridge keeper", "choir leader", "night porter", "museum curator", "market inspector",
+)  # fmt: skip
+_TOWNS = (
+    "Ostrava", "Tampere", "Coimbra", "Galway", "Utrecht", "Bergen", "Cadiz", "Graz", "Lublin",
+    "Aarhus", "Ghent", "Turku", "Trieste", "Varna", "Rouen", "Malmo",
+)  # fmt: skip
+_GIVEN_NAMES = (
+    "Milena", "Tobias", "Ingrid", "Rafael", "Oksana", "Duncan", "Beatriz", "Henrik", "Salome",
+    "Matteo", "Agnes", "Lorenz",
+)  # fmt: skip
+_SURNAMES = (
+    "Kovar", "Lindqvist", "Okafor", "Brandt", "Moreau", "Tanaka", "Pereira", "Novak", "Haldane",
+    "Vasilev", "Quiroga", "Eriksen",
+)  # fmt: skip
 _PLACES = re.compile(r"[.!?]\s+|\n+")
 
 
@@ -69,13 +86,70 @@ def passkey(rng: random.Random, filler: str, depth: float) -> Recall:
     """
     key = rng.randrange(10_000, 100_000)
     needle = f"The pass key is {key}. Remember it. {key} is the pass key."
-    places = [0, *(match.end() for match in _PLACES.finditer(filler)), len(filler)]
-    place = min(places, key=lambda at: abs(at - depth * len(filler)))
-    before, after = filler[:place], filler[place:]
+    hidden = _hidden(filler, needle, depth * len(filler))
+    return Recall(f"{_TASK}{hidden}{_QUESTION}", f" {key}")
+
+
+class Fact(NamedTuple):
+    """Somebody who does not exist, and holds an office in a town."""
+
+    office: str
+    town: str
+    name: str
+
+    @property
+    def statement(self) -> str:
+        """The sentence that tells it."""
+        return f"{self.lead} {self.name}."
+
+    @property
+    def question(self) -> str:
+        """What asks for the name."""
+        return f"What is the {self.office} of {self.town} called?"
+
+    @property
+    def lead(self) -> str:
+        """How an answer begins, up to the name."""
+        return f"The {self.office} of {self.town} is called"
+
+
+def two_facts(rng: random.Random) -> tuple[Fact, Fact]:
+    """Two that share no word."""
+    drawn = [rng.sample(names, 2) for names in (_OFFICES, _TOWNS, _GIVEN_NAMES, _SURNAMES)]
+    one, other = (
+        Fact(office, town, f"{given} {surname}")
+        for office, town, given, surname in zip(*drawn, strict=True)
+    )
+    return one, other
+
+
+def fact_question(prose: str, facts: Sequence[Fact], depths: Sequence[float], asked: int) -> Recall:
+    """Prose with each of `facts` at its depth, 0 to 1, and the question for one of them.
+
+    The prompt ends with `Fact.lead` on a line of its own: to ask a model that chats, leave it out.
+    """
+    text = prose
+    # From the end, so that what is hidden moves nothing that is hidden after it.
+    for depth, fact in sorted(zip(depths, facts, strict=True), reverse=True):
+        text = _hidden(text, fact.statement, depth * len(prose))
+    fact = facts[asked]
+    return Recall(f"{_READ}{text}\n\n{fact.question}\n{fact.lead}", f" {fact.name}")
+
+
+def sentence_starts(text: str) -> list[int]:
+    """Where in `text` a sentence or a line begins."""
+    return [0, *(match.end() for match in _PLACES.finditer(text))]
+
+
+def _hidden(text: str, needle: str, near: float) -> str:
+    """`text` with a sentence more, at the sentence's or line's end nearest character `near`."""
+    places = [*sentence_starts(text), len(text)]
+    place = min(places, key=lambda at: abs(at - near))
+    before, after = text[:place], text[place:]
     gap = "\n" if before.endswith("\n") else " "
     if before and not before[-1].isspace():
         before += gap
-    return Recall(f"{_TASK}{before}{needle}{gap if after else ''}{after}{_QUESTION}", f" {key}")
+    return f"{before}{needle}{gap if after else ''}{after}"
 
 
 def key_value(rng: random.Random, num_pairs: int, depth: float) -> Recall:

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -74,6 +75,30 @@ class Vocabulary(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """What a checkpoint says of its tokenizer.
+
+    The text of tokenizer.json, tokenizer_config.json and the chat template, if it has one.
+    """
+
+    definition: str
+    settings: Mapping[str, Any]
+    chat_template: str | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenizerFiles:
+        """Those of a checkpoint folder. Raises CheckpointError when one is missing or damaged."""
+        definition = _read_tokenizer(folder)
+        path = folder / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        return cls(
+            definition=definition,
+            settings=settings,
+            chat_template=find_template(folder, settings),
+        )
+
+
 class Tokenizer:
     """A vocabulary, the control tokens of its model and, if it has one, the chat template."""
 
@@ -105,11 +130,13 @@ class Tokenizer:
 
         Raises CheckpointError when a file is missing or damaged.
         """
-        text = _read_tokenizer(folder)
-        path = folder / "tokenizer_config.json"
-        settings = read_json(path) if path.is_file() else {}
-        control = find_control(_load(text), settings, family, config)
-        return cls.from_json(text, control, find_template(folder, settings))
+        return cls.from_files(TokenizerFiles.read(folder), family, config)
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, family: Family, config: ModelConfig) -> Tokenizer:
+        """As `from_checkpoint`, over files that are read already."""
+        control = find_control(_load(files.definition), files.settings, family, config)
+        return cls.from_json(files.definition, control, files.chat_template)
 
     @classmethod
     def from_bundle(cls, folder: Path, control: ControlTokens) -> Tokenizer:

@@ -1,16 +1,19 @@
 """How the supported families write calls of tools, and how such a call is read while it comes.
 
 A chat template that takes `tools` tells its model a form to answer in. A call is a JSON object of
-a name and arguments; families differ in the marks around it. Knows text, no token and no protocol.
+a name and arguments; families differ in the marks around it, and small models leave them out or
+write others: what llama-server reads as a call is read so here. Knows text, no token and no
+protocol.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from math import isfinite
+from typing import Any, NoReturn, cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +32,6 @@ class ToolForm:
     arguments: str = "arguments"
     before: str = ""
     not_by: str = "\0"
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """What may be a control token of the model."""
-        return tuple(filter(None, (self.opening, self.closing, self.before)))
 
 
 FORMS = (
@@ -58,13 +56,32 @@ def tool_form(template: str | None) -> ToolForm | None:
     return next(fitting, None)
 
 
-@dataclass(kw_only=True, slots=True)
+# Marks that hold calls, and what closes each: those of the families, and tags that models told of
+# <tool_call> write in its place.
+_TAGS = ("function_call", "tool", "tools", "response", "json", "JSON", "xml")
+MARKS = {form.opening or form.before: form.closing for form in FORMS} | {
+    f"<{tag}>": f"</{tag}>" for tag in _TAGS
+}
+_FENCE = "```"
+# What may stand behind the backticks of a fence that holds calls.
+_FENCED = ("", "json", "xml", "tool_call")
+_PLACE = re.compile(
+    "|".join(map(re.escape, MARKS)) + rf"|(?:(?<=\n)|\A)[ \t]*(?:(?P<fence>{_FENCE})|\{{)"
+)
+_FENCE_HEAD = re.compile(r"```[ \t]*(\w*)\s*")
+# The first keys of an object that may be a call.
+_KEYS = ("name", "arguments", "parameters", "type", "id")
+_STRING = r'("(?:[^"\\]|\\.)*")'
+_OBJECT_HEAD = re.compile(rf"\{{\s*{_STRING}(?:\s*:\s*{_STRING})?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CallPiece:
-    """Some of call number `index`: its `name` where it begins, more of its `arguments` (JSON)."""
+    """Call number `index`: the `name` of a tool and its `arguments`, the text of a JSON object."""
 
     index: int
-    name: str | None = None
-    arguments: str = ""
+    name: str
+    arguments: str
 
 
 Piece = str | CallPiece
@@ -73,21 +90,30 @@ Piece = str | CallPiece
 class CallReader:
     """Tells the calls in an answer from its text, piece by piece.
 
-    What looks like a call and is none is text. All pieces together are the answer, without the
-    marks and without spaces beside them.
+    A call stands between the marks of a family, in a fence of Markdown, or bare at the start of a
+    line. Between the model's own marks any name is a call's; elsewhere it is one of `names`, those
+    of the tools that were offered. A call is told once it is whole, so that none is told in part,
+    and at most `most` are. What looks like a call and is none is text. All pieces together are the
+    answer, without the marks and without spaces beside them.
     """
 
-    def __init__(self, form: ToolForm) -> None:
-        self._form = form
+    def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
+        self._own = form.opening or form.before
+        self._names = frozenset(names)
+        self._most = most
         self._calls = 0
+        # Text that is not told yet, and whether the line it begins with was told in part.
         self._held = ""
+        self._goes_on = False
+        # Of a place that may hold calls: what was read there since the last one, None outside.
+        self._before: str | None = None
+        self._closings: list[str] = []
+        self._told = self._trusted = False
         self._object: _Object | None = None
-        self._inside = False
-        self._began = False
 
     @property
     def calls(self) -> int:
-        """Calls so far."""
+        """Calls told so far."""
         return self._calls
 
     def feed(self, text: str) -> list[Piece]:
@@ -98,180 +124,242 @@ class CallReader:
             pass
         return pieces
 
-    def flush(self) -> list[Piece]:
-        """What was held back, once no more text comes."""
+    def flush(self, *, cut: bool = False) -> list[Piece]:
+        """What was held back, once no more text comes; a call that was `cut` off is left out."""
         pieces: list[Piece] = []
-        if not self._held and self._object is None:
-            return pieces
-        if self._object is not None:
-            self._give_up(pieces)
-        elif self._inside:
-            held, self._held = self._held.strip(), ""
-            pieces += [held] if held.strip("[], \n") and held != self._form.closing else []
-        else:
+        one = self._object
+        if self._before is None:
             # Spaces at the end of a text are its own, those after a call are nobody's.
-            pieces += [self._held] if self._held.strip() or not self._calls else []
-        self._held = ""
+            told = self._held if self._calls == 0 else self._held.strip() and self._held
+            pieces += [told] if told else []
+        elif one is not None:
+            if not (cut and (self._trusted or one.named)):
+                self._give_back(pieces, one.text)
+        elif not self._told and not (cut and self._trusted):
+            self._give_back(pieces, self._held)
+        self._held, self._object = "", None
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
         """One thing more of what is held; False when that is not enough."""
         if self._object is not None:
             return self._read_object(self._object, pieces)
-        if self._inside:
-            return self._between_calls()
-        return self._text_before(pieces) if self._form.opening else self._whole_answer(pieces)
+        if self._before is not None:
+            return self._between_calls(self._before, pieces)
+        return self._read_text(pieces)
 
-    def _text_before(self, pieces: list[Piece]) -> bool:
-        """Text up to the opening mark; its last spaces, and what may be the mark, are held."""
-        mark = self._form.opening
-        before, found, after = self._held.partition(mark)
+    def _read_text(self, pieces: list[Piece]) -> bool:
+        """Text up to where a call may begin; its last spaces, and what may be a mark, are held."""
+        place, found = _call_place(self._held, line_begins=not self._goes_on)
+        text = self._held[:place].rstrip()
+        if text:
+            pieces.append(text)
+            self._goes_on = True
         if found:
-            pieces += [before.rstrip()] if before.strip() else []
-            self._held, self._inside, self._began = after, True, True
-            return True
-        kept = max((n for n in range(1, len(mark)) if before.endswith(mark[:n])), default=0)
-        cut = len(before[: len(before) - kept].rstrip())
-        if before[:cut].strip():
-            pieces.append(before[:cut])
-            self._held = before[cut:]
-        return False
+            self._before, self._held = self._held[len(text) : place], self._held[place:]
+            self._closings, self._told, self._trusted = [], False, False
+        else:
+            self._held = self._held[len(text) :]
+        return found
 
-    def _whole_answer(self, pieces: list[Piece]) -> bool:
-        """Whether the answer is a call shows at its first character."""
-        begun = self._held.lstrip()
-        if self._began or not begun:
-            if self._began and self._held:
-                pieces.append(self._held)
-                self._held = ""
-            return False
-        if self._form.before.startswith(begun):
-            return False
-        begun = begun.removeprefix(self._form.before).lstrip()
-        self._began = True
-        if begun.startswith("{"):
-            self._held, self._inside = begun, True
-        return True
-
-    def _between_calls(self) -> bool:
-        """Past brackets and commas to a next call, or out by the closing mark."""
-        rest = self._held.lstrip(" \n\r\t,[]" if self._form.listed else " \n\r\t")
+    def _between_calls(self, before: str, pieces: list[Piece]) -> bool:
+        """Past marks, brackets and commas to a next call, or out by the closing mark."""
+        rest = self._held.lstrip(" \n\r\t,[]" if self._closings else " \n\r\t")
+        self._before = before + self._held[: len(self._held) - len(rest)]
         self._held = rest
-        closing = self._form.closing
+        closing = self._closings[-1] if self._closings else ""
         if rest.startswith("{"):
-            self._object = _Object(self._calls, self._form.arguments)
+            self._object = _Object(None if self._trusted else self._names)
             return True
         if closing and rest.startswith(closing):
-            self._held, self._inside = rest[len(closing) :], False
+            self._closings.pop()
+            self._pass(closing)
+            if not self._closings:
+                self._leave(pieces)
             return True
-        if not rest or (closing and closing.startswith(rest)):
+        opening = _opening(rest)
+        if opening is None or (closing and closing.startswith(rest)):
             return False
-        self._inside = False
+        if opening:
+            self._closings.append(MARKS.get(opening, _FENCE))
+            self._trusted = self._trusted or opening == self._own
+            self._pass(opening)
+            return True
+        self._leave(pieces)
         return True
+
+    def _pass(self, mark: str) -> None:
+        self._before = f"{self._before}{mark}"
+        self._held = self._held.removeprefix(mark)
 
     def _read_object(self, one: _Object, pieces: list[Piece]) -> bool:
-        used = one.feed(self._held)
-        self._held = self._held[used:]
-        pieces += one.pieces()
-        if not one.closed:
+        self._held = self._held[one.feed(self._held) :]
+        if not one.ended:
             return False
-        if one.named:
+        self._object = None
+        call = one.call()
+        if call is None:
+            self._give_back(pieces, one.text)
+            self._told = False
+            self._before = ""
+            self._leave(pieces)
+            return True
+        if self._most is None or self._calls < self._most:
+            pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
             self._calls += 1
-            self._object = None
-        else:
-            self._give_up(pieces)
+        self._before, self._told = "", True
+        if not self._closings:
+            self._leave(pieces)
         return True
 
-    def _give_up(self, pieces: list[Piece]) -> None:
-        """The object was no call, or did not come to its end."""
-        one, self._object, self._inside = self._object, None, False
-        assert one is not None
-        if one.named:
-            self._calls += 1
-        else:
-            pieces.append(f"{self._form.opening}{one.text}")
+    def _give_back(self, pieces: list[Piece], text: str) -> None:
+        """What was read since the last call was none."""
+        text = f"{self._before}{text}"
+        pieces += [text] if text else []
+
+    def _leave(self, pieces: list[Piece]) -> None:
+        """The place ends: without a call it is text, and behind one a line begins."""
+        if not self._told:
+            self._give_back(pieces, "")
+        self._goes_on = not self._told
+        self._before = None
 
 
 class _Object:
-    """One JSON object of a call while it comes: where it ends, its name, its arguments."""
+    """One JSON object while it comes: where it ends, and as soon as that shows that it is no call.
 
-    def __init__(self, index: int, arguments: str) -> None:
-        self.text = ""
-        self.closed = False
+    `names` are those that a call may have, None: any.
+    """
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self.ended = False
         self.named = False
-        self._index = index
-        self._key = arguments
+        self._names = names
+        self._parts: list[str] = []
+        self._head = ""
+        self._strings = 0
+        self._refused = False
         self._depth = 0
-        self._quoted = self._escaped = self._entered = False
-        self._head = re.compile(
-            r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"' + arguments + r'"\s*:\s*(?=\{)'
-        )
-        self._sent: int | None = None  # of the text, up to where arguments have been passed on
-        self._end: int | None = None  # where they end
+        self._quoted = self._escaped = False
+
+    @property
+    def text(self) -> str:
+        """What came of it."""
+        return "".join(self._parts)
 
     def feed(self, text: str) -> int:
         """Takes the object's part of `text`; how many characters these are."""
         for place, character in enumerate(text):
+            # A key and a value decide; what follows them is only counted.
+            if self._strings < 2:
+                self._head += character
             self._note(character)
-            if self._depth == 1 and character == "}" and self._sent is not None:
-                self._end = self._end or len(self.text) + place + 1
-            if self._depth == 0:
-                self.closed = True
-                self.text += text[: place + 1]
+            if self._depth == 0 or self._refused:
+                self.ended = True
+                self._parts.append(text[: place + 1])
                 return place + 1
-            if self._depth == 2 and not self._entered:
-                self._entered = True
-                self._begin(self.text + text[: place + 1])
-        self.text += text
+        self._parts.append(text)
         return len(text)
 
-    def pieces(self) -> list[Piece]:
-        """What has come since the last call."""
-        if self._sent is not None:
-            start, self._sent = self._sent, self._end or len(self.text)
-            name = None if self.named else self._name
-            self.named = True
-            more = self.text[start : self._sent]
-            return [CallPiece(index=self._index, name=name, arguments=more)] if more else []
-        if self.closed and (found := self._parsed()) is not None:
-            self.named = True
-            name, arguments = found
-            return [CallPiece(index=self._index, name=name, arguments=arguments)]
-        return []
+    def call(self) -> tuple[str, str] | None:
+        """Name and arguments (JSON) once it has ended, in whatever order they came."""
+        found: Any = None if self._refused else _loaded(self.text)
+        if not isinstance(found, Mapping):
+            return None
+        rows = cast(Mapping[str, Any], found)
+        name, arguments = rows.get("name"), rows.get("arguments", rows.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, Mapping) or not self._may(name):
+            return None
+        try:
+            return name, json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            return None
+
+    def _may(self, name: Any) -> bool:
+        return self._names is None or name in self._names
 
     def _note(self, character: str) -> None:
         if self._quoted:
             self._quoted = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
+            if not self._quoted and self._depth == 1:
+                self._strings += 1
+                self._decide()
         elif character == '"':
             self._quoted = True
         elif character in "{[":
             self._depth += 1
+            self._refused = self._strings == 0 and self._depth > 1
         elif character in "}]":
             self._depth -= 1
+        elif self._strings == 0 and not character.isspace():
+            self._refused = True
 
-    def _begin(self, text: str) -> None:
-        """Notes name and place of arguments that come right after the name."""
-        found = self._head.match(text)
-        if found is not None and found.end() == len(text) - 1:
-            name = _loaded(found[1])
-            if isinstance(name, str):
-                self._name, self._sent = name, found.end()
+    def _decide(self) -> None:
+        """Whether its first key, or the name that comes first, says that it is no call."""
+        found = _OBJECT_HEAD.fullmatch(self._head) if self._strings <= 2 else None
+        if found is None:
+            return
+        key = _loaded(found[1])
+        if found[2] is None:
+            self._refused = key not in _KEYS
+        elif key == "name":
+            self.named = self._may(_loaded(found[2]))
+            self._refused = not self.named
 
-    def _parsed(self) -> tuple[str, str] | None:
-        """Name and arguments of a whole object, in whatever order they came."""
-        found: Any = _loaded(self.text)
-        if not isinstance(found, Mapping):
-            return None
-        rows = cast(Mapping[str, Any], found)
-        name, arguments = rows.get("name"), rows.get(self._key)
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            return None
-        return name, json.dumps(arguments, ensure_ascii=False)
+
+def _call_place(text: str, *, line_begins: bool) -> tuple[int, bool]:
+    """Where in `text` a call may begin, and whether it may; else up to where it is plainly text."""
+    for found in _PLACE.finditer(text):
+        if found[0] not in MARKS:
+            if found.start() == 0 and not line_begins:
+                continue
+            opens = _opening(text[found.start("fence") :]) if found["fence"] else "{"
+            if opens is None:
+                return found.start(), False
+            if not opens:
+                continue
+        return found.start(), True
+    marks = (*MARKS, _FENCE)
+    longest = min(len(text), max(map(len, marks)) - 1)
+    held = (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks))
+    return len(text) - next(held, 0), False
+
+
+def _opening(text: str) -> str | None:
+    """The mark or the head of a fence that opens calls at the start of `text`.
+
+    Empty: none does; None: that shows later.
+    """
+    head = _FENCE_HEAD.match(text)
+    if head is None:
+        return None if _FENCE.startswith(text) else _mark(text)
+    word, rest = head[1], text[head.end() :]
+    if not rest:
+        return None if any(one.startswith(word) for one in _FENCED) else ""
+    if word not in _FENCED:
+        return ""
+    inside = rest[0] if rest[0] in "{[" else _mark(rest)
+    return head[0] if inside else inside
+
+
+def _mark(text: str) -> str | None:
+    """The mark at the start of `text`, as `_opening` says it."""
+    mark = next(filter(text.startswith, MARKS), "")
+    return None if not mark and any(one.startswith(text) for one in MARKS) else mark
 
 
 def _loaded(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if isfinite(number) else _refuse(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} cannot be written in JSON")

@@ -1,0 +1,220 @@
+"""Weights rounded with error feedback while a calibration text is read through them.
+
+A checkpoint is run in numpy, matrix after matrix: when the text reaches one, the second moments of
+its inputs are taken, it is rounded (`gptq`), and what follows is computed with the rounded one. So
+a matrix is rounded for the inputs it will have, one matrix and its moments are in memory, and the
+writer gets them in the order of the file. The embedding and the head are rounded plainly: a row of
+an embedding is used by itself, and a head of 8 bits loses nothing.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
+from importlib import resources
+from itertools import chain
+from queue import Full, Queue
+from threading import Event, Thread
+from typing import Any, cast
+
+import numpy as np
+
+from kvq.config import AttentionParams
+from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
+from kvq_export.gptq import factor, quantize_with
+from kvq_export.quality import Original
+from kvq_export.weights import joined
+from kvq_export.writer import CheckpointWeights
+from kvq_models.config import ModelConfig
+from kvq_models.reference import forward, plain_attention
+from kvq_models.tokenizer import Tokenizer
+
+# Tokens that are read together; texts are cut there.
+SEGMENT_TOKENS = 512
+MOST_TOKENS = 8192
+# Fewer do for narrow models: so many times the widest matrix's inputs.
+TOKENS_PER_COLUMN = 8
+# Matrices that are rounded plainly.
+ENDS = ("embed", "head")
+_WAIT_S = 0.2
+
+
+def calibration_segments(
+    tokenizer: Tokenizer, config: ModelConfig, text: str | None = None
+) -> np.ndarray:
+    """Token ids int64 [S, segment] of `text`; without, as many of each kind of text that ships.
+
+    Those are prose, code and, where the tokenizer has a chat template, conversations in it.
+    """
+    columns = max(config.hidden_size, config.intermediate_size)
+    segment = min(SEGMENT_TOKENS, config.context_length)
+    wanted = min(MOST_TOKENS, TOKENS_PER_COLUMN * columns) // segment
+    kinds = _shipped(tokenizer) if text is None else [tokenizer.encode(text, start=True)]
+    found: list[np.ndarray] = []
+    for ids in kinds:
+        # A text shorter than a segment is read over and over.
+        whole = np.resize(ids, max(len(ids) // segment, 1) * segment).reshape(-1, segment)
+        found.append(whole[: max(1, -(-wanted // len(kinds)))])
+    return np.concatenate(found).astype(np.int64)
+
+
+def _shipped(tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of the texts of `calibration.json`, by kind."""
+    file = resources.files("kvq_export").joinpath("calibration.json")
+    texts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    kinds = [tokenizer.encode("\n\n".join(texts[kind]), start=True) for kind in ("prose", "code")]
+    if tokenizer.chat_template is not None:
+        chats = (tokenizer.chat(turns, add_generation_prompt=False) for turns in texts["chats"])
+        kinds.append(list(chain.from_iterable(chats)))
+    return kinds
+
+
+class CalibratedWeights:
+    """A `WeightReader` of a checkpoint, run over `segments` of ids while it is asked.
+
+    Matrices must be asked for in the order of the forward pass, each once; `close` ends the run.
+    """
+
+    def __init__(
+        self,
+        original: Original,
+        formats: Mapping[str, PanelFormat],
+        segments: np.ndarray,
+        threads: int,
+    ) -> None:
+        self._original = original
+        self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
+        self._formats = formats
+        self._segments = segments
+        self._threads = threads
+        self._ready: Queue[tuple[str, Blocks] | BaseException] = Queue(maxsize=1)
+        self._stopped = Event()
+        self._run = Thread(target=self._compute, name="kvq-calibrate", daemon=True)
+
+    def vector(self, name: str) -> np.ndarray:
+        """See `WeightReader.vector`."""
+        return self._plain.vector(name)
+
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
+        """See `WeightReader.matrix`."""
+        return self._plain.matrix(name, form) if name in ENDS else self._rounded(name)
+
+    def close(self) -> None:
+        """Ends the run, wherever it is."""
+        self._stopped.set()
+        if self._run.ident is not None:
+            self._run.join()
+
+    def _rounded(self, name: str) -> Iterator[Blocks]:
+        if self._run.ident is None:
+            self._run.start()
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        assert found[0] == name, f"{found[0]} was rounded, {name} is asked for"
+        step = PANEL_ROWS * max(1, (1 << 20) // found[1].codes.shape[1] // PANEL_ROWS)
+        for start in range(0, len(found[1].codes), step):
+            yield found[1].picked(slice(start, start + step))
+
+    def _compute(self) -> None:
+        config, segments = self._original.config, self._segments
+        positions = np.tile(np.arange(segments.shape[1]), len(segments))
+        attend = _Segments(len(segments))
+        try:
+            # The last layer's output is of no use: no row of it is asked for.
+            forward(config, self._weight, segments.ravel(), positions, attend, slice(0, 0))
+        except _NobodyWaitsError:
+            pass
+        except BaseException as error:  # noqa: BLE001  told to the thread that waits
+            self._give(error)
+
+    def _weight(self, name: str) -> np.ndarray:
+        source = self._original.sources[name]
+        if len(source.shape) == 1:
+            return self._original.checkpoint.read(source)
+        if name in ENDS:
+            return cast(np.ndarray, _Rows(self._original, name))
+        return cast(np.ndarray, _Product(partial(self._multiply, name)))
+
+    def _multiply(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Rounds a matrix for its inputs, hands it over, and multiplies by what it became."""
+        checkpoint, source = self._original.checkpoint, self._original.sources[name]
+        form = self._formats[name]
+        stored = checkpoint.stored(source, form.format)
+        if stored is None:
+            lower = factor(x.T @ x, form.block)
+            blocks = quantize_with(checkpoint.read(source), lower, form.format, self._threads)
+            del lower
+        else:
+            blocks = Blocks(*reduce(joined, stored))
+        rounded = dequantize(blocks, form.bits)[:, : form.columns]
+        self._give((name, blocks))
+        return x @ rounded.T
+
+    def _give(self, found: "tuple[str, Blocks] | BaseException") -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._ready.put(found, timeout=_WAIT_S)
+            except Full:
+                continue
+        raise _NobodyWaitsError
+
+
+class _NobodyWaitsError(Exception):
+    """Nobody waits for the run any more."""
+
+
+class _Product:
+    """Stands in for a matrix in `forward`: only `x @ matrix.T` is possible."""
+
+    # Makes `array @ self` call `__rmatmul__` here instead of treating self as a scalar.
+    __array_ufunc__ = None
+
+    def __init__(self, multiply: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._multiply = multiply
+
+    @property
+    def T(self) -> "_Product":  # noqa: N802  numpy's name
+        return self
+
+    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
+        return self._multiply(x)
+
+
+class _Rows:
+    """Stands in for the embedding: rows by index, and no logits."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, original: Original, name: str) -> None:
+        self._original, self._source = original, original.sources[name]
+
+    @property
+    def T(self) -> "_Rows":  # noqa: N802  numpy's name
+        return self
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        return self._original.checkpoint.read_rows(self._source, ids)
+
+    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
+        return np.zeros((len(x), self._source.shape[0]), np.float32)
+
+
+class _Segments:
+    """Exact attention within each of `count` segments of equal length."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(
+        self,
+        params: AttentionParams,
+        qkv: np.ndarray,
+        positions: np.ndarray,
+        inv_freq: np.ndarray,
+        q_norm: np.ndarray | None,
+        k_norm: np.ndarray | None,
+    ) -> np.ndarray:
+        parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
+        return np.concatenate(
+            [plain_attention()(params, part, at, inv_freq, q_norm, k_norm) for part, at in parts]
+        )

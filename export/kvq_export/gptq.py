@@ -1,0 +1,112 @@
+"""Rounding with error feedback: what one column's rounding errs, later columns make up for.
+
+GPTQ (Frantar et al., arXiv 2210.17323) rounds a matrix W to Q column by column so that products
+with its inputs X change least: sum |(W - Q) X|^2, which is |(W - Q) L|^2 for the Cholesky factor L
+of the inputs' second moments. Columns are taken from the last to the first here, which needs L
+alone and no inverse: Babai's nearest plane (arXiv 2507.18553), the same numbers as GPTQ's in the
+opposite order of columns. Departures: a block's grid is fitted when its turn comes, to what would
+be best without rounding, each column weighed by what an error there costs; columns keep their
+order (blocks by the size of their moments were worse).
+
+Owns the arithmetic on one matrix; knows no model, and not where moments come from.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvq.reference_linear import SCALE_UNIT, BlockFormat, Blocks, zero_points
+from kvq_export.weights import codes_of, fit, half_scales
+
+# Of the mean of the diagonal, added to it: directions that few tokens took are not trusted.
+DAMPING = 0.01
+# Rows rounded in one go: their errors within a block stay in a core's own cache.
+_ROWS = 512
+
+
+def factor(moments: np.ndarray, block: int) -> np.ndarray:
+    """Lower Cholesky factor float32 [K', K'] of damped `moments` [K, K], K' whole blocks.
+
+    `moments` is the sum of x x^T over inputs x; what none of them used costs next to nothing.
+    """
+    columns = len(moments)
+    mean = float(np.trace(moments)) / columns
+    share = DAMPING
+    while True:
+        damped = moments.astype(np.float32)
+        damped[np.diag_indices(columns)] += np.float32(max(mean * share, 1e-12))
+        try:
+            lower = np.linalg.cholesky(damped)
+            break
+        except np.linalg.LinAlgError:
+            share *= 10
+    spare = -columns % block
+    if not spare:
+        return lower
+    padded = np.eye(columns + spare, dtype=np.float32)
+    padded[:columns, :columns] = lower
+    return padded
+
+
+def quantize_with(
+    rows: np.ndarray, lower: np.ndarray, form: BlockFormat, threads: int = 1
+) -> Blocks:
+    """Codes of `rows` float32 [N, K] for inputs whose moments' factor is `lower` [K', K'].
+
+    As `weights.quantize`, scales as they will be stored. The same bytes for any `threads`.
+    """
+    blocks = len(lower) // form.block
+    codes = np.empty((len(rows), len(lower)), np.uint8)
+    scales = np.empty((len(rows), blocks), np.float32)
+    offsets = None if form.grid.offset_type is None else np.empty((len(rows), blocks), np.uint8)
+    own = np.stack([lower[i : i + form.block, i : i + form.block] for i in _starts(lower, form)])
+    turns = np.linalg.inv(own)
+
+    def some(start: int) -> None:
+        part = slice(start, start + _ROWS)
+        columns = np.zeros((len(lower), len(rows[part])), np.float32)
+        columns[: rows.shape[1]] = rows[part].T
+        errors = np.zeros_like(columns)
+        for index in reversed(range(blocks)):
+            place = slice(index * form.block, (index + 1) * form.block)
+            after = slice(place.stop, None)
+            carried = lower[after, place].T @ errors[after]
+            best = columns[place] + turns[index].T @ carried
+            scale, zero = fit(best, form, np.diag(own[index]) ** 2)
+            scale = half_scales(scale).astype(np.float32) * SCALE_UNIT
+            found = _rounded(columns[place], carried, own[index], (scale, zero), form.bits)
+            codes[part, place], errors[place] = found[0].T, found[1]
+            scales[part, index] = scale
+            if offsets is not None and zero is not None:
+                offsets[part, index] = zero
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvq-gptq") as pool:
+        for _ in pool.map(some, range(0, len(rows), _ROWS)):
+            pass
+    return Blocks(codes, scales, offsets)
+
+
+def _starts(lower: np.ndarray, form: BlockFormat) -> range:
+    return range(0, len(lower), form.block)
+
+
+def _rounded(
+    columns: np.ndarray,
+    carried: np.ndarray,
+    own: np.ndarray,
+    grid: tuple[np.ndarray, np.ndarray | None],
+    bits: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 and errors float32, [block, n], of a block of columns [block, n].
+
+    `carried` [block, n] is what the columns after it err, times the factor; `own` the factor's part
+    on the diagonal. It is used up.
+    """
+    scale, zero = grid
+    middle = np.float32(1 << (bits - 1)) if zero is None else zero_points(zero, bits)
+    codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
+    for j in reversed(range(len(columns))):
+        codes[j] = codes_of(columns[j] + carried[j] / own[j, j], scale, zero, bits)
+        errors[j] = columns[j] - (codes[j] - middle) * scale
+        carried[:j] += own[j, :j, None] * errors[j]
+    return codes, errors
