@@ -11,7 +11,7 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,10 +24,12 @@ from kvq.files import replace_file
 from kvq.policies import Sensitivity
 from kvq.reference_linear import (
     PANEL_ROWS,
-    SCALE_UNIT,
+    BlockFormat,
+    Blocks,
     PanelFormat,
     View,
     dequantize,
+    in_weights,
     restore,
     unpack,
 )
@@ -35,16 +37,17 @@ from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
 from kvq_models.family import layer_shapes
 from kvq_models.tokenizer import ControlTokens, Tokenizer
+from kvq_runtime.config import Sampling
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
 
 FORMAT = "kvq-bundle"
 # What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
 # versions have other weights and inputs.
-VERSION = 5
+VERSION = 6
 GGUF_VERSION = 2
-# Those whose calibration was for older formats of pages.
-OLD_PAGES_VERSIONS = (3, 4)
+# Those whose calibration was for older formats of pages, or whose weights lie otherwise.
+OLD_VERSIONS = (3, 4, 5)
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -57,60 +60,52 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 # Codes of this width are stored two to a byte.
 NIBBLE_BITS = 4
-_WIDTHS = {NIBBLE_BITS, 8}
 
 # Hashes of files this large are remembered between runs; smaller ones are read every time.
 REMEMBERED_BYTES = 16 << 20
+# More than any vocabulary; tokenizers hold an id in 32 bits.
+_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightInfo:
-    """Widths and block of the stored weights, their bytes together, and the op that reads them.
-
-    `wide` names the canonical matrices of layers that are kept at 8 bits whatever `bits` is.
+    """How each matrix is stored, by canonical name, their bytes together, and the op for them.
 
     With `linear` "kvq" a matrix lies in panels, see `kvq.reference_linear`; with "ort" as ONNX
     Runtime's MatMulNBits wants it, codes two
     to a byte and float32 scales.
     """
 
-    bits: int
-    block: int
-    embedding_bits: int
+    formats: Mapping[str, BlockFormat]
     num_bytes: int
     linear: str = "kvq"
-    wide: tuple[str, ...] = ()
 
-    def width(self, name: str) -> int:
-        """Bits of the canonical matrix `name`."""
-        if name in ("embed", "head"):
-            return self.embedding_bits
-        return 2 * NIBBLE_BITS if name in self.wide else self.bits
+    def format_of(self, name: str) -> BlockFormat:
+        """How the canonical matrix `name` is stored; a tied head is the embedding."""
+        return self.formats["embed" if name == "head" and name not in self.formats else name]
+
+    @property
+    def by_format(self) -> dict[str, list[str]]:
+        """Names of the matrices that are stored alike."""
+        found: dict[str, list[str]] = {}
+        for name, form in self.formats.items():
+            found.setdefault(str(form), []).append(name)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's object."""
-        return {
-            "bits": self.bits,
-            "block": self.block,
-            "embedding_bits": self.embedding_bits,
-            "bytes": self.num_bytes,
-            "linear": self.linear,
-            "wide": list(self.wide),
-        }
+        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": self.linear}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
         """Raises KeyError, TypeError or ValueError for another object."""
-        info = cls(
-            bits=int(data["bits"]),
-            block=int(data["block"]),
-            embedding_bits=int(data["embedding_bits"]),
-            num_bytes=int(data["bytes"]),
-            linear=str(data["linear"]),
-            wide=tuple(map(str, data.get("wide", ()))),
-        )
-        if info.block < 1 or info.num_bytes < 0 or not {info.bits, info.embedding_bits} <= _WIDTHS:
-            raise ValueError(f"weights cannot be stored as {dict(data)}")
+        named = {spelled: BlockFormat.parse(spelled) for spelled in data["formats"]}
+        formats = {
+            str(name): form for spelled, form in named.items() for name in data["formats"][spelled]
+        }
+        info = cls(formats=formats, num_bytes=int(data["bytes"]), linear=str(data["linear"]))
+        if info.num_bytes < 0:
+            raise ValueError(f"weights take no {info.num_bytes} bytes")
         return info
 
 
@@ -147,6 +142,8 @@ class FileInfo:
 class Manifest:
     """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives.
 
+    `sampling`: the fields of `Sampling` that the model asks for, by its generation_config.json.
+
     `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
     file. `prediction`: `layers`, the first layers after which the maps of `MAPS_FILE` predict the
     others, and what that costs. `auxiliary`: the `name`, the `fingerprint` and the layers
@@ -160,6 +157,7 @@ class Manifest:
     files: Mapping[str, FileInfo]
     eos_token_ids: tuple[int, ...] = ()
     tokens: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: Mapping[str, Any] = field(default_factory=dict[str, Any])
     quality: Mapping[str, Any] | None = None
     gguf: GgufInfo | None = None
@@ -194,6 +192,7 @@ class Manifest:
             "prediction": None if self.prediction is None else dict(self.prediction),
             "auxiliary": None if self.auxiliary is None else dict(self.auxiliary),
             "tokens": dict(self.tokens),
+            "sampling": dict(self.sampling),
             "source": dict(self.source),
             "quality": None if self.quality is None else dict(self.quality),
             "files": {
@@ -206,12 +205,15 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
         """Raises KeyError, TypeError, ValueError or `KvqError` for a manifest that is not one."""
-        weights, kv, gguf = data["weights"], data["kv"], data.get("gguf")
+        kv, gguf = data["kv"], data.get("gguf")
         config, sensitivity = ModelConfig.from_json(data["config"]), data.get("sensitivity")
+        weights = None if data["weights"] is None else WeightInfo.from_json(data["weights"])
+        if weights is not None and set(weights.formats) != _matrices(config):
+            raise ValueError("weights are not those of this model")
         return cls(
             name=str(data["name"]),
             config=config,
-            weights=None if weights is None else WeightInfo.from_json(weights),
+            weights=weights,
             gguf=None if gguf is None else GgufInfo.from_json(gguf),
             kv=KvPlan(
                 k_bits=int(kv["k_bits"]),
@@ -230,7 +232,8 @@ class Manifest:
                 for name, row in data["files"].items()
             },
             eos_token_ids=tuple(int(token) for token in data["eos_token_id"]),
-            tokens=dict(data["tokens"]),
+            tokens=_tokens(data["tokens"]),
+            sampling=_sampling(data.get("sampling", {})),
             source=dict(data["source"]),
             quality=None if data["quality"] is None else dict(data["quality"]),
         )
@@ -262,8 +265,7 @@ class Bundle:
                 folder / MODEL_FILE,
                 manifest.config,
                 linear=stored.linear,
-                width=stored.width,
-                block=stored.block,
+                format_of=stored.format_of,
             )
         return cls(path=folder, manifest=manifest)
 
@@ -303,6 +305,17 @@ class Bundle:
         return GGUF_FILE in self.manifest.files
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether the weights are a checkpoint's own, which only numpy computes with."""
+        return False
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies graph and weights by the hashes in the manifest."""
+        hashes = (self.manifest.files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    @property
     def model_path(self) -> Path:
         """The ONNX graph."""
         return self.path / MODEL_FILE
@@ -329,7 +342,8 @@ class Bundle:
     def gguf(self) -> GgufFile:
         """The GGUF file, known by the bundle's name, plan and tokenizer. Raises `ModelError`."""
         file = GgufFile.open(self.path / GGUF_FILE)
-        return file.in_bundle(self.manifest.name, self.manifest.kv, self.tokenizer())
+        manifest = self.manifest
+        return file.in_bundle(manifest.name, manifest.kv, self.tokenizer(), manifest.sampling)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its control tokens, or None for a bundle that takes ids only."""
@@ -350,17 +364,13 @@ class Bundle:
             name = "embed"
         if name in self._stored:
             return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
-        codes, scales = self.read_codes(name, rows)
-        form = self.form(name)
-        return dequantize(codes, scales, form.bits, view)[:, : form.columns]
+        blocks, form = self.read_codes(name, rows), self.form(name)
+        return dequantize(blocks, form.bits, view)[:, : form.columns]
 
-    def read_codes(
-        self, name: str, rows: slice | np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of a quantised weight as stored: `weight = scale * (code - 2**(bits - 1))`.
+    def read_codes(self, name: str, rows: slice | np.ndarray | None = None) -> Blocks:
+        """Rows of a quantised weight as stored, constants in units of the weights.
 
-        Codes uint8 [n, blocks * block], one per byte, and scales float32 [n, blocks]. Raises
-        `BundleError` for a name that is no quantised weight.
+        Raises `BundleError` for a name that is no quantised weight.
         """
         if name == "head" and self.config.tied_head:
             name = "embed"
@@ -371,30 +381,26 @@ class Bundle:
         picked: Any = slice(None) if rows is None else rows
         codes = np.asarray(self._stored[f"{name}.codes"][picked])
         if self.form(name).bits == NIBBLE_BITS:
-            codes = np.stack((codes & 15, codes >> 4), axis=-1)
-        return codes.reshape(len(codes), -1), np.array(self._stored[f"{name}.scales"][picked])
+            codes = np.stack((codes & np.uint8(15), codes >> np.uint8(4)), axis=-1)
+        scales = np.array(self._stored[f"{name}.scales"][picked])
+        return Blocks(codes.reshape(len(codes), -1), scales)
 
-    def _panel_codes(
-        self, name: str, rows: slice | np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _panel_codes(self, name: str, rows: slice | np.ndarray | None) -> Blocks:
         form, stored = self.form(name), self._stored[f"{name}.panels"]
         index = np.arange(form.rows)[slice(None) if rows is None else rows]
         panels, places = np.unique(index // PANEL_ROWS, return_inverse=True)
-        codes, scales = unpack(form, np.asarray(stored[panels]))
-        lanes = places * PANEL_ROWS + index % PANEL_ROWS
-        return codes[lanes], scales[lanes].astype(np.float32) * SCALE_UNIT
+        blocks = unpack(form, np.asarray(stored[panels]))
+        return in_weights(blocks.picked(places * PANEL_ROWS + index % PANEL_ROWS))
 
     def form(self, name: str) -> PanelFormat:
-        """Shape and widths of a canonical matrix."""
-        weights, config = self._graph_weights, self.config
-        outside = name in ("embed", "head")
-        rows, columns = (
+        """Shape and format of a canonical matrix."""
+        config = self.config
+        shape = (
             (config.vocab_size, config.hidden_size)
-            if outside
+            if name in ("embed", "head")
             else layer_shapes(config)[name.rsplit(".", 1)[-1]]
         )
-        bits, block = weights.width(name), weights.block
-        return PanelFormat(rows=rows, columns=columns, bits=bits, block=block)
+        return PanelFormat.of(self._graph_weights.format_of(name), shape)
 
     @property
     def fitted_layers(self) -> int | None:
@@ -404,7 +410,7 @@ class Bundle:
 
     def map_form(self) -> PanelFormat:
         """Shape and widths of every map: a layer's keys and values from the stream."""
-        config, block = self.config, self._graph_weights.block
+        config, block = self.config, self._graph_weights.format_of("layers.0.qkv").block
         rows = 2 * config.num_kv_heads * config.head_dim
         return PanelFormat(rows=rows, columns=config.hidden_size, bits=8, block=block)
 
@@ -573,6 +579,13 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _matrices(config: ModelConfig) -> set[str]:
+    """Canonical names of what is quantised."""
+    layer = [name for name, shape in layer_shapes(config).items() if len(shape) > 1]
+    inside = {f"layers.{i}.{name}" for i in range(config.num_layers) for name in layer}
+    return inside | ({"embed"} if config.tied_head else {"embed", "head"})
+
+
 def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
     """Raises ValueError unless there is one of every KV head, or none at all."""
     forms = tuple(PageForm(int(form)) for form in data)
@@ -580,6 +593,28 @@ def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...
     if not known or len(forms) not in (0, config.num_layers * config.num_kv_heads):
         raise ValueError(f"page_forms {list(data)} are none of this model")
     return forms
+
+
+def _tokens(data: Any) -> Mapping[str, Any]:
+    """Raises ModelError or ValueError, which names it, for what no tokenizer has as an id."""
+    control = ControlTokens.from_json(data)
+    named = {"bos": () if control.bos is None else (control.bos,)}
+    named |= {"eos": control.eos, "start": control.start}
+    if control.fim is not None:
+        named |= {f"fim.{name}": (token,) for name, token in control.fim.named().items()}
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < _TOKENS:
+                raise ValueError(f"tokens.{name} is {token}; ids are 0 to {_TOKENS - 1}")
+    return dict(data)
+
+
+def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields that are known here. Raises what `Sampling` does, TypeError or ValueError."""
+    known = {row.name for row in fields(Sampling)} - {"logit_bias"}
+    found = {str(name): value for name, value in data.items() if name in known}
+    _ = Sampling(**found)
+    return found
 
 
 def _prediction(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
@@ -619,10 +654,10 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
             "export the model again"
         )
-    if version in OLD_PAGES_VERSIONS:
+    if version in OLD_VERSIONS:
         raise BundleError(
-            f"{folder} is a bundle of version {version}, calibrated for pages that this kvq no "
-            "longer writes; export the model again"
+            f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
+            "reads; export the model again"
         )
     if version not in (GGUF_VERSION, VERSION):
         raise BundleError(

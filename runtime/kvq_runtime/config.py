@@ -154,6 +154,11 @@ class SessionConfig:
             check_seed(self.seed)
 
     @property
+    def budget_tokens(self) -> int:
+        """Tokens the budget holds at the plan's widths; of a longer text it gives something up."""
+        return self.context_tokens if self.arena is None else self.arena.whole_tokens
+
+    @property
     def what_limits(self) -> str:
         """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
         return "--ctx-size" if self.evicts else "--ctx-size and --kv-budget"

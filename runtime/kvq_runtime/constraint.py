@@ -6,45 +6,40 @@ at one place of one answer and knows which tokens may come next. llguidance does
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from hashlib import sha256
 from importlib import import_module
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime import trial
 from kvq_runtime.gbnf import escaped_character, to_lark
 from kvq_runtime.healing import Beginning
+from kvq_runtime.trial import Matcher
 
 Ids = NDArray[np.int64]
 
 MOST_CHARACTERS = 1 << 18
 # Left alone a model may write spaces for ever.
 _SPACES = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
-# What may take long to read: whether some text fits several patterns at once.
-_SLOW = re.compile(r'"(pattern|format|allOf)')
-_TRIAL_S = 1
-_TRIAL_BYTES = 1 << 30
+# So little text holds no chain of rules that overflows 2 MiB of stack.
+_MOST_SMALL = 1 << 12
+# What is much work in little text: whether some text fits several patterns, division.
+_SLOW = re.compile(r'"(pattern|format|allOf|multipleOf)')
+_MOST_NESTED = 120
+_MOST_REFERENCES = 500
+# What is kept read, of which a small constraint takes at most 16 MiB and another 64.
+_MOST_KEPT = 8
+_KEPT_LARGE = 4
 _TOLD = 300
 _MOST_FORCED_BYTES = 1 << 9
-_TRIAL = "import sys; sys.path[:0] = {path!r}; from {module} import main; main()"
-_LIMITS = {
-    "max_items_in_row": 10_000,
-    "step_max_items": 50_000,
-    "step_lexer_fuel": 200_000,
-    "initial_lexer_fuel": 1_000_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,11 @@ class Constraint:
 
     def __post_init__(self) -> None:
         _bounded(self.lark)
+
+    @property
+    def small(self) -> bool:
+        """Whether it is little work and needs little stack, whatever it says."""
+        return len(self.lark) <= _MOST_SMALL and not _SLOW.search(self.lark)
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | str | None = None) -> "Constraint":
@@ -90,11 +90,14 @@ def json_part(schema: Mapping[str, Any] | str | None) -> str:
             found = {} if found else {"type": "object"}
         if not isinstance(found, Mapping):
             raise UsageError(f"a JSON schema is an object; {type(found).__name__} was given")
-        return f"%json {json.dumps({**cast(Mapping[str, Any], found), 'x-guidance': _SPACES})}"
+        schema = {**cast(Mapping[str, Any], found), "x-guidance": _SPACES}
+        text = _bounded(json.dumps(schema))
     except RecursionError:
         raise UsageError("the JSON schema is nested too deeply; nest it less") from None
     except (TypeError, ValueError) as error:
         raise UsageError(f"the JSON schema is not JSON: {error}") from None
+    _check_depth(schema)
+    return f"%json {text}"
 
 
 def escaped(text: str) -> str:
@@ -102,70 +105,47 @@ def escaped(text: str) -> str:
     return f"/{''.join(map(escaped_character, text))}/" if text else '""'
 
 
-class Matcher(Protocol):
-    """What we use of llguidance's LLMatcher."""
-
-    def compute_bitmask(self) -> bytes:
-        """A bit for every token that may come next."""
-        ...
-
-    def consume_token(self, sampled_token: int) -> bool:
-        """Goes on by a token."""
-        ...
-
-    def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of `tokens` may come next."""
-        ...
-
-    def is_accepting(self) -> bool:
-        """Whether the text may end here."""
-        ...
-
-    def is_stopped(self) -> bool:
-        """Whether it must."""
-        ...
-
-    def is_error(self) -> bool:
-        """Whether it cannot go on."""
-        ...
-
-    def get_error(self) -> str:
-        """Why."""
-        ...
-
-    def deep_copy(self) -> "Matcher":
-        """Another at the same place."""
-        ...
-
-
 class Grammars:
-    """Reads constraints for one tokenizer. Any thread may ask."""
+    """Reads constraints for one tokenizer, and keeps the last ones. Any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._pieces = _Pieces(tokenizer)
         self._lock = Lock()
         self._vocabulary: Any = None
+        self._kept: dict[bytes, tuple[Grammar, int]] = {}
 
-    def read(self, constraint: Constraint) -> "Grammar":
+    def read(
+        self, constraint: Constraint, cancelled: Callable[[], bool] = lambda: False
+    ) -> "Grammar":
         """`constraint`, read for this vocabulary.
 
-        Raises `UsageError` for one that is wrong, that no text fits or that is too much work,
-        `BackendError` where llguidance is not installed. The first call takes about a second for
-        150,000 tokens.
+        One that is not `small` is tried first in a process of its own, which takes some 0.2 s more
+        and ends early where `cancelled` says so. Raises `UsageError` for one that is wrong, that no
+        text fits, that is too much work or was cancelled, `BackendError` where llguidance is not
+        installed. The first call takes about a second for 150,000 tokens.
         """
         library = _library()
-        _check_in_time(constraint.lark)
+        digest = sha256(constraint.lark.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if digest in self._kept:
+                return self._keep(digest, *self._kept.pop(digest))
+        if not constraint.small:
+            trial.try_out(constraint.lark, cancelled)
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = library.LLTokenizer(self._pieces)
-        limits = library.LLParserLimits(**_LIMITS)
-        matcher: Matcher = library.LLMatcher(
-            self._vocabulary, constraint.lark, log_level=0, limits=limits
-        )
+        matcher = trial.read(library, self._vocabulary, constraint.lark)
         _check(matcher)
-        matcher.compute_bitmask()
-        _check(matcher)
-        return Grammar(matcher, self._pieces)
+        found = Grammar(matcher, self._pieces)
+        with self._lock:
+            return self._keep(digest, found, 1 if constraint.small else _KEPT_LARGE)
+
+    def _keep(self, digest: bytes, grammar: "Grammar", size: int) -> "Grammar":
+        """Keeps `grammar` as the newest; the oldest ones go."""
+        self._kept[digest] = grammar, size
+        while sum(one for _, one in self._kept.values()) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return grammar
 
 
 class _Pieces:
@@ -313,38 +293,27 @@ def _check(matcher: Matcher) -> None:
         raise UsageError(f"the constraint cannot be followed: {told}")
 
 
-def _check_in_time(lark: str) -> None:
-    if _SLOW.search(lark) and (told := _tried(lark)):
-        raise UsageError(told)
-
-
-@lru_cache(maxsize=32)
-def _tried(lark: str) -> str:
-    """Reads `lark` once in a process that can be ended; what is wrong, or nothing."""
-    script = _TRIAL.format(path=sys.path, module=__name__)
-    try:
-        trial = subprocess.run(  # noqa: S603  our own interpreter and script
-            [sys.executable, "-c", script], input=lark.encode(), capture_output=True,
-            timeout=5 * _TRIAL_S, check=False,
-        )  # fmt: skip
-        failed = trial.returncode != 0
-    except subprocess.TimeoutExpired:
-        failed = True
-    return "the constraint takes too much work: give fewer or simpler patterns" if failed else ""
-
-
-def main() -> None:
-    """The process of `_tried`: reads the grammar on stdin within bounds of time and memory."""
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CPU, (_TRIAL_S, _TRIAL_S))
-        resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    library = _library()
-    library.LLMatcher.validate_grammar(
-        sys.stdin.buffer.read().decode(), limits=library.LLParserLimits(**_LIMITS)
-    )
+def _check_depth(schema: Mapping[str, Any]) -> None:
+    """Refuses a schema whose parts lie, or refer to each other, too deep inside each other."""
+    left: list[tuple[Any, int]] = [(schema, 0)]
+    references: set[str] = set()
+    while left:
+        part, depth = left.pop()
+        if depth > _MOST_NESTED:
+            raise UsageError(
+                f"the JSON schema is nested too deeply; nest it at most {_MOST_NESTED} deep"
+            )
+        if isinstance(part, dict):
+            rows = cast(dict[Any, Any], part)
+            references |= {rows["$ref"]} if isinstance(rows.get("$ref"), str) else set()
+            left += [(row, depth + 1) for row in rows.values()]
+        elif isinstance(part, list | tuple):
+            left += [(row, depth + 1) for row in cast(Sequence[Any], part)]
+    if len(references) > _MOST_REFERENCES:
+        raise UsageError(
+            f"the JSON schema refers to {len(references)} places; at most {_MOST_REFERENCES} are "
+            "possible"
+        )
 
 
 def _bounded(text: str) -> str:

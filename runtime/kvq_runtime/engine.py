@@ -204,9 +204,10 @@ class Engine:
         """A new, empty sequence. What is None comes from the model and its backend.
 
         `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits`
-        refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25%; None: what
-        8192 tokens (or a shorter context) need. `kv_offload`: bytes of the host's memory, 8GiB,
-        for pages of the context that a device's budget does not hold. `kv_read` is what steps
+        refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25% (of what
+        the whole context takes in fp16); None: what 8192 tokens (or a shorter context) need.
+        `kv_offload`: bytes of the host's memory, 8GiB, for pages of the context that a device's
+        budget does not hold. `kv_read` is what steps
         read of the cache's pages: 25%, `exact`, or a row of `kvq.selectors` with options;
         None: all. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or
         `lambda: None` where every token is to take a pass of its own; None: the engine's

@@ -11,6 +11,7 @@ from kvq.errors import UsageError
 
 _DEPTH = 64
 _MOST_REPEATS = 1 << 20
+_MOST_RULES = 2000
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)|(?P<name>[A-Za-z0-9_-]+)|(?P<sign>::=|[()|])
     |(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<range>\[(?:[^\]\\\n]|\\.)*\]|\.)
@@ -64,6 +65,8 @@ def _rules(pieces: list[Piece]) -> dict[str, list[Piece]]:
     ]
     if pieces and (not starts or starts[0] > 0):
         raise UsageError(f"the grammar begins with {pieces[0][1][:20]!r}; begin it with NAME ::=")
+    if len(starts) > _MOST_RULES:
+        raise UsageError(f"the grammar has {len(starts)} rules; give at most {_MOST_RULES}")
     rules: dict[str, list[Piece]] = {}
     for start, end in zip(starts, [*starts[1:], len(pieces)], strict=False):
         name, body = pieces[start][1], pieces[start + 2 : end]
@@ -117,14 +120,22 @@ class _Body:
         items: list[str] = []
         while self._place < len(self._pieces) and self._next not in (("sign", "|"), ("sign", ")")):
             kind, text = self._next
-            self._place += 1
-            if kind != "times":
-                items.append(self._item(kind, text, depth))
-            elif items:
-                items[-1] = f"({items[-1]}){_times(text)}"
-            else:
+            if kind == "times":
                 raise UsageError(f"{text} in the grammar's rule {self._rule!r} repeats nothing")
+            self._place += 1
+            item, times = self._item(kind, text, depth), self._times()
+            items.append(f"{'(' * len(times)}{item}{''.join(f'){one}' for one in times)}")
         return " ".join(items) or '""'
+
+    def _times(self) -> list[str]:
+        """How often what was just read is repeated, and that again."""
+        found: list[str] = []
+        while self._place < len(self._pieces) and self._next[0] == "times":
+            if len(found) == _DEPTH:
+                self._refuse(f", or repeated more than {_DEPTH} times over")
+            found.append(_times(self._next[1]))
+            self._place += 1
+        return found
 
     def _item(self, kind: str, text: str, depth: int) -> str:
         if kind == "name":

@@ -116,11 +116,13 @@ class Vocabulary:
             grammars=Grammars(tokenizer),
         )
 
-    def grammar(self, constraint: Constraint) -> Grammar:
-        """`constraint`, read for this vocabulary; raises what `Grammars.read` raises."""
+    def grammar(
+        self, constraint: Constraint, cancelled: Callable[[], bool] = lambda: False
+    ) -> Grammar:
+        """What `Grammars.read` gives for this vocabulary, and raises."""
         if self.grammars is None:
             raise UsageError("this model has no tokenizer, so an answer cannot be constrained")
-        return self.grammars.read(constraint)
+        return self.grammars.read(constraint, cancelled)
 
 
 IDS_ONLY = Vocabulary()

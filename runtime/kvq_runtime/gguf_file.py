@@ -4,8 +4,8 @@ Needs no llama.cpp, so `kvq inspect` shows any file. Computes nothing.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ MAX_LAYERS, MAX_HEADS, MAX_WIDTH = 4096, 65536, 1 << 24
 class GgufFile:
     """An opened, checked file.
 
-    A bundle that holds one passes on its own `name`, `kv` plan and `bundled_tokenizer`, and
-    vouches for it: only a stranger's file is `untried`, see `llama_trial`.
+    A bundle that holds one passes on its own `name`, `kv` plan, `bundled_tokenizer` and `sampling`
+    (fields of `Sampling`), and vouches for it: only a stranger's file is `untried`, see
+    `llama_trial`.
     """
 
     path: Path
@@ -40,8 +41,10 @@ class GgufFile:
     name: str
     kv: KvPlan = DEFAULT_PLAN
     bundled_tokenizer: Tokenizer | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     untried: bool = True
     has_onnx = False
+    has_checkpoint = False
     has_gguf = True
 
     @classmethod
@@ -170,9 +173,13 @@ class GgufFile:
             row["bytes"] += tensor.num_bytes
         return {"bytes": self.num_bytes, "types": types}
 
-    def in_bundle(self, name: str, kv: KvPlan, tokenizer: Tokenizer | None) -> "GgufFile":
+    def in_bundle(
+        self, name: str, kv: KvPlan, tokenizer: Tokenizer | None, sampling: Mapping[str, Any]
+    ) -> "GgufFile":
         """The same file under what a bundle says of it."""
-        return replace(self, name=name, kv=kv, bundled_tokenizer=tokenizer, untried=False)
+        return replace(
+            self, name=name, kv=kv, bundled_tokenizer=tokenizer, sampling=sampling, untried=False
+        )
 
     def vouched_for(self) -> "GgufFile":
         """The same file, to be loaded without a trial."""

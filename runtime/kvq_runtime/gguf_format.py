@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import ModelError
+from kvq.errors import CheckpointError, UnsupportedModelError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -105,15 +105,18 @@ def is_gguf(path: Path | str) -> bool:
 
 
 def read_gguf(path: Path) -> GgufContents:
-    """Reads and checks everything but the tensors' values. Raises `ModelError`."""
+    """Reads and checks everything but the tensors' values.
+
+    Raises `UnsupportedModelError` for another version, byte order or type, else `CheckpointError`.
+    """
     try:
         with path.open("rb") as file:
             if path.stat().st_size < _PREFIX.size:
-                raise ModelError(f"{path} is not a GGUF file, or is cut short")
+                raise CheckpointError(f"{path} is not a GGUF file, or is cut short")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).contents()
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 class _Reader:
@@ -127,11 +130,11 @@ class _Reader:
     def contents(self) -> GgufContents:
         magic, version, num_tensors, num_keys = _PREFIX.unpack(self._take(_PREFIX.size))
         if magic != MAGIC:
-            raise ModelError(f"{self._path} is not a GGUF file: it begins with {magic!r}")
+            raise CheckpointError(f"{self._path} is not a GGUF file: it begins with {magic!r}")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             why = "a big-endian file" if swapped else f"of version {version}"
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"{self._path} is a GGUF file {why}; kvq reads versions 2 and 3, little-endian: "
                 "convert the model again"
             )
@@ -172,7 +175,7 @@ class _Reader:
         number = self._number(_UINT32_BYTES)
         kind = TENSOR_TYPES.get(number)
         if kind is None:
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"{self._path} keeps tensor {name} in type {number}, which kvq does not know; "
                 "upgrade kvq-runtime, or quantise the model to a type such as Q4_K or Q8_0"
             )
@@ -194,7 +197,7 @@ class _Reader:
             if tensor.offset != expected:
                 self._damaged(f"tensor {tensor.name} is at {tensor.offset}, not at {expected}")
             if begin + tensor.offset + tensor.num_bytes > len(self._data):
-                raise ModelError(
+                raise CheckpointError(
                     f"{self._path} is truncated: {len(self._data)} bytes, and tensor "
                     f"{tensor.name} ends at {begin + tensor.offset + tensor.num_bytes}; copy the "
                     "file again"
@@ -238,12 +241,12 @@ class _Reader:
         return int.from_bytes(self._take(num_bytes), "little")
 
     def _damaged(self, what: str) -> NoReturn:
-        raise ModelError(f"{self._path} is damaged: {what}; copy or convert the model again")
+        raise CheckpointError(f"{self._path} is damaged: {what}; copy or convert the model again")
 
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ModelError(
+            raise CheckpointError(
                 f"{self._path} is truncated or damaged: its header asks for byte {end} of "
                 f"{len(self._data)}; copy the file again"
             )

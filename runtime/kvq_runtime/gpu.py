@@ -1,11 +1,11 @@
 """Which device a model runs on, and why none but the processor: what `--device` asks for."""
 
 import logging
-from importlib import import_module
 from importlib.util import find_spec
 
 from kvq import devices
 from kvq.errors import BackendError, UsageError
+from kvq_runtime.onnx_runtime import onnx_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def why_not(name: str = "cuda") -> str:
 def _why_no_provider() -> str:
     if find_spec("onnxruntime") is None:
         return f"onnxruntime is not installed; {INSTALL}"
-    onnxruntime = import_module("onnxruntime")
-    if PROVIDER in onnxruntime.get_available_providers():
+    package = onnx_runtime()
+    if PROVIDER in package.get_available_providers():
         return ""
-    return f"onnxruntime {onnxruntime.__version__} here knows no CUDA; {INSTALL}"
+    return f"onnxruntime {package.__version__} here knows no CUDA; {INSTALL}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import BundleError
-from kvq.reference_linear import ACTIVATIONS
+from kvq.reference_linear import ACTIVATIONS, BlockFormat
 from kvq_models.config import ModelConfig
 
 # Fields of onnx.proto's messages.
@@ -29,16 +29,16 @@ _LAYER = "/model/layers."
 _ORT_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
 
 Fields = Mapping[int, list[Any]]
-Width = Callable[[str], int]
+Formats = Callable[[str], BlockFormat]
 Node = tuple[str, Mapping[str, Any]]  # operator and numeric attributes
 
 
-def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, block: int) -> None:
+def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Formats) -> None:
     """Raises `BundleError` where the graph at `path` is not that of `config`.
 
     Compared are every attention node, the shape and blocks of every linear layer, the activation,
-    and the width of the logits. `linear` and `block` are those of the manifest's weights, `width`
-    gives the bits of a matrix of a layer by its canonical name.
+    and the width of the logits. `linear` is that of the manifest's weights, `format_of` tells how
+    a matrix is stored by its canonical name.
     """
     try:
         (graph,) = _message(path.read_bytes())[_GRAPH]
@@ -52,7 +52,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, width: Width, b
     found = {name: (operator, attributes) for name, operator, attributes in nodes}
     own = linear == "kvq"
     wanted = _attention_nodes(config) | (
-        _own_nodes(config, width, block) if own else _matmul_nodes(config, width, block)
+        _own_nodes(config, format_of) if own else _matmul_nodes(config, format_of)
     )
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
     if wrong:
@@ -81,15 +81,18 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     }
 
 
-def _own_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
+def _own_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
-    size = {"rows": config.vocab_size, "columns": config.hidden_size, "block": block}
-    nodes: dict[str, Node] = {"/model/Embed": ("Embed", size), "/model/head/Linear": (
-        "Linear", size | {"activation": 0})}  # fmt: skip
+    size = {"rows": config.vocab_size, "columns": config.hidden_size}
+    embed, head = (size | asdict(format_of(name)) for name in ("embed", "head"))
+    nodes: dict[str, Node] = {
+        "/model/Embed": ("Embed", embed),
+        "/model/head/Linear": ("Linear", head | {"activation": 0}),
+    }
     activation = ACTIVATIONS.index(config.activation)
     for layer, (name, (columns, rows)) in _matrices(config):
-        bits = width(_canonical(layer, name))
-        facts = {"rows": rows, "columns": columns, "bits": bits, "block": block, "layer": layer}
+        facts = {"rows": rows, "columns": columns, "layer": layer}
+        facts |= asdict(format_of(_canonical(layer, name)))
         facts |= {"activation": activation if name == "mlp/down" else 0}
         facts |= {"norm_eps": float(config.norm_eps)}
         facts |= {"first_kept": config.num_heads * config.head_dim if name == "attn/qkv" else rows}
@@ -97,13 +100,13 @@ def _own_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]
     return nodes
 
 
-def _matmul_nodes(config: ModelConfig, width: Width, block: int) -> dict[str, Node]:
+def _matmul_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """Those of a graph of ONNX Runtime's MatMulNBits."""
     head = ("MatMulNBits", {"K": config.hidden_size, "N": config.vocab_size})
     nodes: dict[str, Node] = {"/model/head/MatMulNBits": head}
     for layer, (name, (columns, rows)) in _matrices(config):
-        bits = width(_canonical(layer, name))
-        facts = {"K": columns, "N": rows, "bits": bits, "block_size": block}
+        form = format_of(_canonical(layer, name))
+        facts = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block}
         nodes[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
     return nodes
 

@@ -2,7 +2,8 @@
 
 A prompt that ends inside what a tokenizer writes as one token ends in tokens that the model has
 hardly ever seen before what follows. Its last token is dropped, and what is generated must begin
-with that token's bytes. Knows bytes and token ids, no logits and no session.
+with that token's bytes. Of a prompt that asks for a middle that token is the one before the gap.
+Knows bytes and token ids, no logits and no session.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +18,24 @@ __all__ = ["Beginning", "heal"]
 def heal(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], bytes]:
     """Ids to prefill for a text of tokens `ids`, and the bytes generation must begin with.
 
-    The prompt stays whole, and the bytes are none, when its last token is its only one or a
+    The token taken back is the last one, or the last one before the gap of a text that is to be
+    filled in. The prompt stays whole, and the bytes are none, when that token is the only one or a
     control token, and when no token of the vocabulary is longer and begins the same.
     """
     whole = list(ids)
-    ending = tokenizer.token_bytes(whole[-1], special=False) if len(whole) > 1 else b""
+    end = _text_end(tokenizer, whole)
+    ending = tokenizer.token_bytes(whole[end - 1], special=False) if end > 1 else b""
     if not ending or not tokenizer.pieces.extends(ending):
         return whole, b""
-    return whole[:-1], ending
+    return [*whole[: end - 1], *whole[end:]], ending
+
+
+def _text_end(tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Where the text ends that is gone on from: before the text after a gap, else with `ids`."""
+    fim = tokenizer.fim
+    if fim is None or ids[-1:] != [fim.middle] or fim.suffix not in ids:
+        return len(ids)
+    return len(ids) - 1 - ids[::-1].index(fim.suffix)
 
 
 class Beginning:

@@ -301,7 +301,7 @@ class Sequence(Generic[C]):
 
         For idle time: `cancel` is asked before each piece, and any may be the last. When none is
         stale the cache is what a session that computed the whole text would have, but for where
-        its pages begin.
+        its pages begin and for rounding, as `Session.exact` says.
         """
         left = self.config.context_tokens if max_tokens is None else max_tokens
         while left > 0 and not cancel() and (self.due() or self._staleness.stale):

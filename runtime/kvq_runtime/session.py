@@ -114,7 +114,14 @@ class Session(Generic[C]):
 
     @property
     def exact(self) -> bool:
-        """Whether all it holds was computed, and none of it before a change on its left."""
+        """Whether all it holds was computed, and none of it before a change on its left.
+
+        It holds then the same tokens at the same positions as a session that read the text at
+        once, and nothing of a text that is gone. It need not hold the same bits, nor give the same
+        logits: pages begin at other tokens, whose keys and values share other scales, and
+        attention adds up in another order, so that a last digit may take the activations of a
+        product, 8 bits each, to the next step. Reading a prompt in other chunks costs as much.
+        """
         return self.sequence.staleness.stale == 0
 
     @property

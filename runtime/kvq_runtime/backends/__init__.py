@@ -6,7 +6,7 @@ To add a backend: one file with a class that has `Backend`'s members, and of its
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,7 +19,7 @@ from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
-from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 from kvq_runtime.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,11 @@ class ModelFiles(Protocol):
         ...
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether the weights are those of a checkpoint, as they are."""
+        ...
+
+    @property
     def has_gguf(self) -> bool:
         """Whether there is a GGUF file."""
         ...
@@ -88,7 +93,7 @@ class ModelFacts:
     session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
     `drafts_method` writes several drafts best on this model, where that was measured.
     `fitted_layers`: the first layers after which the others' keys and values can be predicted by
-    matrices fitted for it, where there are such.
+    matrices fitted for it, where there are such. `sampling`: how the model asks to be sampled.
     """
 
     name: str
@@ -101,6 +106,7 @@ class ModelFacts:
     short_rope_tokens: int | None = None
     drafts_method: str | None = None
     fitted_layers: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -151,8 +151,8 @@ class LlamaCppCache:
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(
-                "drafts that branch are not possible on the llama.cpp backend: give a chain, or "
-                "run a bundle with an ONNX graph"
+                "drafts that branch are not possible on the llama.cpp backend, where each token "
+                "follows the one before: ask for one draft, or run a bundle with an ONNX graph"
             )
         if at is None:
             check_context(self.tokens, first + tokens, self.context_tokens)

@@ -37,7 +37,7 @@ from kvq_runtime.backends.llama_layout import (
 )
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.backends.llama_vocabulary import tokenizer_of
-from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 from kvq_runtime.gguf_file import GgufFile
 
 NO_POLICY = "none"
@@ -242,6 +242,7 @@ def _facts(model: LlamaModel, file: GgufFile, tokenizer: Tokenizer | None) -> Mo
         stop_ids=frozenset(() if tokenizer is None else tokenizer.eos_ids),
         fingerprint=file.fingerprint,
         kv=_possible_plan(file),
+        sampling=Sampling(**file.sampling),
     )
 
 

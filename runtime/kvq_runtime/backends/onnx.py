@@ -5,7 +5,6 @@ past or present tensors cross Python.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from kvq_runtime import gpu, huge_pages
 from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 
 # Threads wait for the next node by spinning, but not for long: never spinning costs a quarter of a
 # decode step on an idle machine, spinning without limit burns a core between steps and doubles the
@@ -36,7 +36,6 @@ SKIP, KEYS_AND_VALUES = 1, 2
 # Where the best logits of a row decide, a device tells at least so many: drafters learn of them.
 FEWEST_BEST = 64
 _CPU = "CPUExecutionProvider"
-_STATE = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
 class _Node(Protocol):
@@ -226,7 +225,7 @@ def _widened(table: NDArray[Any], width: int) -> NDArray[Any]:
 
 def session_options(threads: int) -> Any:
     """Options every session of ours runs with, `kvq bench`'s peer included."""
-    options = import_module("onnxruntime").SessionOptions()
+    options = onnx_runtime().SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ONLY_FATAL
@@ -243,18 +242,16 @@ def memory_kind(device: str) -> str:
 def held(array: NDArray[Any], device: str) -> Any:
     """The array where a device's nodes read it, once and for all passes; ours is not copied."""
     kind = memory_kind(device)
-    return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array, kind, 0)
+    return onnx_runtime().OrtValue.ortvalue_from_numpy(array, kind, 0)
 
 
 def open_session(model: bytes | Path, options: Any, device: str) -> Any:
     """ONNX Runtime's session over a graph on a device. Raises what ONNX Runtime does."""
-    onnxruntime = import_module("onnxruntime")
+    package = onnx_runtime()
     if device == "cuda":
-        onnxruntime.preload_dlls()  # CUDA's libraries of the wheels that come with it
+        package.preload_dlls()  # CUDA's libraries of the wheels that come with it
     # Its fallback is the same provider again, and a banner on stdout.
-    return onnxruntime.InferenceSession(
-        model, options, providers=_providers(device), enable_fallback=0
-    )
+    return package.InferenceSession(model, options, providers=_providers(device), enable_fallback=0)
 
 
 def library_path(device: str) -> str:
@@ -272,7 +269,7 @@ def _providers(device: str) -> list[Any]:
 
 
 def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
-    onnxruntime = import_module("onnxruntime")
+    package = onnx_runtime()
     options = session_options(threads)
     path = bundle.model_path
     try:
@@ -281,12 +278,12 @@ def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
     except _load_errors() as error:
         if device == "cuda":
             raise BackendError(
-                f"{path} cannot be run on the GPU by onnxruntime {onnxruntime.__version__}: "
+                f"{path} cannot be run on the GPU by onnxruntime {package.__version__}: "
                 f"{_told(error)}; if it runs with --device cpu, CUDA's libraries are missing "
                 f"(cuBLAS, cuDNN, cuFFT, cuRAND): {gpu.INSTALL}"
             ) from error
         raise BundleError(
-            f"{path} cannot be loaded by onnxruntime {onnxruntime.__version__}: {_told(error)}; "
+            f"{path} cannot be loaded by onnxruntime {package.__version__}: {_told(error)}; "
             "export the bundle again with this version of kvq"
         ) from error
 
@@ -300,7 +297,7 @@ def _told(error: Exception) -> str:
 
 def _load_errors() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises for a graph or library it cannot use; they share no base class."""
-    state = import_module(_STATE)
+    state = onnx_runtime_state()
     return (
         *_run_errors(), state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf,
         state.NotImplemented, state.NoSuchFile,
@@ -309,5 +306,5 @@ def _load_errors() -> tuple[type[Exception], ...]:
 
 def _run_errors() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises when a node fails; a wrong argument of ours is not among them."""
-    state = import_module(_STATE)
+    state = onnx_runtime_state()
     return state.Fail, state.RuntimeException, state.EPFail, UnicodeDecodeError

@@ -3,7 +3,6 @@
 Knows no engine.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
@@ -20,8 +19,8 @@ from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
 from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
-from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 
 
 class PagedBackend(ABC):
@@ -144,11 +143,12 @@ def _facts(bundle: Bundle) -> ModelFacts:
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
         stop_ids=frozenset(manifest.eos_token_ids),
-        fingerprint=_fingerprint(bundle),
+        fingerprint=bundle.fingerprint,
         kv=manifest.kv,
         short_rope_tokens=_short_rope_tokens(config),
         fitted_layers=bundle.fitted_layers,
         drafts_method=_drafts_method(manifest.quality or {}),
+        sampling=Sampling(**manifest.sampling),
     )
 
 
@@ -159,12 +159,6 @@ def _drafts_method(quality: Mapping[str, Any]) -> str | None:
         return None
     method: object = cast(Mapping[str, object], found).get("method")
     return method if isinstance(method, str) else None
-
-
-def _fingerprint(bundle: Bundle) -> str:
-    """Identifies graph and weights by the hashes in the manifest."""
-    hashes = (bundle.manifest.files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _short_rope_tokens(config: ModelConfig) -> int | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq_models.reference import forward
-from kvq_runtime.backends import Pass
+from kvq_runtime.backends import ModelFiles, Pass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
@@ -73,8 +73,14 @@ class ReferenceBackend(PagedBackend):
 class FloatBackend(ReferenceBackend):
     """The reference's arithmetic over the native cache: what errs then is the cache alone.
 
-    The graph rounds activations to 8 bits, which hides what a wide cache costs.
+    The graph rounds activations to 8 bits, which hides what a wide cache costs. Over a checkpoint
+    the weights are its own.
     """
 
     name = "float"
     cache_kind = "native"
+
+    @staticmethod
+    def reads(files: ModelFiles) -> bool:
+        """Whether these files hold a graph, or are a checkpoint."""
+        return files.has_onnx or files.has_checkpoint

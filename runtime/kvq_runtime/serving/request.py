@@ -38,13 +38,14 @@ class GenerationRequest:
     the first line break after this long. `top_logprobs` alternatives come with every token.
     `rank` is a value of `scheduler.PRIORITIES`. `reuse`: begin from what another request of this
     beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
-    `endings`: none, or of each prompt the bytes of its last token where that is generated again
-    (`healing.heal`), else b"". `owner`: whose sessions may be found again, empty where everyone's
-    may. For `grammar` and `shown` see `GenerationOptions`. `draft`: whether the session's drafter
-    is asked, or what makes another for this request. `edits`: what follows a change of an earlier
-    prompt is kept as it was computed (PIE), not only what stands before. `predict`: what of the
-    prompt is predicted, as `Engine.session` takes it; None: as the server does. `distinct`: the
-    choices of a prompt begin with different tokens, see `Session.beside`.
+    `healed`: of each prompt the ids to read and the bytes that its answers begin with, as
+    `healing.heal` has them; none: the prompts as they are. `owner`: whose sessions may be found
+    again, empty where everyone's may. For `grammar` and `shown` see `GenerationOptions`. `draft`:
+    whether the session's drafter is asked, or what makes another for this request. `edits`: what
+    follows a change of an earlier prompt is kept as it was computed (PIE), not only what stands
+    before. `predict`: what of the prompt is predicted, as `Engine.session` takes it; None: as the
+    server does. `distinct`: the choices of a prompt begin with different tokens, see
+    `Session.beside`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -62,7 +63,7 @@ class GenerationRequest:
     time_limit_ms: int = 0
     truncated: bool = False
     transient: bool = False
-    endings: tuple[bytes, ...] = ()
+    healed: tuple[tuple[tuple[int, ...], bytes], ...] = ()
     owner: str = ""
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
@@ -72,13 +73,9 @@ class GenerationRequest:
     distinct: bool = False
 
     @property
-    def read(self) -> list[tuple[tuple[int, ...], bytes]]:
+    def read(self) -> tuple[tuple[tuple[int, ...], bytes], ...]:
         """Of each prompt the ids to read, and the bytes that its answers begin with."""
-        endings = self.endings or (b"",) * len(self.prompts)
-        return [
-            (ids[:-1] if ending else ids, ending)
-            for ids, ending in zip(self.prompts, endings, strict=True)
-        ]
+        return self.healed or tuple((ids, b"") for ids in self.prompts)
 
     @property
     def num_answers(self) -> int:
