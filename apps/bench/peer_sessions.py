@@ -20,6 +20,7 @@ from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.onnx_runtime import onnx_runtime
 
 Windows = Sequence[Sequence[int]]
 Openers = Mapping[str, Callable[[], Any]]
@@ -313,14 +314,12 @@ def best_scale(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _gqa_session(bundle: Bundle, cache: StaticCache | None, threads: int) -> Any:
-    import onnxruntime
-
     model = gqa_model(ir.load(bundle.model_path), bundle.config)
     if cache is not None:
         model = quantized_gqa(model, bundle.config, cache)
     options = session_options(threads)
     options.add_session_config_entry(WEIGHT_FOLDER, str(bundle.path))
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnx_runtime().InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def quantized_gqa(model_bytes: bytes, config: ModelConfig, cache: StaticCache) -> bytes:

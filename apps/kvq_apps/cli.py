@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from kvq import __version__
 from kvq.errors import KvqError, UsageError, named_by_flags
 from kvq.settings import (
+    agree,
     encode_in_one_thread,
     environment,
     environment_name,
@@ -27,6 +28,8 @@ from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
 from kvq_apps.owners import HelpText
 
 COMMANDS = {
+    "pull": ("kvq_apps.commands.pull", "fetch a model by its name"),
+    "models": ("kvq_apps.commands.models", "list the models that are here, delete one"),
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
     "run": ("kvq_apps.commands.run", "continue a prompt"),
     "chat": ("kvq_apps.commands.chat", "talk to a model in the terminal"),
@@ -37,6 +40,7 @@ COMMANDS = {
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
     "ngrams": ("kvq_apps.commands.ngrams", "count one's own files, for several drafts at once"),
     "inspect": ("kvq_apps.commands.inspect", "show what a bundle holds"),
+    "trust": ("kvq_apps.commands.trust", "let a project's settings name models and prompts"),
     "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
 }
 
@@ -50,6 +54,8 @@ EXTRAS = {
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
+# How the system's loader says that a library found no room in memory.
+_UNMAPPED = re.compile(r"failed to map segment|[Cc]annot allocate memory")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -87,6 +93,8 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
         _set_up_logging(debug=arguments.debug)
         if getattr(arguments, "offline", False):
             stay_offline()
+        if getattr(arguments, "yes", False):
+            agree()
         with _extras_named():
             return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -101,7 +109,13 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
 
 
 def _explained(error: Exception) -> Exception:
-    """A full disk is nobody's fault, and the words for it are the system's."""
+    """A full disk and a full memory are nobody's fault, and say so."""
+    if isinstance(error, MemoryError) or _UNMAPPED.search(str(error)):
+        return UsageError(
+            f"there is not enough memory for this ({error or 'none is left'}); close other "
+            "programs, raise the limit (`ulimit -v`), or use a smaller model, --ctx-size or "
+            "--kv-budget"
+        )
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return error
     try:
@@ -180,6 +194,10 @@ def parse(argv: list[str]) -> Namespace:
     files = configuration.load()
     for warning in (text for file in files for text in file.warnings):
         output.print_note(f"warning: {warning}")
+    untrusted = (file.untrusted(arguments, chosen) for file in files)
+    arguments.untrusted = next(filter(None, untrusted), None)
+    if arguments.untrusted is not None:
+        output.print_note(f"warning: {arguments.untrusted}")
     layers.fill(arguments, layers.environment_layer, *(file.layer(chosen) for file in files))
     return arguments
 
@@ -211,7 +229,9 @@ def _as_typed(error: Exception, argv: list[str]) -> Exception:
         typed = [*words.intersection(flag.synonyms), variable]
         if f"--{name}" not in words and (len(typed) > 1 or environment(name) is not None):
             message = re.sub(rf"--{name}(?![\w-])", typed[0], message)
-    return type(error)(message)
+    # An error may take more than a message to make, so this one is kept.
+    error.args = (message,)
+    return error
 
 
 def _asked(switch: str, argv: list[str]) -> bool:

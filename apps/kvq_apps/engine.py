@@ -7,7 +7,7 @@ knows no exporter: it opens what an export left.
 from pathlib import Path
 from typing import Self
 
-from kvq_apps.model_path import resolve_model
+from kvq_apps.model_path import model_files
 from kvq_apps.ngram_file import ngram_file
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import engine, gpu
@@ -30,13 +30,16 @@ class Engine(engine.Engine):
     ) -> Self:
         """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
 
-        Without one it is `default`, the embedded model; `nano` is a smaller one. A checkpoint is
-        exported into the user's cache folder the first time, with a note on stderr; the hub is
-        asked for an id that is not there yet. What else is given: as in the base class.
+        Without one it is the model pulled last, else `default`, the embedded one; `nano` is a
+        smaller one. A checkpoint is
+        exported into the user's cache folder the first time, with a note on stderr, and so is a
+        GGUF file where `backend` is not llama.cpp; the hub is asked for an id that is not there
+        yet. With the backend `float` a checkpoint folder is
+        neither exported nor quantised. What else is given: as in the base class.
         Raises `ModelError`, `BundleError`, `BackendError` or `UsageError`.
         """
-        found = resolve_model(None if path is None else str(path))
-        return super().open(found, threads=threads, backend=backend, device=device)
+        files = model_files(None if path is None else str(path), backend)
+        return cls(files, threads=threads, backend=backend, device=device)
 
     def drafter(self) -> Drafter | None:
         """`auto`, where an answer with drafts is that without, bit for bit; elsewhere none."""

@@ -44,8 +44,8 @@ class Flag:
 
 FLAGS: dict[str, Flag] = {
     # the model
-    "model": Flag("bundle, GGUF file, checkpoint folder, hub id, `nano`, or a name that "
-        "`kvq inspect` lists", "`default`",
+    "model": Flag("bundle, GGUF file, checkpoint folder, hub id, `default`, `nano`, or a name that "
+        "`kvq models` or `kvq pull --list` shows", "the one pulled last, else `default`",
         setting="model.name", metavar="MODEL", synonyms=("-m",)),
     "backend": Flag("engine to run on: %(choices)s", "auto, the fastest present",
         setting="model.backend", metavar="NAME",
@@ -54,6 +54,8 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_runtime.gpu:DEVICES")),
     "threads": Flag("threads to compute with", "physical cores", setting="model.threads",
         metavar="N"),
+    "yes": Flag("pull a model of the catalogue that is not here yet without asking", switch=True,
+        synonyms=("-y",)),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
     # the cache
     "kbits": Flag("bits of cached keys: 8, 4 or, not on llama.cpp, 6 or 2", "the model's plan",
@@ -62,7 +64,8 @@ FLAGS: dict[str, Flag] = {
         setting="kv.vbits", metavar="BITS", synonyms=("-ctv", "--cache-type-v")),
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
         metavar="K:V", suggests=("fp", *(f"{k}:{v}" for k in PAGE_WIDTHS for v in PAGE_WIDTHS))),
-    "kv-budget": Flag("bytes the cache may use: 64MiB, 4096tok, or 25%% of its fp16 size",
+    "kv-budget": Flag("bytes the cache may use: 64MiB, what 4096tok (so many tokens) need, or 25%% "
+        "of what the whole context takes in fp16 (--ctx-size, or the model's; eval: --context)",
         "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
     "kv-offload": Flag("with --device cuda: bytes of the host's memory, such as 8GiB, for pages "
@@ -134,19 +137,23 @@ FLAGS: dict[str, Flag] = {
     "gguf-type": Flag("types in the GGUF file: %(choices)s",
         "{kvq_export.config:ExportOptions.gguf_type}", metavar="TYPE",
         choices=Owned("kvq_export.config:GgufType")),
-    "wbits": Flag("bits of linear weights: 4 or 8", "{kvq_export.config:WeightFormat.bits}",
+    "wbits": Flag("bits of linear weights: 4, 5, 6 or 8",
+        "{kvq_export.config:WeightFormat.bits}; of a GGUF file what holds its blocks",
         metavar="BITS"),
-    "sensitive": Flag("how many matrices to keep at 8 bits, those that lose most at 4",
+    "sensitive": Flag("how many matrices to keep at 8 bits, those that lose most at fewer",
         "{kvq_export.config:WeightFormat.sensitive}", metavar="N"),
     "group": Flag("weights sharing a scale: 32, 64 or 128",
         "{kvq_export.config:WeightFormat.block}", metavar="N"),
-    "embedding-bits": Flag("bits of the embedding: 8 or 4",
+    "embedding-bits": Flag("bits of embedding and output head: 4, 5, 6 or 8",
         "{kvq_export.config:WeightFormat.embedding_bits}", metavar="BITS"),
     "linear": Flag("op that multiplies weights: ours, or ONNX Runtime's to compare with",
         "{kvq_export.config:WeightFormat.linear}", choices=("kvq", "ort")),
     "force": Flag("replace a bundle that is already there", switch=True),
     "no-quality": Flag("skip the comparison with the unquantised checkpoint", switch=True),
-    "no-calibrate": Flag("skip measuring what errors cost in each layer", switch=True),
+    "calibrate": Flag("text that weights are rounded for",
+        "prose, code and chats that come with kvq", metavar="FILE"),
+    "no-calibrate": Flag("round every weight by itself, and skip measuring what errors of the "
+        "cache cost in each layer: seconds, and worse", switch=True),
     # inspecting
     "estimate": Flag("say what weights and cache take in memory, and whether that fits",
         switch=True),
@@ -154,9 +161,12 @@ FLAGS: dict[str, Flag] = {
     "names": Flag("print the names that -m takes, one a line", switch=True),
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
+    # trusting
+    "revoke": Flag("trust the project's file no more", switch=True),
     # evaluating
     "task": Flag("what to measure",
-        choices=("ppl", "kld", "passkey", "retrieval", "fim", "drafts", "edit", "predict")),
+        choices=("ppl", "kld", "passkey", "retrieval", "facts", "fim", "drafts", "edit",
+            "predict")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
@@ -232,6 +242,8 @@ FLAGS: dict[str, Flag] = {
         "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
     "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",
         "what takes 50 ms, measured at the start", setting="serve.chunk-tokens", metavar="N"),
+    "strict-model": Flag("refuse a request for a model of another name; else any name is taken "
+        "for the one that is served", setting="serve.strict-model", switch=True),
     "grace": Flag("seconds for running answers at the end",
         "{kvq_apps.serve.config:ServeConfig.grace_s}", setting="serve.grace", metavar="S"),
     # chatting
@@ -260,12 +272,16 @@ FLAGS: dict[str, Flag] = {
 KV_WIDTHS = ("kbits", "vbits")
 KV_FLAGS = (*KV_WIDTHS, "kv", "kv-budget", "kv-offload", "kv-policy", "kv-read")
 PREDICT_FLAGS = ("kv-predict", "kv-predict-with")
+# Of commands that chat, in whose help the defaults of `SAMPLING_FLAGS` stand.
+OWN_SAMPLING = "What the model's generation_config.json says comes before the defaults named here."
 SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip
-SERVE_FLAGS = ("host", "port", "socket", "api-key", "origin", "alias", "grace")
+SERVE_FLAGS = (
+    "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "grace",
+)  # fmt: skip
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
-ENGINE_FLAGS = ("model", "backend", "device", "threads", "offline")
+ENGINE_FLAGS = ("model", "backend", "device", "threads", "offline", "yes")
 OUTPUT_FLAGS = ("json", "debug")
 
 

@@ -1,7 +1,10 @@
 """The models that were made or run here, and the names by which `-m` finds them again.
 
-Bundles that were exported by name lie in the cache folder. Of each other model that was used there
-is a symbolic link: to make one is atomic, and of a model that is gone it leads nowhere.
+Bundles that were pulled lie in the models folder, those of other checkpoints in the cache folder.
+Of each other model that was made or used there is a symbolic link: to make one is atomic, and of a
+model that is gone it leads nowhere. A name is only what the user gave one, by a pull, an export or
+a hub id: what was opened at a path, in a folder that may be a stranger's, is found at its path
+alone.
 """
 
 import hashlib
@@ -10,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvq.settings import cache_folder, state_folder
+from kvq.settings import cache_folder, data_folder, state_folder
 from kvq_runtime.bundle import (
     DATA_FILE,
     GGUF_FILE,
@@ -22,6 +25,8 @@ from kvq_runtime.bundle import (
 from kvq_runtime.gguf_format import is_gguf
 
 _FINGERPRINT = re.compile(r"-[0-9a-f]{12}$")
+# What stands for the / of a hub id in the name of its bundle; other bundles' names have none.
+HUB_SLASH = "--"
 
 
 def bundles_folder() -> Path:
@@ -29,32 +34,71 @@ def bundles_folder() -> Path:
     return cache_folder() / "bundles"
 
 
-def remember(path: Path) -> None:
-    """From now on `path`, a bundle or GGUF file, is found by its name. Never in anyone's way."""
+def models_folder() -> Path:
+    """Where the models that were pulled lie: the user's own folder, which only `rm` empties."""
+    return data_folder() / "models"
+
+
+def pulled_folder(name: str) -> Path:
+    """Where the pulled model called `name` lies, or would."""
+    return models_folder() / name.replace("/", HUB_SLASH, 1)
+
+
+def pulled_name(bundle: Path) -> str:
+    """The name of a bundle in the models folder."""
+    return bundle.name.replace(HUB_SLASH, "/", 1)
+
+
+def remember(path: Path, *, made: bool = False) -> None:
+    """From now on `path`, a bundle or GGUF file, is listed, and found by its name if `made` here.
+
+    Never in anyone's way.
+    """
     whole = path.resolve()
-    link = _links() / hashlib.sha256(bytes(whole)).hexdigest()[:16]
+    folder = _made() if made else _opened()
+    link = folder / hashlib.sha256(bytes(whole)).hexdigest()[:16]
     with suppress(OSError):
-        if link.is_symlink() or whole.parent == bundles_folder().resolve():
+        own = (models_folder().resolve(), bundles_folder().resolve())
+        if link.is_symlink() or whole.parent in own:
             return
-        link.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         link.symlink_to(whole)
-        for other in _listed(_links()):
+        for other in _listed(folder):
             if not other.exists():
                 other.unlink()
 
 
 def paths() -> list[Path]:
     """Every bundle and GGUF file that was made or run and is there, the newest first."""
-    found = [path for path in _listed(bundles_folder()) if path.is_dir()]
-    found += [path for link in _listed(_links()) if (path := link.resolve()).exists()]
+    folders = (models_folder(), bundles_folder())
+    found = [path for folder in folders for path in _listed(folder) if path.is_dir()]
+    found += dict.fromkeys([*_targets(_made()), *_targets(_opened())])
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def called(path: Path) -> str:
-    """What a model at `path` is called: a hub id, or the name of its folder or file."""
-    if path.parent == bundles_folder():
-        return _FINGERPRINT.sub("", path.name).replace("--", "/", 1)
-    return path.stem if is_gguf(path) else path.name
+def named() -> list[tuple[str, Path]]:
+    """Every model that has a name, by its names."""
+    pulled = [
+        (pulled_name(path), path)
+        for path in _listed(models_folder())
+        if (path / MANIFEST_FILE).exists()
+    ]
+    return [*pulled, *made(), *of_hub()]
+
+
+def made() -> list[tuple[str, Path]]:
+    """What was exported under a name, the newest first: its folder's, or a GGUF file's own."""
+    own = set(_targets(_made()))
+    return [(path.stem if is_gguf(path) else path.name, path) for path in paths() if path in own]
+
+
+def of_hub() -> list[tuple[str, Path]]:
+    """The bundles of hub ids, by their ids."""
+    return [
+        (_FINGERPRINT.sub("", path.name).replace(HUB_SLASH, "/", 1), path)
+        for path in _listed(bundles_folder())
+        if HUB_SLASH in path.name
+    ]
 
 
 def remove(bundle: Path) -> None:
@@ -66,13 +110,16 @@ def remove(bundle: Path) -> None:
         bundle.rmdir()
 
 
-def named(name: str) -> Path | None:
-    """The newest model called `name`."""
-    return next((path for path in paths() if called(path) == name), None)
+def _made() -> Path:
+    return state_folder() / "made"
 
 
-def _links() -> Path:
+def _opened() -> Path:
     return state_folder() / "models"
+
+
+def _targets(folder: Path) -> Iterator[Path]:
+    yield from (path for link in _listed(folder) if (path := link.resolve()).exists())
 
 
 def _listed(folder: Path) -> Iterator[Path]:

@@ -7,96 +7,235 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvq.errors import BundleError, ModelError
+from kvq.errors import BundleError, ModelError, UnsupportedModelError
 from kvq_apps import known_models, output
+from kvq_apps.pulling import last_use, pulled
 from kvq_runtime.bundle import MANIFEST_FILE
 from kvq_runtime.gguf_format import SUFFIX, is_gguf
 
+if TYPE_CHECKING:
+    from kvq_apps.pulling.wanted import Wanted
+    from kvq_runtime.backends import ModelFiles
+
 DEFAULT = "default"
+# The backend that runs a GGUF file as it is; for any other the file is exported once.
+FILE_BACKEND = "llama.cpp"
 # Folders of checkpoints inside the models package, by the name a user calls them.
 EMBEDDED = (DEFAULT, "nano")
+# Their files say that they are regular.
+_MADE_UP = frozenset({Path("/proc"), Path("/sys")})
+CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(name: str | None) -> Path:
-    """The bundle folder or GGUF file that `name` means.
+def resolve_model(name: str | None, backend: str = "auto") -> Path:
+    """The bundle folder or GGUF file that `name` means to `backend`.
 
-    `name` is one of them, a checkpoint folder, a hub id, or an embedded model: `default` (also
-    meant by None) or `nano`, unless a folder of that name is there; else a model that was made or
-    run before and is called so. A checkpoint is exported into the user's cache folder the first
-    time, with progress on stderr. Raises `ModelError` naming what is possible.
+    `name` is an embedded model, `default` or `nano`; else what was pulled or exported under that
+    name; else a path to one of them or to a checkpoint folder; else a hub id, or a name of the
+    catalogue, which is pulled after asking. What lies in the current folder takes no name over:
+    `./NAME` means it. None is the model pulled last, as a note on stderr then says, or else
+    `default`. A checkpoint, and a GGUF file of an architecture that kvq computes, is exported into
+    the user's cache folder the first time, with progress on stderr; llama.cpp is given the file
+    itself. Raises `ModelError` naming what is possible, also for a path to a device or a pipe.
     """
+    if name is None and default_name() != DEFAULT:
+        output.print_note(f"model: {default_name()}, the one pulled last")
     place = _locate(name)
+    _tell_which(name, place.path)
+    path = _ready(place, backend)
+    last_use.note(path)
+    return path
+
+
+def _ready(place: "_Place", backend: str) -> Path:
+    """The files that `backend` runs of a model at `place`, made now if they are not there yet."""
+    if place.wanted is not None:
+        from kvq_apps.pulling.pull import pull_asked
+
+        return pull_asked(place.wanted).path
     if place.source is not None:
         return _exported(place.path, place.source, place.name)
     if is_gguf(place.path) or (place.path / MANIFEST_FILE).exists():
         known_models.remember(place.path)
+    if is_gguf(place.path) and backend != FILE_BACKEND:
+        return _computed(place.path)
     return place.path
+
+
+def model_files(name: str | None, backend: str) -> "ModelFiles":
+    """What an engine is made of: the files of `resolve_model`, checked.
+
+    For the backend `float` a checkpoint folder stays as it is, with a note on stderr. Raises
+    `ModelError`, `BundleError`.
+    """
+    from kvq_runtime.engine import open_files
+
+    folder = None if name is None else Path(name).expanduser()
+    here = folder is not None and (folder / "config.json").exists()
+    if folder is None or backend != "float" or not here or (folder / MANIFEST_FILE).exists():
+        return open_files(resolve_model(name, backend))
+    from kvq_export.unquantized import Unquantized
+
+    output.print_note(f"{name}: the checkpoint's own weights, unquantised, in numpy: slow")
+    return Unquantized.of(folder)
+
+
+def pull_missing(name: str | None) -> None:
+    """Pulls the model of the catalogue called `name`, after asking, if it is not here.
+
+    For what shows a screen or starts a thread before it opens the model.
+    """
+    from kvq_models.catalogue import catalogue
+
+    wanted = _locate(name).wanted if name in catalogue() else None
+    if wanted is not None:
+        from kvq_apps.pulling.pull import pull_asked
+
+        pull_asked(wanted)
+
+
+def default_name() -> str:
+    """The model that runs when none is named: the one pulled last, else the embedded one."""
+    return pulled.latest() or DEFAULT
 
 
 def resolve_checkpoint(name: str) -> str:
     """The checkpoint folder or hub id that `name` means: itself, or an embedded model's folder."""
-    embedded = name in EMBEDDED and not Path(name).is_dir()
-    return _embedded_checkpoint(name) if embedded else name
+    return _embedded_checkpoint(name) if name in EMBEDDED else name
 
 
 def ready_model(name: str | None) -> Path | None:
     """As `resolve_model`, but None for a checkpoint that is not exported yet."""
     place = _locate(name)
-    ready = place.source is None or (place.path / MANIFEST_FILE).exists()
+    made_of = place.source or place.wanted
+    ready = made_of is None or (place.path / MANIFEST_FILE).exists()
     return place.path if ready else None
 
 
 def known_names() -> dict[str, Path]:
     """The models that were made or run, by what means each: its name, else its path."""
-    found: dict[str, Path] = {}
-    for path in known_models.paths():
-        name = known_models.called(path)
+    names = [*EMBEDDED, *(name for name, _ in known_models.named())]
+    name_of: dict[Path, str] = {}
+    for name in names:
         with suppress(ModelError):
-            if _locate(name).path.resolve() == path.resolve():
-                found[name] = path
-                continue
-        found[str(path)] = path
-    return found
+            name_of[_locate(name).path.resolve()] = name
+    return {name_of.get(path.resolve(), str(path)): path for path in known_models.paths()}
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` means a model wherever it is said, also where a file is called so."""
+    return _named(name) is not None
+
+
+def _tell_which(name: str | None, path: Path) -> None:
+    """Notes that a name is not the model of that name in the current folder."""
+    if name is None or not is_name(name):
+        return
+    here = Path(name)
+    model_here = here.is_file() or any((here / one).exists() for one in (MANIFEST_FILE, CONFIG))
+    if model_here and here.resolve() != path.resolve():
+        output.print_note(f"{name} is the model at {path}; for the one here give ./{name}")
+
+
+def check_regular(path: Path) -> None:
+    """Raises `ModelError` where a model at `path` would be read from no file with bytes of its own.
+
+    That is a device, a pipe, or what the system makes up while it is read (`/proc/self/mem`).
+    """
+    try:
+        for file in [path, *(path.iterdir() if path.is_dir() else ())]:
+            made_up = _MADE_UP.intersection(file.resolve().parents)
+            if file.exists() and (made_up or not (file.is_file() or file.is_dir())):
+                raise ModelError(
+                    f"{file} is a device, a pipe or another file that the system makes up while it "
+                    "is read; a model is a regular file, or a folder of them"
+                )
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: a loop of links; ValueError: a zero byte.
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def lasting_name(name: str | None) -> str:
+    """What means the same model as `name`, in any folder: an embedded model, a hub id or a path."""
+    place = _locate(name)
+    if place.source is None:
+        return str(place.path.resolve())
+    return place.name if place.name in EMBEDDED else place.source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """A model's files; of a checkpoint `source` the bundle called `name` that is made of it."""
+    """A model's files; of a checkpoint `source` the bundle called `name` that is made of it.
+
+    `wanted` is what to pull where the files are not there yet.
+    """
 
     path: Path
     source: str | None = None
     name: str = ""
+    wanted: "Wanted | None" = None
 
 
 def _locate(name: str | None) -> _Place:
-    name = DEFAULT if name is None else name
+    name = default_name() if name is None else name
+    if (named := _named(name)) is not None:
+        return named
     path = Path(name).expanduser()
-    if name in EMBEDDED and not (path / MANIFEST_FILE).exists():
-        return _bundle_of(_embedded_checkpoint(name), name)
-    if (path / MANIFEST_FILE).exists():
+    check_regular(path)
+    if (path / MANIFEST_FILE).exists() or (path.is_file() and is_gguf(path)):
         return _Place(path=path)
-    if (path / "config.json").exists():
-        return _bundle_of(str(path.resolve()), path.resolve().name)
+    if (path / CONFIG).exists():
+        called = path.resolve().name.replace(known_models.HUB_SLASH, "-")
+        return _bundle_of(str(path.resolve()), called)
     if path.is_file():
-        if is_gguf(path):
-            return _Place(path=path)
         raise ModelError(
             f"{name} is a file, and no GGUF file; a model is a bundle, a GGUF file, a checkpoint "
             "folder or a hub id"
         )
-    if not path.exists() and _HUB_ID.fullmatch(name) and path.suffix != SUFFIX:
-        return _bundle_of(name, name.replace("/", "--"))
-    known = known_models.named(name)
-    if known is not None or path.exists():
-        return _Place(path=known or path)
-    known_names = (*EMBEDDED, *map(known_models.called, known_models.paths()))
+    if path.exists():
+        return _Place(path=path)
+    if _is_hub_id(name):
+        return _of_hub(name)
+    from kvq_apps.pulling import wanted
+
+    missing = wanted.in_catalogue(name)
+    if missing is not None:
+        return _Place(path=known_models.pulled_folder(name), wanted=missing)
+    known_names = (*EMBEDDED, *(known for known, _ in known_models.named()), *wanted.names())
     raise ModelError(
         f"there is no model at {name}{output.did_you_mean(name, known_names)}; give a bundle made "
         "by `kvq export`, a GGUF file, a Hugging Face checkpoint folder, a hub id such as "
-        "Qwen/Qwen3-0.6B, or a name that `kvq inspect` lists"
+        "Qwen/Qwen3-0.6B, or a name that `kvq models` or `kvq pull --list` shows"
     )
+
+
+def _named(name: str) -> _Place | None:
+    """The embedded model of this name, or what was pulled or made under it.
+
+    Of several that were made it is the one in the current folder, else the newest.
+    """
+    if name in EMBEDDED:
+        return _bundle_of(_embedded_checkpoint(name), name)
+    if (here := pulled.pulled(name)) is not None:
+        return _Place(path=here)
+    if _is_hub_id(name) and (_of_hub(name).path / MANIFEST_FILE).exists():
+        return _of_hub(name)
+    found = [path for called, path in known_models.made() if called == name]
+    if not found:
+        return None
+    here = Path(name).resolve()
+    return _Place(path=Path(name) if here in found else found[0])
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(SUFFIX)
+
+
+def _of_hub(name: str) -> _Place:
+    return _bundle_of(name, name.replace("/", known_models.HUB_SLASH))
 
 
 def _bundle_of(source: str, name: str) -> _Place:
@@ -129,6 +268,20 @@ def _exported(destination: Path, source: str, name: str) -> Path:
     )
 
 
+def _computed(file: Path) -> Path:
+    """The bundle made of a GGUF file, or the file itself where kvq does not compute the model."""
+    place = _bundle_of(str(file.resolve()), file.stem)
+    try:
+        bundle = _exported(place.path, str(file), place.name)
+    except UnsupportedModelError as error:
+        output.print_note(f"llama.cpp is to run {file.name}, kvq cannot: {error}")
+        return file
+    output.print_note(
+        f"{file.name} runs on kvq's own kernels; --backend {FILE_BACKEND} gives it to llama.cpp"
+    )
+    return bundle
+
+
 def made_once(destination: Path, note: str, make: Callable[[Path, output.Progress], Path]) -> Path:
     """The bundle at `destination`, made by `make(destination, progress)` if it is not there yet.
 
@@ -153,12 +306,15 @@ def made_once(destination: Path, note: str, make: Callable[[Path, output.Progres
 
 
 def _fingerprint(source: str) -> str:
-    """Changes with the bundle format and with a folder's files (names, sizes, times)."""
+    """Changes with the bundle format and with the files there (names, sizes, times)."""
     from kvq_runtime.bundle import VERSION
 
     digest = hashlib.sha256(f"{VERSION} {source}".encode())
     folder = Path(source)
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+    # A hub id is no path, whatever lies in the current folder.
+    there = folder.is_absolute()
+    files = sorted(folder.iterdir()) if there and folder.is_dir() else [folder][: folder.is_file()]
+    for file in files if there else ():
         status = file.stat()
         digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:12]

@@ -41,7 +41,12 @@ def sampling(arguments: Namespace) -> Any:
     """The `Sampling` the flags ask for; what is not asked keeps its default."""
     from kvq_runtime.config import Sampling
 
-    return Sampling(**given(arguments, **{row: flag for flag, row in SAMPLING_FIELDS.items()}))
+    return Sampling(**sampling_fields(arguments))
+
+
+def sampling_fields(arguments: Namespace) -> dict[str, Any]:
+    """The fields of `Sampling` that the flags ask for; the model decides the others."""
+    return given(arguments, **{row: flag for flag, row in SAMPLING_FIELDS.items()})
 
 
 def kv_bits(arguments: Namespace) -> dict[str, int]:

@@ -47,6 +47,12 @@ def print_note(text: str) -> None:
     print(_shown(text, sys.stderr), file=sys.stderr, flush=True)
 
 
+def print_note_below(text: str) -> None:
+    """A remark below what went to stdout: a pipe may not have shown the end of that line yet."""
+    apart = sys.stderr.isatty() and not sys.stdout.isatty()
+    print_note(f"\n{text}" if apart else text)
+
+
 def print_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> None:
     """Left-aligned columns on stdout, as wide as their longest cell."""
     cells = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
@@ -55,6 +61,12 @@ def print_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> No
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(padded).rstrip())
     sys.stdout.flush()
+
+
+def line(value: Any) -> str:
+    """One line of a stranger's text: nothing in it moves a terminal's cursor."""
+    words = " ".join(str(value).split())
+    return "".join(one if one.isprintable() else "\ufffd" for one in words)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -75,15 +87,27 @@ def kv_text(k_bits: int, v_bits: int) -> str:
     return "fp" if k_bits == v_bits == 16 else f"{k_bits}:{v_bits}"
 
 
+def share_text(share: float) -> str:
+    """A share that is there: `72 %`, and `less than 1 %` rather than 0."""
+    return f"{share * 100:.0f} %" if share >= 0.005 else "less than 1 %"
+
+
+def holding_text(budget_tokens: int, context_tokens: int, kv: str) -> str:
+    """What of a context a budget holds: `2100 of 8192 tokens at 4:2 before it gives up ...`."""
+    if budget_tokens >= context_tokens:
+        return f"{context_tokens} tokens at {kv}"
+    return f"{budget_tokens} of {context_tokens} tokens at {kv} before it gives up bits or tokens"
+
+
 def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Table rows for the weights a manifest's JSON names: of the graph, of the GGUF file."""
     rows: list[tuple[str, str]] = []
     weights, gguf = manifest["weights"], manifest["gguf"]
     if weights is not None:
-        text = f"{format_bytes(weights['bytes'])}: {weights['bits']} bits, block {weights['block']}"
-        wide = weights.get("wide", ())
-        text += f", {len(wide)} matrices 8 bits" if wide else ""
-        rows.append(("weights", f"{text}, embedding {weights['embedding_bits']} bits"))
+        kinds = ", ".join(
+            f"{len(names)} matrices {spelled}" for spelled, names in weights["formats"].items()
+        )
+        rows.append(("weights", f"{format_bytes(weights['bytes'])}: {kinds}"))
     if gguf is not None:
         num_bytes = manifest["files"]["model.gguf"]["bytes"]
         text = f"{format_bytes(num_bytes)}: {gguf['type']}, architecture {gguf['architecture']}"
@@ -168,8 +192,9 @@ class Progress:
 
     def _log(self, share: float, label: str) -> None:
         tenth = int(share * 10)
-        if tenth > self._tenth:
-            self._tenth = tenth
+        # Less than before: another task has begun. Of one without amounts there is a line.
+        if tenth != self._tenth or (share >= 1 and label != self._label):
+            self._tenth, self._label = tenth, label
             print(f"{tenth * 10:3d} % {label}".rstrip(), file=self._stream, flush=True)
 
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 from kvq_apps.flags import FLAGS
 
-# Prints what a model may be called, one name a line.
-NAMES = "kvq inspect --names 2>/dev/null"
+# What a word is called in the help, and the command that prints what it may be, one a line.
 MODEL = "MODEL"
+LISTED = {
+    MODEL: "kvq inspect --names 2>/dev/null",
+    "SOURCE": "kvq pull --names 2>/dev/null",
+    "rm MODEL": "echo rm; kvq inspect --names 2>/dev/null",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,7 @@ class _Command:
     name: str
     help: str
     flags: tuple[_Flag, ...]
-    takes_model: bool = False
+    lists: str | None = None  # of LISTED, what its words may be
 
 
 def script(shell: str, parsers: Mapping[str, ArgumentParser]) -> str:
@@ -60,7 +64,8 @@ def _command(name: str, parser: ArgumentParser) -> _Command:
     summary = next(str(one.help) for one in commands._choices_actions if one.dest == name)
     chosen = commands.choices[name]
     words = [str(one.metavar).strip("[]") for one in chosen._actions if not one.option_strings]
-    return _Command(name=name, help=summary, flags=_flags(chosen), takes_model=MODEL in words)
+    lists = next((word for word in words if word in LISTED), None)
+    return _Command(name=name, help=summary, flags=_flags(chosen), lists=lists)
 
 
 def _flags(parser: ArgumentParser) -> tuple[_Flag, ...]:
@@ -97,7 +102,7 @@ def _value(action: Action) -> str | None:
 def _bash(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     rows = [
         f"        {command.name}) flags={shlex.quote(_names(command.flags))}"
-        + f'; words="${{words:-$({NAMES})}}"' * command.takes_model
+        + (f'; words="${{words:-$({LISTED[command.lists]})}}"' if command.lists else "")
         + " ;;"
         for command in commands
     ]
@@ -148,7 +153,7 @@ def _bash(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
 
 
 def _bash_words(flag: _Flag) -> str:
-    return f'"$({NAMES})"' if flag.value == MODEL else shlex.quote(_words(flag))
+    return f'"$({LISTED[MODEL]})"' if flag.value == MODEL else shlex.quote(_words(flag))
 
 
 def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
@@ -161,17 +166,14 @@ def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     )
     rows = [
         f"        {command.name})\n            "
-        + arguments(command.flags, "*:file:" + ("_kvq_models" if command.takes_model else "_files"))
+        + arguments(command.flags, "*:file:" + _zsh_function(command.lists))
         + " ;;"
         for command in commands
     ]
     return "\n".join(
         [
             "#compdef kvq",
-            "_kvq_models() {",
-            f'    local -a names=(${{(f)"$({NAMES})"}})',
-            "    _alternative 'models:model:compadd -a names' 'files:file:_files'",
-            "}",
+            *(line for word in LISTED for line in _zsh_listing(word)),
             "_kvq() {",
             f"    local -a commands=({described})",
             "    if (( CURRENT == 2 )) && [[ $words[2] != -* ]]; then",
@@ -190,12 +192,26 @@ def _zsh(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     )
 
 
+def _zsh_listing(word: str) -> tuple[str, ...]:
+    """The function that offers what `word` of LISTED may be, and files."""
+    return (
+        f"{_zsh_function(word)}() {{",
+        f'    local -a names=(${{(f)"$({LISTED[word]})"}})',
+        "    _alternative 'models:model:compadd -a names' 'files:file:_files'",
+        "}",
+    )
+
+
+def _zsh_function(word: str | None) -> str:
+    return "_files" if word is None else f"_kvq_{word.replace(' ', '_').lower()}"
+
+
 def _zsh_specs(flag: _Flag) -> Iterator[str]:
     value = ""
     if flag.words:
         value = f":{_zsh_text(flag.value or 'value')}:({_zsh_text(_words(flag))})"
     elif flag.value == MODEL:
-        value = f":{MODEL}:_kvq_models"
+        value = f":{MODEL}:{_zsh_function(MODEL)}"
     elif flag.value is not None:
         value = f":{_zsh_text(flag.value)}:_files"
     for name in flag.names:
@@ -218,8 +234,9 @@ def _fish(commands: list[_Command], top: tuple[_Flag, ...]) -> str:
     for command in commands:
         condition = f"'__fish_seen_subcommand_from {command.name}'"
         lines += [_fish_flag(condition, flag) for flag in command.flags]
-        if command.takes_model:
-            lines.append(f"complete -c kvq -n {condition} -a {_fish_text(f'({NAMES})')}")
+        if command.lists:
+            names = _fish_text(f"({LISTED[command.lists]})")
+            lines.append(f"complete -c kvq -n {condition} -a {names}")
     return "\n".join(lines)
 
 
@@ -231,7 +248,7 @@ def _fish_flag(condition: str, flag: _Flag) -> str:
     if flag.words:
         words.append(f"-x -a {_fish_text(_words(flag))}")
     elif flag.value == MODEL:
-        words.append(f"-r -a {_fish_text(f'({NAMES})')}")
+        words.append(f"-r -a {_fish_text(f'({LISTED[MODEL]})')}")
     elif flag.value is not None:
         words.append("-r")
     return " ".join([*words, f"-d {_fish_text(flag.help)}"])

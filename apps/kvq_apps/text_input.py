@@ -3,10 +3,13 @@
 All of it becomes Unicode text, or a `DataError` that says where it is not UTF-8.
 """
 
+import os
+import stat
 import sys
 from pathlib import Path
 
 from kvq.errors import DataError
+from kvq.formats import format_bytes
 
 
 def read_text(path: str) -> str:
@@ -17,6 +20,25 @@ def read_text(path: str) -> str:
         return decode(Path(path).read_bytes(), path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_regular(path: Path, most_bytes: int, *, through_links: bool = True) -> bytes:
+    """The bytes of a file that may be a stranger's; nobody waits for a pipe to be written.
+
+    Raises `OSError`, also for a symbolic link if none is followed, and `DataError` for what is no
+    regular file or has more than `most_bytes`.
+    """
+    wanted = ["O_NONBLOCK", "O_BINARY"] + ["O_NOFOLLOW"] * (not through_links)
+    flags = os.O_RDONLY
+    for name in wanted:
+        flags |= getattr(os, name, 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise DataError(f"{path} is no regular file, and is not read")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DataError(f"{path} is larger than {format_bytes(most_bytes)}, and is not read")
+    return content
 
 
 def read_standard_input() -> str:

@@ -50,6 +50,9 @@ class _NoEngine:
         self._held = ids
         return Completion(drafts=(Draft(text="draft", logprob=0.0),))
 
+    def expect(self, document: Document, place: tuple[int, int]) -> None:
+        pass
+
     def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
         return 0
 

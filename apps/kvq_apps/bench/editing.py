@@ -178,9 +178,9 @@ def measure(
 
 
 def _embedded_tokenizer() -> Tokenizer:
-    from kvq_apps.model_path import resolve_model
+    from kvq_apps.model_path import DEFAULT, resolve_model
 
-    found = Bundle.open(resolve_model(None)).tokenizer()
+    found = Bundle.open(resolve_model(DEFAULT)).tokenizer()
     assert found is not None
     return found
 

@@ -28,6 +28,7 @@ from kvq_models.config import ModelConfig
 from kvq_runtime import gpu
 from kvq_runtime.backends.onnx import held, memory_kind, open_session, session_options
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.onnx_runtime import onnx_runtime_state
 
 # The caches to measure; an operator of a device has none of float32.
 KINDS = {"cpu": ("fp32", "fp16", "int8"), "cuda": ("fp16", "int8")}
@@ -260,11 +261,9 @@ def _kinds(device: str) -> tuple[list[str], list[str]]:
 
 def _stored_types(provider: str) -> set[str]:
     """Numpy's names of the types that the provider's operator stores keys and values in."""
-    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
-
     kernels = (
         kernel.type_constraints
-        for kernel in get_all_opkernel_def()
+        for kernel in onnx_runtime_state().get_all_opkernel_def()
         if kernel.op_name == "GroupQueryAttention" and kernel.provider == provider
     )
     # Where a cache has no type of its own it has that of the activations.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError
+from kvq.reference_linear import BlockFormat
 from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
 
@@ -205,7 +206,8 @@ def is_own(name: str) -> bool:
 
 def own_width(files: ModelFiles) -> str:
     """What to call ours beside itself with weights of another width."""
-    return f"{OURS} ({files.weights_json()['bits']} bits)"
+    bits = min(BlockFormat.parse(form).bits for form in files.weights_json()["formats"])
+    return f"{OURS} ({bits} bits)"
 
 
 def open_engine(

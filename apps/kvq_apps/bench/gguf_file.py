@@ -1,7 +1,8 @@
 """Writes a bundle's weights as a GGUF file for llama.cpp: the same codes, scales rounded to fp16.
 
-4-bit codes become Q4_0 and 8-bit codes Q8_0 without requantising, so both engines multiply by the
-same weights. What a file holds is `kvq_export`'s; this one has no tokenizer.
+Symmetric codes of 4 bits become Q4_0 and those of 8 bits Q8_0 without requantising, so both engines
+multiply by the same weights; others are rounded anew. What a file holds is `kvq_export`'s; this one
+has no tokenizer.
 """
 
 import os
@@ -11,10 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from kvq.errors import BackendError, KvqError
+from kvq.reference_linear import BlockFormat, Grid
 from kvq_export import gguf_file
 from kvq_export.export import unseen
 from kvq_export.gguf_blocks import BLOCK, StoredKind, pack_blocks
 from kvq_export.gguf_model import GgufModel, GgufTensor, gguf_model
+from kvq_export.weights import quantize
 from kvq_models.config import ModelConfig
 from kvq_runtime.bundle import Bundle, WeightInfo
 
@@ -82,9 +85,15 @@ def _encode(tensor: GgufTensor, bundle: Bundle, weights: WeightInfo) -> Iterator
     if len(tensor.shape) == 1:
         yield tensor.arrange(bundle.read_weight(tensor.source, rows))
         return
-    codes, scales = bundle.read_codes(tensor.source, rows)
-    yield tensor.arrange(pack_blocks(codes, scales, _bits(tensor, weights)))
+    form, bits = weights.format_of(tensor.source), _bits(tensor, weights)
+    if form.grid is Grid.SYMMETRIC and form.bits == bits:
+        blocks = bundle.read_codes(tensor.source, rows)
+    else:
+        weight = bundle.read_weight(tensor.source, rows)
+        blocks = quantize(weight, BlockFormat(bits=bits, block=BLOCK))
+    yield tensor.arrange(pack_blocks(blocks.codes, blocks.scales, bits))
 
 
 def _bits(tensor: GgufTensor, weights: WeightInfo) -> int:
-    return weights.width(tensor.source)
+    """Of Q4_0 or Q8_0: the narrowest that is no narrower than what is stored."""
+    return 4 if weights.format_of(tensor.source).bits == 4 else 8

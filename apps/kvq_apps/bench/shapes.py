@@ -146,8 +146,9 @@ def shape_bundle(name: str, *, bits: int = 4) -> Path:
 
     config = shape_config(name)
     called = name.replace(":layers=", "-layers-")
-    options = ExportOptions(name=called, weights=WeightFormat(bits=bits))
-    parts = [VERSION, asdict(options.weights), dict(shape_json(name))]
+    weights = WeightFormat(bits=bits)
+    options = ExportOptions(name=called, weights=weights)
+    parts = [VERSION, asdict(weights), dict(shape_json(name))]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return made_once(
         cache_folder() / "shapes" / f"{called}-{digest[:12]}",

@@ -30,7 +30,7 @@ from kvq_apps.chat import commands, keys
 from kvq_apps.chat.blocks import code_fences
 from kvq_apps.chat.chat_list import ChatList, Sidebar
 from kvq_apps.chat.client import ChatClient
-from kvq_apps.chat.controller import ChatController
+from kvq_apps.chat.controller import ChatController, ClientFor
 from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.history import ChatSummary, History
 from kvq_apps.chat.menu import MenuView
@@ -40,7 +40,7 @@ from kvq_apps.chat.prompt import Prompt
 from kvq_apps.chat.replies import words_of
 from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
-from kvq_apps.chat.slash import ClientFor, SlashCommands
+from kvq_apps.chat.slash import SlashCommands
 from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
@@ -105,8 +105,8 @@ class ChatApp(App[None]):
         self.transcript = Transcript(id="transcript")
         self.sidebar = Sidebar(self._find)
         self.prompt = Prompt(id="prompt")
-        self.controller = ChatController(self, client, settings)
-        self.slash = SlashCommands(self, self.controller, client_for)
+        self.controller = ChatController(self, client, settings, client_for)
+        self.slash = SlashCommands(self, self.controller)
         self._editing: Message | None = None
         self._unsent = ""
         self._keys: dict[str, str] = {}

@@ -12,6 +12,7 @@ from textual.message import Message as Event
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
+from kvq_apps.chat.conversation import model_name
 from kvq_apps.chat.history import ChatSummary
 from kvq_apps.chat.visible import visible
 
@@ -141,9 +142,10 @@ class Sidebar(Vertical):
 
 
 def chat_line(chat: ChatSummary) -> str:
-    """A chat in one line: when, how long, what about."""
+    """A chat in one line: when, how long, with which model, what about."""
     when = datetime.fromtimestamp(chat.updated_s).astimezone().strftime("%Y-%m-%d %H:%M")
-    return f"{when}  {chat.messages:>4} messages  {_title(chat)}"
+    parts = when, f"{chat.messages:>4} messages", visible(model_name(chat.model)), _title(chat)
+    return "  ".join(filter(None, parts))
 
 
 def _title(chat: ChatSummary) -> str:

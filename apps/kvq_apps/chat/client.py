@@ -45,21 +45,32 @@ class NoChatError(ModelError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a client runs on. `k_bits` and `kv_budget` are 0 where the engine does not say."""
+    """What a client runs on. `k_bits` and `kv_budget` are 0 where the engine does not say.
+
+    `budget_tokens`, 0 likewise: what the budget holds at those widths.
+    `sampling` is what the model, or its server, asks for.
+    `opens` opens this model again, from any folder; `smaller_kv` is what `/kv` takes to make this
+    model's cache as small as it gets. Both are empty where the client cannot do that.
+    """
 
     model: str
     context_tokens: int
     k_bits: int = 0
     v_bits: int = 0
     kv_budget: int = 0
+    budget_tokens: int = 0
     fingerprint: str = ""
     keeps_kv: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    opens: str = ""
+    smaller_kv: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """What a reply is asked for with. `max_tokens` None: to the context's end.
 
+    Where the last of `messages` is the assistant's, the reply goes on with it.
     `edited` are the messages up to one of which the last of `messages` is an edit, none else: what
     follows the change in it may then be kept as computed.
     """
@@ -187,8 +198,8 @@ class ChatClient(Protocol):
         """Writes the conversation's KV to `path`; returns a hash of its tokens, None: not kept."""
         ...
 
-    def restore(self, path: Path) -> int:
-        """Takes the KV saved at `path`; returns its tokens. Raises `SnapshotError`."""
+    def restore(self, path: Path) -> ReplyStats:
+        """Takes the KV saved at `path`; returns what is held now. Raises `SnapshotError`."""
         ...
 
     def close(self) -> None:

@@ -32,11 +32,12 @@ COMMANDS = (
     Command(name="rename", takes="[TITLE]", says="give this chat another title"),
     Command(name="delete", says="delete this chat for good"),
     Command(name="retry", says="another reply to the last message"),
+    Command(name="more", says="go on with a reply that was cut or stopped"),
     Command(
         name="drafts", takes="N", says="N replies to the last message side by side, to choose one"
     ),
     Command(name="edit", says="edit your last message and answer it again"),
-    Command(name="exact", says="read again what edits left as it was"),
+    Command(name="exact", says="compute again what edits left as it was computed before them"),
     Command(name="copy", takes="[code]", says="copy the last reply, or its code"),
     Command(name="system", takes="[TEXT]", says="set or show the system message"),
     Command(name="set", takes="NAME VALUE", says="temp, top-k, top-p, min-p, seed or predict"),

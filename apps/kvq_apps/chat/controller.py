@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvq.errors import UsageError
+from kvq.errors import KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.chat import interchange
-from kvq_apps.chat.client import ChatClient, News
+from kvq_apps.chat.client import ChatClient, Facts, News
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import FRAME_S, EngineLink
 from kvq_apps.chat.history import History, SavedChat
@@ -30,13 +30,24 @@ SAVE_AFTER_S = 2.0
 REFINE_AFTER_S = 0.3
 _NO_QUESTION = "there is nothing to answer yet; write a message first"
 _Job = Callable[[], Awaitable[None]]
+ClientFor = Callable[[str], ChatClient]
 
 
 class ChatController:
-    """The chat at work: its engine, its history, the conversation, what waits to be done."""
+    """The chat at work: its engine, its history, the conversation, what waits to be done.
 
-    def __init__(self, view: View, client: ChatClient, settings: ChatSettings) -> None:
+    `client_for` makes a client of another model.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        client: ChatClient,
+        settings: ChatSettings,
+        client_for: ClientFor | None = None,
+    ) -> None:
         self.settings = settings
+        self.client_for = client_for
         self.queue: list[str] = []
         self.engine = EngineLink(view, client)
         self.history = HistoryLink(view)
@@ -213,13 +224,28 @@ class ChatController:
 
     async def _open_engine(self) -> None:
         await self.engine.open()
+        self._take_sampling()
         if self.engine.facts is not None and self.conversation.messages:
+            self._tell_model()
             await self._kv_files.restore()
         self.engine.rest()
+
+    def _take_sampling(self) -> None:
+        """What the open model asks for holds where nobody said otherwise."""
+        if self.engine.facts is not None:
+            self.settings.model_sampling = self.engine.facts.sampling
+
+    def _tell_model(self) -> None:
+        """Says so where another model goes on with this chat than wrote it."""
+        facts = self.engine.facts
+        other = "" if facts is None else self.conversation.written_with(facts)
+        if other:
+            self._view.say(f"{other}; /model {self.conversation.model} opens its own")
 
     async def _find_engine(self) -> None:
         """Looks for the lost engine until it is there, Esc, or another job."""
         if await self.engine.find():
+            self._take_sampling()
             if self.engine.facts is not None:
                 self._view.say("the engine is back" + f"; {AGAIN}" * self.unanswered)
         # What was asked for meanwhile comes first, then the engine is looked for again.
@@ -248,6 +274,11 @@ class ChatController:
         self._view.say(
             f"{count} tokens were encoded again" if count else "all of it is exact already"
         )
+
+    async def more(self) -> None:
+        """Goes on with the reply that was cut or stopped."""
+        self.engine.opened()
+        await self._replies.more()
 
     async def retry(self, selected: Message | None = None) -> None:
         """Answers again, beside `selected` or the last answer."""
@@ -339,7 +370,20 @@ class ChatController:
         """Leaves this chat and goes on with another."""
         await self._leave_chat()
         await self._show_chat(chat_id)
+        await self._open_its_model()
         await self._kv_files.restore()
+
+    async def _open_its_model(self) -> None:
+        """Opens the model this chat was written with, unless the user chose one for all."""
+        facts, model = self.engine.facts, self.conversation.model
+        if facts is None or not self.conversation.written_with(facts):
+            return
+        if not self.settings.model_pinned and self.client_for is not None:
+            try:
+                await self._become_model(self.client_for(model))
+            except KvqError as error:
+                self._view.say(str(error), error=True)
+        self._tell_model()
 
     async def _leave_chat(self) -> None:
         await self._kv_files.save()
@@ -360,11 +404,16 @@ class ChatController:
 
     async def change_model(self, client: ChatClient) -> None:
         """Opens the new model first: if that fails the old one is still there."""
+        await self._kv_files.save()
+        facts = await self._become_model(client)
+        self._view.say(f"{facts.model} answers from now on")
+
+    async def _become_model(self, client: ChatClient) -> Facts:
         self.engine.doing("loading the model")
         facts = await self.engine.call(client.open)
-        await self._kv_files.save()
         await self.engine.change_client(client, facts)
-        self._view.say(f"{facts.model} answers from now on")
+        self._take_sampling()
+        return facts
 
     async def save_now(self) -> None:
         """Saves the KV without leaving."""

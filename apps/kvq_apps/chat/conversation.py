@@ -6,9 +6,11 @@ Writing goes through `write`, in order, on another thread; nothing here waits fo
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
+from pathlib import Path
 from time import monotonic, time
 
 from kvq.errors import UsageError
+from kvq_apps.chat.client import Facts
 from kvq_apps.chat.history import History, SavedChat, new_id
 from kvq_apps.chat.messages import Message, ReplyStats
 
@@ -18,6 +20,12 @@ TITLE_CHARACTERS = 60
 SUMMARY_HEAD = "(What was said before, summed up: {})\n\n"
 
 Write = Callable[[Callable[[History], None]], object]
+
+
+def model_name(model: str) -> str:
+    """What `--list` calls a model that is opened by this: a path's last part, else itself."""
+    path = Path(model)
+    return path.name if path.is_absolute() else model
 
 
 class Conversation:
@@ -34,6 +42,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.first_id: str | None = None
         self.summary = ""
+        self.model = ""
         self._system = system
         self._stored = False
         self._unsaved: dict[str, str] = {}
@@ -44,9 +53,22 @@ class Conversation:
         self.id, self.title, self.messages = saved.id, saved.title, list(saved.messages)
         for message in self.messages:
             message.state = "interrupted" if message.state == "streaming" else message.state
-        self.first_id, self.summary = saved.first_id, saved.summary
+        self.first_id, self.summary, self.model = saved.first_id, saved.summary, saved.model
         self._stored = True
         self._unsaved = {}
+
+    def written_with(self, facts: Facts) -> str:
+        """What to say where another model wrote this chat than goes on with it, else nothing."""
+        if not self.model or not facts.opens or self.model == facts.opens:
+            return ""
+        return f"this chat was written with {model_name(self.model)}; {facts.model} goes on with it"
+
+    def answered_by(self, facts: Facts) -> None:
+        """Remembers the model that answers now, where there is a way to open it again."""
+        if facts.opens and facts.opens != self.model:
+            self.model = model = facts.opens
+            chat_id = self.id
+            self._write(lambda history: history.remember_model(chat_id, model))
 
     @property
     def system(self) -> str:
@@ -115,6 +137,13 @@ class Conversation:
         last = self.messages[-1:]
         return last[0] if last and last[0].role == "assistant" else None
 
+    def cut_reply(self) -> Message:
+        """The reply at the end that did not come to its own. Raises `UsageError` for none."""
+        reply = self.answered
+        if reply is None or reply.state == "done" or not reply.text:
+            raise UsageError("there is no reply to go on with: the last one came to its end")
+        return reply
+
     def feed(self, text: str, message: Message | None = None) -> None:
         """Text arrived for a message, by default the last; at most 250 ms of it are not written."""
         message = message or self.messages[-1]
@@ -136,9 +165,11 @@ class Conversation:
         """What the model is given: the system message, then all from the first not left out.
 
         A summary of what is left out stands before that first one. `up_to` a message: it is the
-        last of them; none where it is left out.
+        last of them, also while it is streaming; none where it is left out.
         """
-        rows = [row for row in self.messages if row.text and row.state != "streaming"]
+        rows = [
+            row for row in self.messages if row.text and (row.state != "streaming" or row is up_to)
+        ]
         system = [row for row in rows[:1] if row.role == "system"]
         rest = rows[len(system) :]
         first = self._first_of(rest)

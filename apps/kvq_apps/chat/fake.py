@@ -79,6 +79,7 @@ class FakeClient:
             kv_budget=64 << 20,
             fingerprint="fake",
             keeps_kv=True,
+            smaller_kv="4:2 2MiB",
         )
         self.tokens: list[int] = []
         self.stale = self.predicted = 0
@@ -157,7 +158,7 @@ class FakeClient:
         size = parse_budget(budget).num_bytes if budget else None
         size = self.facts.kv_budget if size is None else size
         if size <= 1 << 20:
-            raise BudgetError("1 MiB cannot hold sinks and tail of this model; 2 MiB can")
+            raise BudgetError("1 MiB cannot hold the least that this model keeps; 2 MiB can")
         tokens, self.tokens = self.tokens, []
         self._prefill(tokens, stream)
         self.facts = replace(self.facts, k_bits=k_bits, v_bits=v_bits, kv_budget=size)
@@ -183,7 +184,7 @@ class FakeClient:
         path.write_text(json.dumps({"tokens": self.tokens, "plan": plan}))
         return token_hash(self.tokens)
 
-    def restore(self, path: Path) -> int:
+    def restore(self, path: Path) -> ReplyStats:
         """Reads the tokens; another plan is refused."""
         try:
             saved = json.loads(path.read_text())
@@ -195,7 +196,7 @@ class FakeClient:
                 f"{path.name} was saved with another plan: {saved['plan']}, this is {plan}"
             )
         self.tokens = saved["tokens"]
-        return len(self.tokens)
+        return self._measured(ReplyStats(), 0)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -40,6 +40,7 @@ MIGRATIONS = (
     """,
     "ALTER TABLE chat ADD COLUMN summary TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE kv_snapshot ADD COLUMN kv_budget INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE chat ADD COLUMN model TEXT NOT NULL DEFAULT ''",
 )
 BUSY_TIMEOUT_S = 10.0
 LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing was deleted"
@@ -47,24 +48,32 @@ LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatSummary:
-    """A row of the list of chats; `excerpt` is where a search found its words."""
+    """A row of the list of chats; `excerpt` is where a search found its words.
+
+    `model` opens the model that answered last, empty where that is not known.
+    """
 
     id: str
     title: str
     updated_s: float
     messages: int
+    model: str = ""
     excerpt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedChat:
-    """A chat's chosen branch; the model is given it from `first_id` on, `summary` for the rest."""
+    """A chat's chosen branch; the model is given it from `first_id` on, `summary` for the rest.
+
+    `model` as in `ChatSummary`.
+    """
 
     id: str
     title: str
     messages: Sequence[Message]
     first_id: str | None
     summary: str
+    model: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +202,12 @@ class History:
             {"id": chat_id, "first": message_id, "summary": summary},
         )
 
+    def remember_model(self, chat_id: str, model: str) -> None:
+        """What opens the model that answers from now on."""
+        self._write(
+            "UPDATE chat SET model = :model WHERE id = :id", {"id": chat_id, "model": model}
+        )
+
     def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow) -> None:
         """Where the chat's KV is saved now."""
         self._write(
@@ -218,7 +233,7 @@ class History:
     def chats(self, limit: int = 200) -> list[ChatSummary]:
         """The chats that hold something, the latest first."""
         rows = self._all(
-            "SELECT chat.id, title, updated, count(message.id) AS messages FROM chat "
+            "SELECT chat.id, title, updated, model, count(message.id) AS messages FROM chat "
             "JOIN message ON message.chat_id = chat.id GROUP BY chat.id "
             "ORDER BY updated DESC, chat.id DESC LIMIT ?",
             limit,
@@ -286,7 +301,7 @@ class History:
 
     def saved_chat(self, chat_id: str) -> SavedChat | None:
         """The chat with its chosen branch, or None if there is no such chat."""
-        row = self._one("SELECT title, first_id, summary FROM chat WHERE id = ?", chat_id)
+        row = self._one("SELECT title, first_id, summary, model FROM chat WHERE id = ?", chat_id)
         if row is None:
             return None
         return SavedChat(id=chat_id, messages=self.branch(chat_id), **dict(row))
@@ -369,7 +384,7 @@ _MESSAGE = (
 )
 _SNAPSHOT = "SELECT path, model, kv_plan, token_hash, kv_budget FROM kv_snapshot WHERE chat_id = ?"
 _SEARCH = """
-    SELECT chat.id, title, updated, {excerpt} AS excerpt,
+    SELECT chat.id, title, updated, model, {excerpt} AS excerpt,
         (SELECT count(*) FROM message WHERE chat_id = chat.id) AS messages
     FROM message_text JOIN message ON message.id = message_text.message_id
         JOIN chat ON chat.id = message.chat_id
@@ -480,6 +495,7 @@ def _summary(row: sqlite3.Row) -> ChatSummary:
         title=row["title"],
         updated_s=row["updated"],
         messages=row["messages"],
+        model=row["model"],
         excerpt=" ".join((excerpt or "").split()),
     )
 

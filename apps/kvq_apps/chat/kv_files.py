@@ -55,12 +55,13 @@ class KvFiles:
         engine.doing("restoring the KV cache")
         try:
             at = await self._become(row, engine.facts)
-            tokens = await engine.call(engine.client.restore, Path(row.path))
+            engine.stats = await engine.call(engine.client.restore, Path(row.path))
         except KvqError as error:
             reason = str(error).partition(";")[0].replace(row.path, "it")
             self._view.say(f"the KV cache is not restored ({reason}): {_AGAIN}")
             return
         engine.kv_changed = False
+        tokens = engine.stats.context_tokens
         self._view.say(f"KV cache restored{at}: {tokens} tokens need no encoding")
 
     async def _become(self, row: SnapshotRow, facts: Facts) -> str:

@@ -3,14 +3,17 @@
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import UsageError
+from kvq.config import DEFAULT_DRAFT_TOKENS
+from kvq.errors import BudgetError, UsageError
+from kvq.formats import whole_units
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.visible import storable
 
 if TYPE_CHECKING:
     from kvq_runtime.beside import Beside
@@ -35,9 +38,8 @@ class LocalClient:
     ) -> None:
         self._model = model
         self._engine_options = engine_options
-        # A drafter of guesses would make them as long as there is room for.
-        room = {} if "draft" in session_options else {"draft_tokens": DRAFT_TOKENS}
-        self._session_options: dict[str, Any] = {**room, **session_options}
+        self._session_options: dict[str, Any] = {**session_options}
+        self._opens = ""
         self._beside: Beside[Any] | None = None
         self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
@@ -47,14 +49,15 @@ class LocalClient:
     def open(self) -> Facts:
         """Loads the model and opens a session."""
         from kvq_apps.engine import Engine
+        from kvq_apps.model_path import lasting_name
 
         engine = Engine.open(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:
             engine.close()
             name = self._model or engine.model.name
             raise NoChatError(name, f"`kvq run -m {name}`")
-        self._engine = engine
-        self._session = engine.session(**self._session_options)
+        self._engine, self._opens = engine, lasting_name(self._model)
+        self._session = self._new_session(self._session_options)
         return self._facts()
 
     def reply(self, turn: Turn, stream: Stream) -> str:
@@ -87,11 +90,24 @@ class LocalClient:
         """The tokens of `turn`, which fit the context."""
         self._settle()
         engine, session = self._opened()
-        prompt = prompt_tokens(engine, turn.messages)
+        last = turn.messages[-1]
+        if last.role == "assistant":
+            prompt = self._begun(prompt_tokens(engine, turn.messages[:-1]), last.text)
+        else:
+            prompt = prompt_tokens(engine, turn.messages)
         limit = session.config.context_tokens
         if len(prompt) >= limit:
             raise ContextFullError(len(prompt), limit)
         return prompt
+
+    def _begun(self, asked: list[int], text: str) -> list[int]:
+        """The tokens `asked` and those of the reply begun as `text`: the model's own where held."""
+        engine, session = self._opened()
+        held = list(session.tokens)
+        own = engine.tokenizer.decode(held[len(asked) :])
+        if held[: len(asked)] == asked and storable(own) == storable(text):
+            return held
+        return asked + engine.tokenizer.encode(text)
 
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
@@ -147,9 +163,8 @@ class LocalClient:
     def begin(self) -> None:
         """Opens a fresh session in place of the old one."""
         self._settle()
-        engine, session = self._opened()
-        session.close()
-        self._session = engine.session(**self._session_options)
+        self._opened()[1].close()
+        self._session = self._new_session(self._session_options)
         self._rounds_before = None
 
     def change_kv(
@@ -160,12 +175,12 @@ class LocalClient:
         The old session stays when the new one is refused or stopped.
         """
         self._settle()
-        engine, old = self._opened()
+        _, old = self._opened()
         asked = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
         options = self._session_options | {
             name: value for name, value in asked.items() if value is not None
         }
-        session = engine.session(**options)
+        session = self._new_session(options)
         try:
             tokens = old.tokens
             done = not tokens or session.prefill(
@@ -215,12 +230,12 @@ class LocalClient:
         session.save(path)
         return token_hash(session.tokens)
 
-    def restore(self, path: Path) -> int:
+    def restore(self, path: Path) -> ReplyStats:
         """Becomes the session saved at `path`."""
         self._settle()
         _, session = self._opened()
         session.load(path)
-        return len(session.tokens)
+        return replace(self._stats((), 0, 0), ttft_ms=0.0, decode_tok_s=0.0)
 
     def close(self) -> None:
         """Frees the session and the weights."""
@@ -246,6 +261,27 @@ class LocalClient:
         assert self._session is not None
         return self._engine, self._session
 
+    def _new_session(self, options: Mapping[str, Any]) -> "Session":
+        """With room for drafts side by side, where the budget has that.
+
+        Elsewhere they come one after the other: the smallest budget is the model's, as everywhere.
+        """
+        assert self._engine is not None
+        # A drafter of guesses would make them as long as there is room for.
+        if "draft" not in options:
+            with suppress(BudgetError):
+                return self._engine.session(draft_tokens=DRAFT_TOKENS, **options)
+        return self._engine.session(**options)
+
+    def _smaller_kv(self) -> str:
+        """Widths and the smallest budget, where the cache is ours to make smaller."""
+        arena = self._opened()[1].config.arena
+        if arena is None:
+            return ""
+        plan = replace(arena.spec.plan, k_bits=4, v_bits=2)
+        spec = replace(arena.spec, plan=plan, draft_tokens=DEFAULT_DRAFT_TOKENS)
+        return f"4:2 {whole_units(spec.minimum_bytes)}"
+
     def _facts(self) -> Facts:
         engine, session = self._opened()
         config = session.config
@@ -255,8 +291,12 @@ class LocalClient:
             k_bits=config.plan.k_bits,
             v_bits=config.plan.v_bits,
             kv_budget=config.budget_bytes,
+            budget_tokens=config.budget_tokens,
             fingerprint=engine.model.fingerprint,
             keeps_kv=True,
+            sampling=engine.model.sampling,
+            opens=self._opens,
+            smaller_kv=self._smaller_kv(),
         )
 
     def _rounds(self, session: "Session") -> "Rounds":

@@ -11,9 +11,9 @@ ROLES = ("system", "user", "assistant")
 class Message:
     """One message of a chat's tree.
 
-    `state` is done, streaming, stopped (by the user), length (the context was full), failed or
-    interrupted (the process died). `branch` of `branches` siblings share a parent. A note belongs
-    to the screen only: it has no id.
+    `state` is done, streaming, stopped (by the user), length (its limit, or the context's, came
+    first), failed or interrupted (the process died). `branch` of `branches` siblings share a
+    parent. A note belongs to the screen only: it has no id.
     """
 
     role: str

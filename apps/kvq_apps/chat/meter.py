@@ -12,14 +12,17 @@ _SEPARATOR = "  "
 def meter_line(
     facts: Facts | None, stats: ReplyStats, activity: str, width: int, detail: str = "full"
 ) -> str:
-    """As much as `width` cells hold, the most telling first; `detail` is full, short or off."""
-    parts = [activity]
+    """As much as `width` cells hold, the most telling first; `detail` is full, short or off.
+
+    That text was given up is told whatever the detail.
+    """
+    parts = [activity, evicted_part(stats)]
     if facts is not None and detail == "short":
-        parts += [kv_part(facts, stats), lost_part(stats), context_part(facts, stats)]
+        parts += [kv_part(facts, stats), predicted_part(stats), context_part(facts, stats)]
     elif facts is not None and detail == "full":
         parts += [
             kv_part(facts, stats),
-            lost_part(stats),
+            predicted_part(stats),
             f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
             drafts_part(stats),
             context_part(facts, stats),
@@ -52,11 +55,14 @@ def kv_part(facts: Facts, stats: ReplyStats) -> str:
     return f"KV {format_bytes(stats.kv_bytes)}/{format_bytes(facts.kv_budget)}{widths}"
 
 
-def lost_part(stats: ReplyStats) -> str:
-    """What is not there, or not computed, if anything: `evicted 12%`, `predicted 480`."""
-    evicted = f"evicted {stats.evicted_share:.0%}" if stats.evicted_share else ""
-    predicted = f"predicted {stats.predicted_tokens}" if stats.predicted_tokens else ""
-    return _SEPARATOR.join(filter(None, (evicted, predicted)))
+def evicted_part(stats: ReplyStats) -> str:
+    """The mark of a text that the budget no longer holds whole: `! 12 % given up`."""
+    return f"! {output.share_text(stats.evicted_share)} given up" if stats.evicted_share else ""
+
+
+def predicted_part(stats: ReplyStats) -> str:
+    """What was not computed, if anything: `predicted 480`."""
+    return f"predicted {stats.predicted_tokens}" if stats.predicted_tokens else ""
 
 
 def bits_part(stats: ReplyStats) -> str:
@@ -79,13 +85,26 @@ def cached_part(stats: ReplyStats) -> str:
 
 
 def context_part(facts: Facts, stats: ReplyStats) -> str:
-    """Tokens in the context, of how many: `context 1234/8192 15 %`."""
+    """Tokens in the context, of how many: `context 1234/8192 15%, 2100 held at 4:2`.
+
+    The budget holds so many at the plan's widths; that is left out where it holds all.
+    """
     if not facts.context_tokens:
         return f"context {stats.context_tokens}"
     share = stats.context_tokens / facts.context_tokens
-    return f"context {stats.context_tokens}/{facts.context_tokens} {share:.0%}"
+    text = f"context {stats.context_tokens}/{facts.context_tokens} {share:.0%}"
+    if not 0 < facts.budget_tokens < facts.context_tokens:
+        return text
+    return f"{text}, {facts.budget_tokens} held at {output.kv_text(facts.k_bits, facts.v_bits)}"
 
 
 def context_share(facts: Facts, stats: ReplyStats) -> float:
     """How full the context is; 0 when its size is not known."""
     return stats.context_tokens / facts.context_tokens if facts.context_tokens else 0.0
+
+
+def why_cut(facts: Facts, stats: ReplyStats, max_tokens: int | None) -> str:
+    """Why a reply of at most `max_tokens` ended before its own end."""
+    if max_tokens is None or context_share(facts, stats) >= 1:
+        return "the context is full"
+    return f"the reply was cut at its limit of {max_tokens} tokens"

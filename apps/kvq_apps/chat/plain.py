@@ -14,7 +14,8 @@ from kvq_apps.chat import commands
 from kvq_apps.chat.client import ChatClient, Stream, Turn
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.history import History
-from kvq_apps.chat.messages import ReplyStats, state_after
+from kvq_apps.chat.messages import Message, ReplyStats, state_after
+from kvq_apps.chat.meter import why_cut
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
 from kvq_apps.interrupt import INTERRUPTED, interruptible
@@ -26,18 +27,33 @@ Show = Callable[[str], None]
 
 
 class PlainChat:
-    """One chat whose replies go to `show` as they arrive, and into the history."""
+    """One chat whose replies go to `show` as they arrive, and into the history.
 
-    def __init__(self, client: ChatClient, settings: ChatSettings, show: Show) -> None:
+    `ways_on` says what to do about a reply that was cut.
+    """
+
+    def __init__(
+        self, client: ChatClient, settings: ChatSettings, show: Show, ways_on: str
+    ) -> None:
         self.stats = ReplyStats()
         self._client = client
         self._settings = settings
         self._show = show
+        self._ways_on = ways_on
         self._thread: Thread | None = None
         self._history = History(settings.history_path, on_trouble=output.print_note)
         self.conversation = Conversation(self._write, system=settings.system)
         self._resume()
-        client.open()
+        self._facts = client.open()
+        settings.model_sampling = self._facts.sampling
+        other = self.conversation.written_with(self._facts)
+        if other:
+            output.print_note(other)
+
+    @property
+    def model(self) -> str:
+        """What the model that answers is called."""
+        return self._facts.model
 
     def begin(self) -> None:
         """A new, empty chat."""
@@ -50,7 +66,17 @@ class PlainChat:
         """
         self.conversation.add("user", storable(text))
         turn = self._settings.turn(self.conversation.context())
-        reply = self.conversation.add("assistant", "")
+        return self._reply(turn, self.conversation.add("assistant", ""))
+
+    def go_on(self) -> str:
+        """Shows more of the reply that was cut; returns why it ended. Raises `KvqError`."""
+        reply = self.conversation.cut_reply()
+        turn = self._settings.turn(self.conversation.context())
+        reply.state = "streaming"
+        return self._reply(turn, reply)
+
+    def _reply(self, turn: Turn, reply: Message) -> str:
+        self.conversation.answered_by(self._facts)
         reason = "failed"
         try:
             reason = self._stream(turn)
@@ -58,6 +84,9 @@ class PlainChat:
             self.conversation.finish(state_after(reason), self.stats)
             if not reply.text.endswith("\n"):
                 self._show("\n")
+        if reason == "length":
+            cut = why_cut(self._facts, self.stats, self._settings.max_tokens)
+            output.print_note(f"{cut}; {self._ways_on}")
         return reason
 
     def close(self) -> None:
@@ -121,22 +150,26 @@ class PlainChat:
 
 def answer_once(client: ChatClient, settings: ChatSettings, text: str, *, as_json: bool) -> int:
     """One message, one reply; with `as_json` nothing but one object is printed."""
-    chat = PlainChat(client, settings, _unshown if as_json else _shown)
+    show = _unshown if as_json else _shown
+    chat = PlainChat(client, settings, show, "--predict N allows more")
     try:
         reason = chat.answer(text)
     finally:
         chat.close()
     if as_json:
         answer = chat.conversation.messages[-1].text
-        facts = {"chat": chat.conversation.id, "text": answer, "finish_reason": reason}
+        facts = {
+            "chat": chat.conversation.id, "model": chat.model, "text": answer,
+            "finish_reason": reason,
+        }  # fmt: skip
         output.print_json(facts | asdict(chat.stats))
     return INTERRUPTED if reason == "cancelled" else 0
 
 
 def converse(client: ChatClient, settings: ChatSettings) -> int:
     """Line by line until the input ends: prompts on stderr, replies on stdout."""
-    chat = PlainChat(client, settings, _shown)
-    output.print_note("kvq chat: a line is a message; /new, /help, /quit or Ctrl+D")
+    chat = PlainChat(client, settings, _shown, "/more goes on with it")
+    output.print_note("kvq chat: a line is a message; /new, /more, /help, /quit or Ctrl+D")
     try:
         for line in _lines():
             try:
@@ -160,10 +193,12 @@ def _command(chat: PlainChat, line: str) -> bool:
     name, _ = commands.parse_command(line)
     if name == "new":
         chat.begin()
+    elif name == "more":
+        chat.go_on()
     elif name == "help":
-        output.print_note("/new begins a new chat, /quit ends")
+        output.print_note("/new begins a new chat, /more goes on with a reply, /quit ends")
     elif name != "quit":
-        raise UsageError(f"/{name} needs a full terminal; here /new, /help and /quit work")
+        raise UsageError(f"/{name} needs a full terminal; here /new, /more, /help and /quit work")
     return name != "quit"
 
 

@@ -19,7 +19,7 @@ from kvq_apps.chat.client import (
     Turn,
 )
 from kvq_apps.chat.messages import ReplyStats
-from kvq_apps.serve.protocol import check_answer
+from kvq_apps.serve.protocol import check_answer, sampling_fields, sampling_of
 
 CONNECT_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
@@ -52,6 +52,7 @@ class RemoteClient:
         try:
             listed = self._json(connection, "GET", "/v1/models")["data"]
             served = {row["id"]: row for row in listed}
+            named = {name: row for row in listed for name in row.get("aliases") or ()} | served
         except (ValueError, KeyError, TypeError) as error:
             raise BackendError(
                 f"{self._url} does not list its models; is it an OpenAI-style server?"
@@ -59,12 +60,12 @@ class RemoteClient:
         finally:
             connection.close()
         name = self._model or next(iter(served), "")
-        if name not in served:
+        if name not in named:
             raise ModelError(
                 f"{self._url} does not serve {name or 'any model'}; it serves "
                 f"{', '.join(served) or 'nothing'}"
             )
-        meta = served[name].get("meta") or {}
+        meta = named[name].get("meta") or {}
         if meta.get("chat") is False:
             raise NoChatError(name, "its /v1/completions")
         self._model = name
@@ -75,10 +76,16 @@ class RemoteClient:
             k_bits=int(meta.get("kbits") or 0),
             v_bits=int(meta.get("vbits") or 0),
             kv_budget=int(meta.get("kv_budget") or 0),
+            budget_tokens=int(meta.get("budget_tokens") or 0),
+            sampling=sampling_of(meta.get("sampling") or {}),
         )
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Streams a chat completion."""
+        """Streams a chat completion. Raises `BackendError` where a reply is to go on."""
+        if turn.messages[-1].role == "assistant":
+            raise BackendError(
+                f"{self._url} does not go on with a reply that was cut; ask it to go on"
+            )
         return self._ask(turn, stream, {})[0]
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
@@ -106,7 +113,7 @@ class RemoteClient:
             **more,
         }
         if self._is_kvq:
-            body |= {"top_k": turn.sampling.top_k, "min_p": turn.sampling.min_p}
+            body |= sampling_fields(turn.sampling)
         if turn.max_tokens is not None:
             body["max_tokens"] = turn.max_tokens
         if turn.seed is not None:
@@ -147,7 +154,7 @@ class RemoteClient:
         """The server keeps the KV itself."""
         return None
 
-    def restore(self, path: Path) -> int:
+    def restore(self, path: Path) -> ReplyStats:
         """The server keeps the KV itself."""
         raise SnapshotError(f"{self._url} restores the KV itself")
 

@@ -10,7 +10,7 @@ from kvq_apps.chat.client import ContextFullError, EngineLostError, News, Turn
 from kvq_apps.chat.conversation import Conversation
 from kvq_apps.chat.engine_link import EngineLink
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
-from kvq_apps.chat.meter import WARN_SHARE, context_share
+from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 from kvq_apps.chat.visible import storable
@@ -63,9 +63,15 @@ class Replies:
             self._view.add(message)
         else:
             self._view.show(self._conversation.messages)
+        await self._stream_into(message, edited=edited)
+
+    async def _stream_into(
+        self, message: Message, *, edited: Sequence[Message] = (), begun: Message | None = None
+    ) -> None:
+        """Has the branch answered into its last message, which may have `begun`."""
         state = "failed"
         try:
-            state = await self._ask(edited)
+            state = await self._ask(edited, begun)
         except EngineLostError as error:
             self._engine.lose(error)
         except ContextFullError as error:
@@ -77,6 +83,13 @@ class Replies:
             self._conversation.finish(state, self._engine.stats)
             self._view.finished(message)
         self._tell_context(state)
+
+    async def more(self) -> None:
+        """Goes on with the reply that was cut. Raises `UsageError` where there is none."""
+        message = self._conversation.cut_reply()
+        message.state = "streaming"
+        self._view.show(self._conversation.messages)
+        await self._stream_into(message, begun=message)
 
     async def drafts(self, count: int) -> Message:
         """Has the last question answered until there are `count` replies; returns the one chosen.
@@ -93,6 +106,7 @@ class Replies:
         try:
             show = partial(self._drain_drafts, new, len(shown) - len(new))
             turn = self._settings.turn(context)
+            self._answered()
             self._engine.stats = ReplyStats()
             client = self._engine.client
             reasons = await self._engine.follow(show, client.drafts, turn, len(new))
@@ -120,13 +134,14 @@ class Replies:
             self._view.feed_draft(first + draft, storable(text))
             self._conversation.feed(storable(text), new[draft])
 
-    async def _ask(self, edited: Sequence[Message]) -> str:
+    async def _ask(self, edited: Sequence[Message], begun: Message | None) -> str:
         """Asks the client until the conversation fits; returns the state the reply ends in."""
         way: str | None = None
         left_out = self._conversation.left_out
         while True:
             try:
-                turn = self._settings.turn(self._conversation.context(), edited=edited)
+                context = self._conversation.context(up_to=begun)
+                turn = self._settings.turn(context, edited=edited)
                 reason = await self._stream(turn, self._drain)
             except ContextFullError as error:
                 way = way or await self._ask_what_goes(error)
@@ -141,8 +156,14 @@ class Replies:
 
     async def _stream(self, turn: Turn, show: Callable[[News], None]) -> str:
         """Has the client answer `turn`; returns why it ended."""
+        self._answered()
         self._engine.stats = ReplyStats()
         return await self._engine.follow(show, self._engine.client.reply, turn)
+
+    def _answered(self) -> None:
+        """The model that answers is the chat's from now on."""
+        if self._engine.facts is not None:
+            self._conversation.answered_by(self._engine.facts)
 
     def _drain(self, news: News) -> None:
         self._engine.measure(news)
@@ -218,6 +239,9 @@ class Replies:
         share = context_share(self._engine.facts, self._engine.stats)
         if state == "length" and share >= 1:
             self._view.say("the context is full: the next message asks what to leave out, or /new")
+        elif state == "length":
+            cut = why_cut(self._engine.facts, self._engine.stats, self._settings.max_tokens)
+            self._view.say(f"{cut}; /more goes on with it, /set predict N changes the limit")
         elif share >= WARN_SHARE and not self.warned_full:
             self.warned_full = True
             self._view.say(f"the context is {share:.0%} full: /new begins a new chat")

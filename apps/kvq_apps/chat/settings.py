@@ -4,6 +4,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvq.errors import UsageError
 from kvq_apps.chat.client import Turn
@@ -12,24 +13,34 @@ from kvq_apps.flags import FLAGS
 from kvq_apps.options import SAMPLING_FIELDS, max_tokens
 from kvq_runtime.config import Sampling, check_seed
 
+# A small model may never end a reply by itself; the context is longer than anybody waits for.
+REPLY_TOKENS = 2048
+
 
 @dataclass(kw_only=True, slots=True)
 class ChatSettings:
     """How replies are sampled, and where things are kept.
 
+    `asked` are the fields of `Sampling` that flags and `/set` name; of the others those of
+    `model_sampling` hold, which is what the open model asks for.
+    `max_tokens` are a reply's at most, None: to the end of the context.
+
     `history_path` None keeps the chats in memory; `snapshots` is the folder of saved KV caches.
     `chat_id` is the chat to go on with, `latest` says the one used last. `theme` comes from
     `theme_origin`, as a warning names it; None: the one used last. `warnings` are about settings.
-    `kv_pinned`: the KV settings of the command line hold, also for a chat that was kept at others.
+    `kv_pinned`: the KV settings of the command line hold, also for a chat that was kept at others;
+    `model_pinned`: so does its model, also for a chat that was written with another.
     """
 
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
+    asked: dict[str, Any] = field(default_factory=dict[str, Any])
+    model_sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = REPLY_TOKENS
     seed: int | None = None
     system: str | None = None
     history_path: Path | None = None
     snapshots: Path | None = None
     kv_pinned: bool = False
+    model_pinned: bool = False
     keys_path: Path | None = None
     theme: str | None = None
     theme_origin: str = "--theme"
@@ -37,6 +48,11 @@ class ChatSettings:
     warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False
+
+    @property
+    def sampling(self) -> Sampling:
+        """What holds for the next reply."""
+        return replace(self.model_sampling, **self.asked)
 
     def turn(
         self,
@@ -72,7 +88,9 @@ class ChatSettings:
         elif name == "predict":
             self.max_tokens = max_tokens(number, None)
         else:
-            self.sampling = replace(self.sampling, **{SAMPLING_FIELDS[name]: number})
+            asked = self.asked | {SAMPLING_FIELDS[name]: number}
+            _ = Sampling(**asked)
+            self.asked = asked
         return f"{name} is {value.strip()} from the next reply on"
 
     def lines(self) -> list[str]:

@@ -8,12 +8,9 @@ from kvq.config import parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq_apps import output
 from kvq_apps.chat import interchange
-from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.commands import parse_command
 from kvq_apps.chat.controller import ChatController
 from kvq_apps.chat.messages import ReplyStats
-
-ClientFor = Callable[[str], ChatClient]
 
 
 class Screen(Protocol):
@@ -34,20 +31,18 @@ class Screen(Protocol):
 
 
 class SlashCommands:
-    """The commands by name; `client_for` makes a client of another model."""
+    """The commands by name."""
 
-    def __init__(
-        self, screen: Screen, controller: ChatController, client_for: ClientFor | None
-    ) -> None:
+    def __init__(self, screen: Screen, controller: ChatController) -> None:
         self._screen = screen
         self._controller = controller
-        self.client_for = client_for
         self.by_name: Mapping[str, Callable[[str], object]] = {
             "help": lambda _: screen.action_help(),
             "new": lambda _: screen.action_new_chat(),
             "rename": self._rename,
             "delete": lambda _: screen.ask_to_delete(controller.conversation.id),
             "retry": lambda _: screen.action_retry(),
+            "more": lambda _: controller.do(controller.more),
             "drafts": self._drafts,
             "edit": lambda _: screen.action_edit(),
             "exact": lambda _: controller.do(controller.reread),
@@ -114,9 +109,10 @@ class SlashCommands:
         self._controller.do(partial(self._controller.change_kv, k_bits, v_bits, budget))
 
     def _model(self, name: str) -> None:
-        if not name or self.client_for is None:
+        client_for = self._controller.client_for
+        if not name or client_for is None:
             raise UsageError("/model needs a NAME: a bundle, a checkpoint folder, or a hub id")
-        self._controller.do(partial(self._controller.change_model, self.client_for(name)))
+        self._controller.do(partial(self._controller.change_model, client_for(name)))
 
     def _load(self, name: str) -> None:
         if not name:

@@ -32,7 +32,7 @@ NAMES = {"user": "you", "assistant": "kvq", "system": "system"}
 _TONES = ("user", "assistant", "note", "error", "header")
 STATES = {
     "stopped": "stopped",
-    "length": "cut at the context's end",
+    "length": "cut: /more goes on",
     "failed": "failed",
     "interrupted": "interrupted",
 }

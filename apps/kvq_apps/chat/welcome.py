@@ -10,8 +10,10 @@ from kvq_apps.chat.client import Facts
 TRY = (
     ("What is a KV cache?", "ask something; Enter sends, Esc stops the reply"),
     ("/drafts 3", "then choose among three replies to it"),
-    ("/kv 4:2 1MiB", "make the cache smaller while the chat goes on"),
 )
+SMALLER_KV = "make the cache smaller while the chat goes on"
+# For an engine whose cache a chat cannot change.
+OTHERWISE = ("/set temp 0.2", "have replies written more soberly")
 HELP = "F1 shows every key, / lists the commands, Ctrl+R opens earlier chats, Ctrl+Q leaves."
 
 
@@ -29,6 +31,7 @@ def greeting(facts: Facts | None) -> Group:
     """The welcome as it is drawn."""
     head = "kvq chat" if facts is None else f"kvq chat with {facts.model}"
     parts: list[Text | Padding] = [Text(head, "bold"), Text("Three things to try:")]
-    for words, says in TRY:
+    smaller = facts is not None and facts.smaller_kv
+    for words, says in (*TRY, (f"/kv {smaller}", SMALLER_KV) if smaller else OTHERWISE):
         parts.append(Padding(Text.assemble((words, "bold"), f"  {says}"), (0, 0, 0, 2)))
     return Group(*parts, Text(HELP))

@@ -68,7 +68,8 @@ def _add_cache(cache: flags.Group) -> None:
         kv_read="also time steps that read less, each of several: 25%%,exact",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
-        kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of its fp16 size",
+        kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of what the whole context "
+        "(--context) takes in fp16",
     )  # fmt: skip
 
 

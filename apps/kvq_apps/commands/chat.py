@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
-from kvq.errors import UsageError
+from kvq.errors import KvqError, UsageError
 from kvq_apps import configuration, flags, options, output, text_input
+from kvq_models.catalogue import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +31,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
-    flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
+    sampling = parser.add_argument_group("sampling", flags.OWN_SAMPLING)
+    flags.add_flags(sampling, *flags.SAMPLING_FLAGS)
     # Tests and pictures run the whole app on an engine without a model.
     parser.add_argument("--engine", default="", help=SUPPRESS)
 
 
-PREDICT_HELP = "new tokens of a reply at most (default: to the end of the context)"
+PREDICT_HELP = (
+    "new tokens of a reply at most, after which /more goes on with it, -1: to the end of the "
+    "context (default: {kvq_apps.chat.settings:REPLY_TOKENS})"
+)
 
 
 def run(arguments: Namespace) -> int:
@@ -45,7 +50,13 @@ def run(arguments: Namespace) -> int:
         return _list(settings, arguments)
     if arguments.export is not None or getattr(arguments, "import") is not None:
         return _exchange(settings, arguments)
-    client = _client(arguments, options.model_name(arguments))
+    named = options.model_name(arguments)
+    model = named if settings.model_pinned else _written_with(settings) or named
+    if arguments.server is None and not arguments.engine and model in catalogue():
+        from kvq_apps.model_path import pull_missing
+
+        pull_missing(model)
+    client = _client(arguments, model)
     if not sys.stdin.isatty() or arguments.json:
         return _answer_piped(client, settings, arguments)
     if not sys.stdout.isatty() or environment_settings.terminal_is_dumb():
@@ -90,25 +101,30 @@ def _answer_piped(client: "ChatClient", settings: "ChatSettings", arguments: Nam
 
 def chat_settings(arguments: Namespace) -> "ChatSettings":
     """What the chat starts with."""
-    from kvq_apps.chat.settings import ChatSettings
+    from kvq_apps.chat.settings import REPLY_TOKENS, ChatSettings
 
     system = arguments.system
     files = configuration.load()
     themes = [file.values["theme"].origin for file in files if "theme" in file.values]
     elsewhere = options.written(arguments, "theme") or environment_settings.environment("theme")
     return ChatSettings(
-        sampling=options.sampling(arguments),
-        max_tokens=options.max_tokens(arguments.predict, None),
+        asked=options.sampling_fields(arguments),
+        max_tokens=options.max_tokens(arguments.predict, REPLY_TOKENS),
         seed=arguments.seed,
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
         kv_pinned=any(options.written(arguments, flag) for flag in flags.KV_FLAGS),
+        model_pinned=arguments.name is not None
+        or any(options.written(arguments, flag) for flag in ("model", "server")),
         keys_path=configuration.user_path(),
         theme=arguments.theme,
         theme_origin=themes[0] if themes and not elsewhere else "--theme",
         **options.given(arguments, meter="meter"),
-        warnings=[warning for file in files for warning in file.warnings],
+        warnings=[
+            *(warning for file in files for warning in file.warnings),
+            *filter(None, [arguments.untrusted]),
+        ],
         chat_id=arguments.cid,
         latest=getattr(arguments, "continue"),
     )
@@ -139,6 +155,24 @@ def _client(arguments: Namespace, model: str | None) -> "ChatClient":
     )
 
 
+def _written_with(settings: "ChatSettings") -> str:
+    """What opens the model of the chat that is gone on with, or nothing where that is not known."""
+    from kvq_apps.chat.history import History
+
+    if not (settings.chat_id or settings.latest):
+        return ""
+    # What is wrong with the history is said by the chat, which opens it again.
+    history = History(settings.history_path)
+    try:
+        chat_id = settings.chat_id or history.latest()
+        saved = None if chat_id is None else history.saved_chat(chat_id)
+    except KvqError:
+        saved = None
+    finally:
+        history.close()
+    return "" if saved is None else saved.model
+
+
 def _list(settings: "ChatSettings", arguments: Namespace) -> int:
     """Prints the chats, all or those found."""
     from kvq_apps.chat.chat_list import chat_line
@@ -156,7 +190,7 @@ def _list(settings: "ChatSettings", arguments: Namespace) -> int:
         output.print_json(
             {"chats": [
                 {"id": row.id, "title": row.title, "updated": row.updated_s,
-                 "messages": row.messages, "excerpt": row.excerpt}
+                 "messages": row.messages, "model": row.model, "excerpt": row.excerpt}
                 for row in rows
             ]}
         )  # fmt: skip

@@ -76,4 +76,4 @@ def _print(found: "Completion", *, as_json: bool) -> None:
     for one in found.drafts:
         output.print_data(one.text)
     if not found.drafts:
-        output.print_note(f"no draft is worth showing here ({found.why_not})")
+        output.print_note(f"no suggestion is worth showing here ({found.why_not})")

@@ -86,6 +86,10 @@ class _Kind:
     name: str
 
     @property
+    def has_checkpoint(self) -> bool:
+        return False
+
+    @property
     def has_onnx(self) -> bool:
         return self.name == "bundle"
 
@@ -139,10 +143,10 @@ def _gpu() -> dict[str, Any]:
 def _model(arguments: Namespace) -> dict[str, Any]:
     """The model that runs when none is named, and whether it fits with its whole context."""
     from kvq_apps.estimate import estimate
-    from kvq_apps.model_path import DEFAULT, ready_model
+    from kvq_apps.model_path import default_name, ready_model
     from kvq_runtime.engine import open_files
 
-    name = arguments.model or DEFAULT
+    name = arguments.model or default_name()
     try:
         path = ready_model(name)
         if path is None:
@@ -169,7 +173,7 @@ def _paths() -> dict[str, str]:
     """Every place kvq reads or writes, whether or not something is there yet."""
     from kvq import native, settings
     from kvq_apps import configuration
-    from kvq_apps.known_models import bundles_folder
+    from kvq_apps.known_models import bundles_folder, models_folder
 
     project = configuration.project_path()
     cache = settings.cache_folder()
@@ -181,6 +185,7 @@ def _paths() -> dict[str, str]:
         "data": str(settings.data_folder()),
         "state": str(settings.state_folder()),
         "cache": str(cache),
+        "models": str(models_folder()),
         "bundles": str(bundles_folder()),
         "sessions": str(cache / "sessions"),
     }
@@ -195,9 +200,10 @@ def _print_settings(*, as_json: bool) -> int:
         output.print_json({"settings": rows})
     else:
         output.print_table(
-            ((row["setting"], row["shown"], row["origin"], row["flag"], row["variable"])
+            ((row["setting"], row["shown"], row["origin"], row["flag"], row["variable"],
+              row["waits_for_trust"] or "")
              for row in rows),
-            header=("setting", "value", "origin", "flag", "variable"),
+            header=("setting", "value", "origin", "flag", "variable", "waits for trust"),
         )  # fmt: skip
     return 0
 
@@ -207,6 +213,7 @@ def _settings() -> Iterator[dict[str, Any]]:
     from kvq.settings import environment_name
     from kvq_apps import configuration
 
+    waiting = configuration.waiting()
     for setting, found in configuration.resolved().items():
         name = configuration.FLAG_OF[setting]
         value = None if found is None else "(set)" if name in SECRETS else found.value
@@ -217,6 +224,7 @@ def _settings() -> Iterator[dict[str, Any]]:
             "origin": "default" if found is None else found.origin,
             "flag": f"--{name}",
             "variable": environment_name(name),
+            "waits_for_trust": waiting[setting].origin if setting in waiting else None,
         }
 
 

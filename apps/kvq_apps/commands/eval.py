@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_kv
-from kvq.errors import UsageError
+from kvq.errors import ModelError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
 
@@ -46,13 +46,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="*",
         metavar="[MODEL] FILE",
         help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
-        ".xz); a first word that is no file is the model",
+        ".xz), for facts prose to hide them in; a first word that is no file is the model",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
         parser, "task", "context", "max-tokens", "depths", "trials", "seed",
         context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
-        "passkey and retrieval take a list of lengths",
+        "passkey, retrieval and facts take a list of lengths",
         seed="seed of look-ups and of the choice of lines "
         "(default: {kvq_apps.evaluation.asked:Asked.seed})",
     )  # fmt: skip
@@ -87,7 +87,8 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts, edit or predict"
+            "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, drafts, edit or "
+            "predict"
         )
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
@@ -96,12 +97,13 @@ def run(arguments: Namespace) -> int:
     by_mode = {"task": by_task.get(arguments.task, _one_task), "table": _table, "sweep": _sweep}
     mode = by_mode[modes[0]]
 
-    from kvq_apps.model_path import resolve_model
+    from kvq_apps.model_path import model_files
     from kvq_runtime.engine import Engine
 
     _check_before_loading(arguments)
     engine_options = options.engine_options(arguments)
-    with Engine.open(resolve_model(model), **engine_options) as engine:
+    files_of_model = model_files(model, engine_options.get("backend", "auto"))
+    with Engine(files_of_model, **engine_options) as engine:
         return mode(engine, arguments, files)
 
 
@@ -145,7 +147,7 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
 
     task = arguments.task
-    room = ANSWER_TOKENS if task in RECALL_TASKS else 0
+    room = ANSWER_TOKENS.get(task, 0)
     several = task in RECALL_TASKS
     lengths = _lengths(engine, arguments, room) if several else (_one_length(engine, arguments),)
     context_tokens = max(lengths) + room
@@ -412,8 +414,8 @@ def _one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_C
     if more:
         asked = ",".join(map(str, (length, *more)))
         raise UsageError(
-            f"--context {asked} is not possible: give one number of tokens; only --task passkey "
-            "and retrieval take several"
+            f"--context {asked} is not possible: give one number of tokens; only --task passkey, "
+            "retrieval and facts take several"
         )
     return length
 
@@ -442,12 +444,28 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
     may_be_model = bool(files) and files[0] != "-" and not Path(files[0]).is_file()
     if may_be_model and not options.written(arguments, "model"):
         model = files.pop(0)
+        if not files:
+            _refuse_missing(model)
     makes_own = arguments.task in ("passkey", "retrieval")
     if makes_own and files:
         raise UsageError(f"--task {arguments.task} makes its own prompts; leave out the files")
+    for file in files:
+        if file != "-" and not Path(file).exists():
+            raise UsageError(f"{file}: no such file")
     if arguments.task and not makes_own and not files:
         needed = "source files or records" if arguments.task in ("fim", "edit") else "a text"
         raise UsageError(f"--task {arguments.task} needs {needed}: kvq eval -m MODEL FILE")
     if arguments.table and not files:
         raise UsageError("--table needs a text: kvq eval --table -m MODEL FILE")
     return model, files
+
+
+def _refuse_missing(name: str) -> None:
+    """Raises `UsageError` for a word alone that is neither a file nor a model."""
+    from kvq_apps.model_path import ready_model
+
+    try:
+        ready_model(name)
+    except ModelError as error:
+        if not Path(name).exists():
+            raise UsageError(f"{name}: no such file, and no model is called so") from error

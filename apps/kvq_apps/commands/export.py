@@ -1,4 +1,4 @@
-"""`kvq export`: turn a Hugging Face checkpoint into a bundle."""
+"""`kvq export`: turn a Hugging Face checkpoint or a GGUF file into a bundle."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import flags, options, output
+from kvq.reference_linear import WIDTHS
+from kvq_apps import flags, options, output, text_input
+from kvq_runtime.gguf_format import SUFFIX
 
 if TYPE_CHECKING:
     from kvq_export.config import ExportOptions
     from kvq_runtime.bundle import Bundle
+
+# The share of first choices below which weights of more bits are advised.
+WEIGHTS_KEEP = 0.9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,15 +26,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         "source",
         nargs="?",
         metavar="CHECKPOINT",
-        help="folder with config.json and safetensors, a hub id such as Qwen/Qwen3-0.6B, or an "
-        "embedded model: default, nano",
+        help="folder with config.json and safetensors, a GGUF file, a hub id such as "
+        "Qwen/Qwen3-0.6B, or an embedded model: default, nano",
     )
     flags.add_flags(
         parser,
         "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "no-calibrate", "force", "threads",
-        "offline",
+        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate", "force",
+        "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
@@ -45,7 +50,8 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not arguments.source:
         raise UsageError(
-            "CHECKPOINT is missing; give a checkpoint folder, a hub id, default or nano"
+            "CHECKPOINT is missing; give a checkpoint folder, a GGUF file, a hub id, default or "
+            "nano"
         )
     _refuse_unused(arguments)
     destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
@@ -62,7 +68,7 @@ def run(arguments: Namespace) -> int:
         if bundle.manifest.quality is not None and bundle.has_onnx:
             progress(1, 1, "which way to write several drafts is best")
             bundle = _with_drafts(bundle, export_options.threads)
-    known_models.remember(bundle.path)
+    known_models.remember(bundle.path, made=True)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)
@@ -78,15 +84,13 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_runtime.device import default_threads
 
-    weights = WeightFormat(
-        **options.given(
-            arguments,
-            bits="wbits",
-            sensitive="sensitive",
-            block="group",
-            embedding_bits="embedding-bits",
-            linear="linear",
-        )
+    weights = options.given(
+        arguments,
+        bits="wbits",
+        sensitive="sensitive",
+        block="group",
+        embedding_bits="embedding-bits",
+        linear="linear",
     )
     reader = arguments.kv_predict_with
     return ExportOptions(
@@ -98,13 +102,26 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
             predict="kv-predict",
         ),
         predict_with=None if reader is None else resolve_model(reader),
-        weights=weights,
+        weights=WeightFormat(**weights) if weights else None,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
         quality=not arguments.no_quality,
         calibrate=not arguments.no_calibrate,
+        calibration_text=_calibration_text(arguments),
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
+
+
+def _calibration_text(arguments: Namespace) -> str | None:
+    """What the file of --calibrate says; None without it. Raises `KvqError`."""
+    if arguments.calibrate is None:
+        return None
+    if arguments.no_calibrate:
+        raise UsageError("--calibrate FILE and --no-calibrate contradict; leave one of them out")
+    text = text_input.read_text(arguments.calibrate)
+    if not text.strip():
+        raise UsageError(f"{arguments.calibrate} is empty; --calibrate needs a text")
+    return text
 
 
 def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
@@ -146,7 +163,9 @@ def _refuse_unused(arguments: Namespace) -> None:
 
 
 def _name(source: str) -> str:
-    """Last part of a folder's path or a hub id."""
+    """Last part of a folder's path or a hub id; a file's without its suffix."""
+    if Path(source).suffix == SUFFIX:
+        return Path(source).stem
     return Path(source).resolve().name if Path(source).is_dir() else source.rsplit("/", 1)[-1]
 
 
@@ -168,6 +187,7 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
                 "quality",
                 "prediction",
                 "auxiliary",
+                "source",
                 "files",
             )
         },
@@ -217,6 +237,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("bundle", report["path"]),
         ("model", f"{report['name']} ({report['model_type']})"),
         *output.weight_rows(report),
+        *_type_rows(report["source"].get("types", {})),
         (
             "KV plan",
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens "
@@ -229,19 +250,58 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
-    output.print_note(f"try: kvq run -m {report['path']} 'Once upon a time'")
+    if advice := _advice(bundle, report):
+        output.print_note(advice)
+    output.print_note(f"try: kvq run -m {report['path']} {_example(bundle)}")
+
+
+def _example(bundle: "Bundle") -> str:
+    """What to ask the model first: a question, of one that chats."""
+    tokenizer = bundle.tokenizer()
+    if tokenizer is None or tokenizer.chat_template is None:
+        return "'Once upon a time'"
+    return "--chat 'Who are you?'"
+
+
+def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
+    """What became of the tensors of each type of the file it came from."""
+    rows: list[tuple[str, str]] = []
+    for kind, row in sorted(types.items()):
+        formats = ", ".join(f"{count} as {form}" for form, count in row["formats"].items())
+        kept = f"; {row['exact']} of them bit for bit" if row["exact"] else ""
+        if row["kept"] > row["exact"]:
+            kept = f"; {row['kept']} of them code for code"
+        rows.append((f"from {kind}", f"{row['tensors']} tensors: {formats}{kept}"))
+    return rows
 
 
 def _verdict(quality: dict[str, Any]) -> list[tuple[str, str]]:
-    """The report in a sentence: how often the likeliest token is still the checkpoint's."""
+    """The report in a sentence: what weights and cache each keep of the likeliest tokens."""
     found = quality.get("weights_and_kv")
     if found is None:
         return []
-    kept, by_weights = found["top1_agreement"], quality["weights"]["top1_agreement"]
+    weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
     return [
         (
             "verdict",
-            f"at {found['kv']} this model keeps {kept:.0%} of its first choices "
-            f"({by_weights:.0%} with an unquantised cache)",
+            f"the weights keep {weights:.0%} of the checkpoint's first choices, a cache at "
+            f"{found['kv']} {cache:.0%} of the weights'",
         )
     ]
+
+
+def _advice(bundle: "Bundle", report: dict[str, Any]) -> str | None:
+    """What to do where weights lose more than a model should: the command with the next width."""
+    quality, weights = bundle.manifest.quality or {}, bundle.manifest.weights
+    if weights is None or "weights" not in quality:
+        return None
+    kept = quality["weights"]["top1_agreement"]
+    bits = min(form.bits for form in weights.formats.values())
+    wider = next((width for width in WIDTHS if width > bits), None)
+    if kept >= WEIGHTS_KEEP or wider is None:
+        return None
+    source = bundle.manifest.source.get("model", "CHECKPOINT")
+    return (
+        f"{kept:.0%} of first choices is little, as small models lose most at few bits; "
+        f"more: `kvq export {source} -o {report['path']} --wbits {wider} --force`"
+    )

@@ -37,9 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
+    from kvq_apps.model_path import default_name
+
     name = arguments.path
     if name is None and (options.written(arguments, "model") or arguments.estimate):
-        name = arguments.model or "default"
+        name = arguments.model or default_name()
     if arguments.names:
         return _print_names(as_json=arguments.json)
     if arguments.remove:
@@ -50,7 +52,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         output.print_json(report)
     else:
-        output.print_table([_line(cell) for cell in row] for row in rows)
+        output.print_table([output.line(cell) for cell in row] for row in rows)
     return 0
 
 
@@ -99,15 +101,25 @@ def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
 
 def _located(name: str) -> Path:
     """The path itself, or the bundle of a model called so. Raises `ModelError`."""
-    from kvq_apps.model_path import EMBEDDED, ready_model, resolve_model
+    from kvq_apps.model_path import (
+        EMBEDDED,
+        FILE_BACKEND,
+        check_regular,
+        is_name,
+        ready_model,
+        resolve_model,
+    )
+    from kvq_apps.pulling.wanted import in_catalogue
     from kvq_runtime.gguf_format import is_gguf
 
     path = Path(name).expanduser()
-    if path.exists() or is_gguf(path):
+    if not is_name(name) and (path.exists() or is_gguf(path)):
+        check_regular(path)
         return path
     if name not in EMBEDDED and ready_model(name) is None:
-        raise ModelError(f"{name} is no bundle here yet; make one: `kvq export {name} -o NAME`")
-    return resolve_model(name)
+        how = f"kvq pull {name}" if in_catalogue(name) else f"kvq export {name} -o NAME"
+        raise ModelError(f"{name} is no bundle here yet; make one: `{how}`")
+    return resolve_model(name, FILE_BACKEND)
 
 
 # Bundles
@@ -149,6 +161,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             "KV at context",
             format_bytes(report["bytes_per_token"] * report["context_length"]),
         ),
+        ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
@@ -157,6 +170,12 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             for name, file in report["files"].items()
         ),
     ]
+
+
+def _sampling(fields: dict[str, float]) -> str:
+    """What chats and requests that say nothing of it are sampled with."""
+    said = ", ".join(f"{name} {value:g}" for name, value in fields.items())
+    return said or "kvq's own defaults; the model asks for none"
 
 
 def _shape(config: dict[str, Any]) -> str:
@@ -210,7 +229,7 @@ def _list(*, as_json: bool) -> int:
         output.print_json({"models": found})
     elif found:
         output.print_table(
-            ([_line(cell) for cell in _listed_row(one)] for one in found),
+            ([output.line(cell) for cell in _listed_row(one)] for one in found),
             header=("name", "family", "weights", "KV", "context", "path"),
         )
     else:
@@ -327,9 +346,3 @@ def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
         ]
     except (KeyError, TypeError) as error:
         raise SnapshotError(f"{path} lacks what it must say of its session: {error!r}") from error
-
-
-def _line(value: Any) -> str:
-    """One line of a stranger's text: nothing in it moves a terminal's cursor."""
-    words = " ".join(str(value).split())
-    return "".join(one if one.isprintable() else "\ufffd" for one in words)

@@ -13,7 +13,7 @@ from kvq_apps.completion import asked
 if TYPE_CHECKING:
     from kvq_apps.lsp.server import Completer
 
-# A file of some thousand lines and what is drafted in it.
+# A file of some thousand lines and what is suggested in it.
 DEFAULT_CONTEXT = 8192
 
 
@@ -23,8 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     asked.add_arguments(parser)
     flags.add_flags(
         parser, "exact", "server", "api-key",
-        server="drafts of a running `kvq serve`, http://HOST:PORT or the path of its --socket, "
-        "instead of loading a model",
+        server="suggestions of a running `kvq serve`, http://HOST:PORT or the path of its "
+        "--socket, instead of loading a model",
         api_key="what the server asks for",
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
 
     with _own_stdout() as sink:
-        return LanguageServer(sys.stdin.buffer, sink, load, log).run()
+        return LanguageServer(sys.stdin.buffer, sink, load, log, arguments.untrusted).run()
 
 
 @contextmanager

@@ -1,14 +1,16 @@
 """`kvq ngrams`: counts short runs of tokens in files of one's own, for Superposed Decoding."""
 
 import os
+import subprocess
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq.errors import UsageError
+from kvq.errors import DataError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps import flags, options, output
+from kvq.settings import harmless_git
+from kvq_apps import flags, options, output, text_input
 
 if TYPE_CHECKING:
     from kvq_models.tokenizer import Tokenizer
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 ACTIONS = ("build", "show", "remove")
 # A larger file is data or was made by a program.
 MOST_FILE_BYTES = 1 << 20
+# Python puts this file into each of its virtual environments, which hold what others wrote.
+VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
+GIT_LIMIT_S = 60
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -29,7 +34,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default); remove: delete it",
     )
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="text files, and folders to look through"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="text files, and folders to look through: without hidden files, symbolic links and "
+        "virtual environments, and in a checkout without what .gitignore names, if git is "
+        "installed",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
 
@@ -47,14 +57,19 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.ngram_file import ngram_file
     from kvq_runtime.engine import Engine
 
-    with Engine.open(resolve_model(arguments.model), **options.engine_options(arguments)) as engine:
+    engine_options = options.engine_options(arguments)
+    path = resolve_model(arguments.model, engine_options.get("backend", "auto"))
+    with Engine.open(path, **engine_options) as engine:
         tokenizer, model = engine.tokenizer, engine.model.name
     file = ngram_file(tokenizer)
     if arguments.action == "build":
         _build(arguments.paths, file, tokenizer)
     elif arguments.action == "remove":
         there = file.exists()
-        file.unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(f"{file} cannot be removed: {error.strerror}") from None
         if not arguments.json:
             output.print_note("removed" if there else f"there were no n-grams for {model}")
     _show(file, model, as_json=arguments.json)
@@ -66,13 +81,17 @@ def _build(paths: list[str], file: Path, tokenizer: "Tokenizer") -> None:
     from kvq_specdraft.ngrams import build
 
     found = list(dict.fromkeys(own for path in paths for own in _files(Path(path))))
-    file.parent.mkdir(parents=True, exist_ok=True)
+    named = {Path(path) for path in paths}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{file.parent} cannot be made: {error.strerror}") from None
     with output.Progress() as progress:
 
         def texts() -> Iterator[list[int]]:
             counted = False
             for number, path in enumerate(found, 1):
-                if text := _text(path):
+                if text := _text(path, through_links=path in named):
                     counted = True
                     yield tokenizer.encode(text)
                 progress(number, len(found))
@@ -83,24 +102,69 @@ def _build(paths: list[str], file: Path, tokenizer: "Tokenizer") -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """`path`, or the files below it, hidden ones and their folders left out."""
+    """`path`, or the files of one's own below it; links are left out, since they may lead away."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; give text files or folders")
-    if path.is_file():
+    if not path.is_dir():
         yield path
         return
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+    ignored = _ignored(path) if _in_checkout(path) else set[Path]()
+    for place, folders, names in os.walk(path):
+        folder = Path(place)
+        if VIRTUAL_ENVIRONMENT in names and folder != path:
+            folders.clear()
+            continue
+        if folder != path and _is_checkout(folder):
+            ignored |= _ignored(folder)
+        folders[:] = _counted(folder, folders, ignored)
+        yield from (folder / name for name in _counted(folder, names, ignored))
 
 
-def _text(path: Path) -> str:
+def _counted(folder: Path, names: list[str], ignored: set[Path]) -> list[str]:
+    return sorted(
+        name for name in names if not name.startswith(".") and folder / name not in ignored
+    )
+
+
+def _in_checkout(folder: Path) -> bool:
+    whole = folder.resolve()
+    return any(map(_is_checkout, (whole, *whole.parents)))
+
+
+def _is_checkout(folder: Path) -> bool:
+    return (folder / ".git").exists()
+
+
+def _ignored(folder: Path) -> set[Path]:
+    """What git leaves out of the checkout at `folder`: files, and folders in place of all in them.
+
+    Where git cannot be asked, one note says why, and nothing is left out.
+    """
+    words = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    command, environment = harmless_git()
+    try:
+        listed = subprocess.run(  # noqa: S603  git, which runs nothing of the checkout
+            [*command, "-C", str(folder), *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=GIT_LIMIT_S,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error).encode()
+        reason = " ".join(said.decode("utf-8", "replace").split())
+        output.print_note(f"{folder}: git does not say what .gitignore names ({reason})")
+        return set()
+    return {folder / os.fsdecode(name.rstrip(b"/")) for name in listed.split(b"\0") if name}
+
+
+def _text(path: Path, *, through_links: bool) -> str:
     """What a file says; nothing where it is no text, or too large to be one's own."""
     try:
-        if not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
-            return ""
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
+        content = text_input.read_regular(path, MOST_FILE_BYTES, through_links=through_links)
+        return content.decode("utf-8")
+    except (OSError, DataError, UnicodeDecodeError):
         return ""
 
 

@@ -71,6 +71,11 @@ def run(arguments: Namespace) -> int:
         _print_whole(answer.text if code is None else code)
     if arguments.usage:
         _print_usage(report)
+    elif report["evicted_share"]:
+        output.print_note(
+            f"kvq: {output.share_text(report['evicted_share'])} of the text was given up to fit "
+            f"{format_bytes(report['kv_budget'])}; give more with --kv-budget, and see --usage"
+        )
     return INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
 
@@ -221,6 +226,7 @@ def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, 
         "kv": output.kv_text(plan.k_bits, plan.v_bits),
         "kv_policy": session.config.policy,
         "context": session.config.context_tokens,
+        "budget_tokens": session.config.budget_tokens,
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
         "ttft_ms": stats.ttft_ms,
@@ -260,12 +266,14 @@ def _print_usage(report: dict[str, Any]) -> None:
         if report["drafted_tokens"]
         else ""
     )
-    output.print_note(
+    output.print_note_below(
         f"{report['prompt_tokens']} prompt tokens, first token after {report['ttft_ms']:.0f} ms "
         f"({report['prefill_tok_s']:.0f} tok/s); {report['new_tokens']} new tokens at "
         f"{report['decode_tok_s']:.1f} tok/s, {report['bandwidth_gb_s']:.1f} GB/s; KV "
         f"{report['kv']}: {format_bytes(report['kv_bytes'])} of "
-        f"{format_bytes(report['kv_budget'])}, {report['bytes_per_token']:.0f} bytes per token, "
+        f"{format_bytes(report['kv_budget'])}, which holds "
+        f"{output.holding_text(report['budget_tokens'], report['context'], report['kv'])}; "
+        f"{report['bytes_per_token']:.0f} bytes per token, "
         f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}"
     )
 

@@ -47,10 +47,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         cache,
         *flags.KV_FLAGS,
         *flags.PREDICT_FLAGS,
-        kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of its fp16 size "
+        kv_budget="bytes of each session's cache: 64MiB, 4096tok, or 25%% of what the session's "
+        "whole context (--ctx-size, or the model's) takes in fp16 "
         "(default: what {kvq.sizing:DEFAULT_TOKENS} tokens need)",
     )
-    sampling = parser.add_argument_group("sampling, where a request does not say")
+    sampling = parser.add_argument_group(
+        "sampling, where a request does not say", flags.OWN_SAMPLING
+    )
     flags.add_flags(sampling, *(flag for flag in flags.SAMPLING_FLAGS if flag != "seed"))
 
 
@@ -61,15 +64,17 @@ def run(arguments: Namespace) -> int:
     if arguments.stop_other:
         return _stop(arguments)
     model = options.model_name(arguments)
+    from kvq_apps.model_path import default_name, pull_missing
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
     settings = options.serve_options(arguments) | _socket(arguments)
     config = ServeConfig(
-        sampling=options.sampling(arguments),
+        sampling=options.sampling_fields(arguments),
         origins=tuple(arguments.origin or ()),
         aliases=("default", *(arguments.alias or ())),
+        strict_model=bool(arguments.strict_model),
         **settings,
     )
     engine_options = options.engine_options(arguments)
@@ -80,12 +85,14 @@ def run(arguments: Namespace) -> int:
             "reaches this port can use the model"
         )
 
+    pull_missing(model)
+
     def announce(served: "ServedModel", url: str) -> None:
         logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
         _announce(served, url, config.sessions, as_json=arguments.json)
 
     server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
-    return _serve(server, config, model or "default", debug=arguments.debug)
+    return _serve(server, config, model or default_name(), debug=arguments.debug)
 
 
 def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
@@ -188,6 +195,7 @@ def _announce(served: "ServedModel", url: str, sessions: int, *, as_json: bool) 
                 "model": served.name,
                 "kv": served.kv,
                 "context": served.context_tokens,
+                "budget_tokens": served.budget_tokens,
                 "sessions": sessions,
                 "kv_budget": served.slot_bytes,
                 "kv_budget_total": served.slot_bytes * sessions,
@@ -196,5 +204,6 @@ def _announce(served: "ServedModel", url: str, sessions: int, *, as_json: bool) 
     output.print_note(
         f"serving {served.name} at {url}; {sessions} sessions of "
         f"{format_bytes(served.slot_bytes)} (KV {served.kv}), "
-        f"{format_bytes(served.slot_bytes * sessions)} together"
+        f"{format_bytes(served.slot_bytes * sessions)} together; each "
+        f"holds {output.holding_text(served.budget_tokens, served.context_tokens, served.kv)}"
     )

@@ -16,9 +16,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
         parser, "drafts", "drafts-method", "predict",
-        drafts="drafts to show (default: {kvq_apps.completion.drafts:DEFAULT_DRAFTS})",
+        drafts="suggestions to show (default: {kvq_apps.completion.drafts:DEFAULT_DRAFTS}; "
+        "1 with llama.cpp)",
         drafts_method="how they are written: auto, branches, superposed, spliced (default: auto)",
-        predict="tokens of a draft at most (default: {kvq_apps.completion.drafts:DEFAULT_TOKENS})",
+        predict="most tokens of one (default: {kvq_apps.completion.drafts:DEFAULT_TOKENS})",
     )  # fmt: skip
     flags.add_flags(
         parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS, "ctx-size"

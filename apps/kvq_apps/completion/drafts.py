@@ -8,13 +8,13 @@ from kvq_apps.completion.filters import Around, shown
 
 DEFAULT_DRAFTS = 3
 DEFAULT_TOKENS = 16
-# Lines after the cursor that a draft must not repeat.
+# Lines after the cursor that a suggestion must not repeat.
 _LINES_BELOW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """A completion to show, and the model's log-probability of all that it wrote."""
+    """A suggestion to show, and the model's log-probability of all that it wrote."""
 
     text: str
     logprob: float
@@ -22,7 +22,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Drafts, the greedy one first, and what they cost: `why_not` says why there are none."""
+    """Suggestions, the greedy one first, and what they cost: `why_not` says why there are none."""
 
     drafts: tuple[Draft, ...]
     reused_tokens: int = 0

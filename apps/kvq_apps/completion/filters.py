@@ -1,7 +1,7 @@
-"""What of a draft is worth showing: rules in a fixed order, each a function of texts.
+"""What of a suggestion is worth showing: rules in a fixed order, each a function of texts.
 
-After tabby's rules for a completion of one line; a rule gets the draft and what stands around the
-cursor, and returns what is left of the draft, or nothing.
+After tabby's rules for a completion of one line; a rule gets the suggestion and what stands around
+the cursor, and returns what is left of the suggestion, or nothing.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Around:
 
 
 def one_line(draft: str, around: Around) -> str:
-    """The first line; of a draft that begins with a line end, nothing: the line is complete."""
+    """The first line; of what begins with a line end, nothing: the line is complete."""
     return draft.split("\n", maxsplit=1)[0].rstrip("\r")
 
 
@@ -47,9 +47,9 @@ def not_repeated(draft: str, around: Around) -> str:
 
 
 def without_rest(draft: str, around: Around) -> str:
-    """Without what the rest of the line says already: before `)` the draft `a, b)` is `a, b`.
+    """Without what the rest of the line says already: before `)` the suggestion `a, b)` is `a, b`.
 
-    What closes a bracket of the draft's own stays: `len(x)` is whole.
+    What closes a bracket of the suggestion's own stays: `len(x)` is whole.
     """
     rest = around.rest.rstrip()
     for size in range(min(len(rest), len(draft)), 0, -1):
@@ -96,7 +96,7 @@ RULES: tuple[Callable[[str, Around], str], ...] = (
 
 
 def shown(draft: str, around: Around) -> str:
-    """What is left of a draft after all rules."""
+    """What is left of a suggestion after all rules."""
     for rule in RULES:
         draft = rule(draft, around)
         if not draft:

@@ -5,6 +5,7 @@ Standard library only: nothing is loaded here, and another editor's requests sha
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from select import select
 from time import perf_counter
@@ -30,7 +31,7 @@ HTTP_OK = 200
 
 
 class ServedCompletions:
-    """Up to `drafts` drafts of `tokens` tokens at most from the server at `address`.
+    """Up to `drafts` suggestions of `tokens` tokens at most from the server at `address`.
 
     The first is the greedy one; the others begin with the next likeliest tokens. A server that
     knows no `x_kvq.distinct`, such as llama-server, writes the greedy one several times, which is
@@ -53,6 +54,7 @@ class ServedCompletions:
         self._address = address
         self._host, self._port = _host(address)
         self._drafts, self._tokens, self._exact = drafts, tokens, exact
+        self._expected: dict[str, Any] | None = None
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -60,15 +62,14 @@ class ServedCompletions:
     def complete(
         self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion:
-        """Drafts that go on at `place`. Raises `BackendError` where nobody answers."""
+        """Suggestions that go on at `place`. Raises `BackendError` where nobody answers."""
         since = perf_counter()
-        prefix, suffix = document.around(place, NEAR)
+        self._expected = None
         body = {
-            "input_prefix": prefix, "input_suffix": suffix,
             "n_predict": self._tokens, "n_cmpl": self._drafts, "stop": ["\n"], "temperature": 0.0,
             "x_kvq": {"distinct": True, "exact": self._exact},
         }  # fmt: skip
-        answers = self._asked(body, cancel)
+        answers = self._asked(_around(document, place) | body, cancel)
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
         drafts = to_show(document, place, ((str(one.get("content", "")), 0.0) for one in answers))
@@ -82,8 +83,21 @@ class ServedCompletions:
             why_not=None if drafts else "filtered",
         )
 
+    def expect(self, document: Document, place: tuple[int, int]) -> None:
+        """A completion may be asked for at this place: idle time reads the document for it."""
+        self._expected = _around(document, place)
+
     def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
-        """The server uses its own idle time."""
+        """Has the server read all of what is expected, unless `cancel`; nothing is left then.
+
+        What is stale it encodes again in its own idle time. Nobody waits for an answer here: where
+        there is none, the next completion says so.
+        """
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            body = expected | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
+            with suppress(BackendError):
+                self._asked(body, cancel)
         return 0
 
     def close(self) -> None:
@@ -114,6 +128,12 @@ class ServedCompletions:
         if self._host is None:
             return UnixConnection(self._address.removeprefix("unix:"), timeout=CONNECT_S)
         return HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+
+
+def _around(document: Document, place: tuple[int, int]) -> dict[str, Any]:
+    """What stands before a place and after it, as a request has it."""
+    prefix, suffix = document.around(place, NEAR)
+    return {"input_prefix": prefix, "input_suffix": suffix}
 
 
 def _host(address: str) -> tuple[str | None, int | None]:

@@ -75,7 +75,8 @@ class Asked:
         Look-ups fill each of `lengths`, or the context; `texts` are read as one; prompts for lines
         of `programs` have `least_prompt_tokens` or more.
         """
-        lengths = lengths or (context_tokens - recall.ANSWER_TOKENS,)
+        rooms = [recall.ANSWER_TOKENS[task] for task in tasks if task in RECALL_TASKS]
+        lengths = lengths or (context_tokens - max(rooms, default=0),)
         return Material(
             tokenizer=tokenizer,
             windows=self._windows(tokenizer, texts, context_tokens)
@@ -89,6 +90,7 @@ class Asked:
                     depths=self.depths,
                     trials=self.trials,
                     seed=self.seed,
+                    prose=_prose(texts) if task == "facts" else "",
                 )
                 for task in tasks
                 if task in RECALL_TASKS
@@ -120,7 +122,7 @@ class Asked:
     def _windows(
         self, tokenizer: Tokenizer, texts: Sequence[str], context_tokens: int
     ) -> list[list[int]]:
-        whole = "".join(map(text_input.read_text, texts))
+        whole = _prose(texts)
         ids = tokenizer.encode(whole)[: self.max_tokens]
         return text.windows(ids, tokenizer.control.start, context_tokens)
 
@@ -149,3 +151,8 @@ class Asked:
                 "source files or a shorter --context"
             )
         return found
+
+
+def _prose(texts: Sequence[str]) -> str:
+    """The files as one text."""
+    return "".join(map(text_input.read_text, texts))

@@ -1,4 +1,4 @@
-"""Finding one thing far back: pass keys in filler, values in a table.
+"""Finding one thing far back: pass keys in filler, values in a table, made-up facts in prose.
 
 The wording is `kvq_models.recall`'s, which the training data shares; here prompts are made to
 fill a length in tokens and the answers are scored: repeated digit by digit, greedily, and how
@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -22,20 +23,34 @@ from kvq_apps.evaluation.measurement import (
     Progress,
     score_answer,
 )
-from kvq_models.recall import Recall, filler_text, key_value, passkey
+from kvq_models.recall import (
+    Recall,
+    fact_question,
+    filler_text,
+    key_value,
+    passkey,
+    sentence_starts,
+    two_facts,
+)
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 
-# What an answer may add to a prompt that fills its length.
-ANSWER_TOKENS = 16
+# What an answer may add to a prompt that fills its length; a fact is told in a sentence.
+ANSWER_TOKENS = {"passkey": 16, "retrieval": 16, "facts": 64}
+UNITS = {"passkey": "exact match", "retrieval": "exact match", "facts": "facts found"}
+# Prose that fills less than this share of a length is too short for it.
+LEAST_FILLED = 0.9
+# Two facts lie half a text apart.
+FACTS_APART = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """A prompt in ids and its answer; `depth` is where it lies (0 start, 1 end).
 
-    `answered` is the prompt and the answer as one text in ids; from `first` on it differs from
-    the prompt.
+    `answered` is the prompt and the answer as one text in ids; at `first` the answer begins, which
+    a tokenizer may join with the end of the prompt. What a model that chats is asked goes on with
+    the words before the answer. At most `most_tokens` are written.
     """
 
     ids: list[int]
@@ -44,6 +59,13 @@ class Question:
     answer: str
     length_tokens: int
     depth: float
+    most_tokens: int
+
+    def is_right(self, text: str) -> bool:
+        """Whether `text` answers: its first number is the one asked for, or it has the name."""
+        if self.answer.isdigit():
+            return first_digits(text) == self.answer
+        return self.answer.casefold() in text.casefold()
 
 
 def questions(
@@ -54,18 +76,25 @@ def questions(
     depths: Sequence[float],
     trials: int,
     seed: int,
+    prose: str = "",
 ) -> list[Question]:
-    """Prompts of `task` (passkey or retrieval) of at most each of `lengths` tokens.
+    """Prompts of `task` (a row of `ANSWER_TOKENS`) of at most each of `lengths` tokens.
 
-    Each question depends on the seed and its own length, depth and trial alone. Raises
-    `DataError` for a length that is too short.
+    `facts` hides two in a piece of `prose`, one at each of `depths` and one half the text away,
+    and asks for both. Each question depends on the seed and its own length, depth and trial alone.
+    Raises `DataError` for a length that is too short, or longer than the prose.
     """
-    makers = {"passkey": _passkey_maker, "retrieval": _retrieval_maker}
+    makers: dict[str, Callable[[str, float], list[_Maker]]] = {
+        "passkey": _passkey_makers,
+        "retrieval": _retrieval_makers,
+        "facts": partial(_fact_makers, prose=prose),
+    }
     return [
-        _question(tokenizer, task, makers[task](f"{seed}/{length}/{depth}/{trial}"), length, depth)
+        _question(tokenizer, task, maker, length)
         for length in lengths
         for depth in depths
         for trial in range(trials)
+        for maker in makers[task](f"{seed}/{length}/{depth}/{trial}", depth)
     ]
 
 
@@ -74,25 +103,29 @@ def recall(
     tokenizer: Tokenizer,
     asked: Sequence[Question],
     progress: Progress,
+    unit: str = UNITS["passkey"],
 ) -> Measurement:
-    """Share of questions answered exactly, greedily; one row per length and depth."""
+    """Share of questions answered rightly, greedily; one row per length and depth."""
     cells: dict[tuple[int, float], list[tuple[bool, AnswerScore]]] = {}
     held = HeldBytes()
     for number, question in enumerate(asked):
         with open_session() as session:
             session.prefill(question.ids)
-            steps = session.generate(2 * len(question.answer) + 4, sampling=Sampling(temperature=0))
+            steps = session.generate(question.most_tokens, sampling=Sampling(temperature=0))
             text = tokenizer.decode([step.token for step in steps])
-            session.rollback(len(session.tokens) - (question.first - 1))
+            before = question.first - 1
+            session.rollback(len(session.tokens) - min(before, len(question.ids)))
+            if len(question.ids) < before:
+                session.prefill(question.answered[len(question.ids) : before])
             score = score_answer(session, question.answered, question.first)
             held.see(session)
         cell = cells.setdefault((question.length_tokens, question.depth), [])
-        cell.append((first_digits(text) == question.answer, score))
+        cell.append((question.is_right(text), score))
         progress(number + 1, len(asked))
     every = [outcome for cell in cells.values() for outcome in cell]
     return held.measurement(
         _share_exact(every),
-        "exact match",
+        unit,
         len(asked),
         **_means(every),
         rows=[
@@ -131,40 +164,79 @@ def _random(origin: str) -> random.Random:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Maker:
-    """Makes a question of some size; `least` is the smallest, `probe` one to measure tokens by."""
+    """Makes a question of some size; `least` is the smallest, `probe` one to measure tokens by.
 
-    make: Callable[[int, float], Recall]
+    Its answer lies at `depth`. `most` is the largest size, if there is one. The prompt ends with
+    `lead` on a line of its own, but for a model that chats.
+    """
+
+    make: Callable[[int], Recall]
+    depth: float
     least: int
     probe: int
+    most: int | None = None
+    lead: str = ""
 
 
-def _passkey_maker(origin: str) -> _Maker:
+def _passkey_makers(origin: str, depth: float) -> list[_Maker]:
     """Size: characters of filler, cut at a sentence's end."""
 
-    def make(characters: int, depth: float) -> Recall:
+    def make(characters: int) -> Recall:
         text = filler_text(_random(f"filler {origin}"), characters)
         cut = text[: text.rfind(".", 0, characters) + 1]
         return passkey(_random(f"passkey {origin}"), cut, depth)
 
-    return _Maker(make=make, least=0, probe=1000)
+    return [_Maker(make=make, depth=depth, least=0, probe=1000)]
 
 
-def _retrieval_maker(origin: str) -> _Maker:
+def _retrieval_makers(origin: str, depth: float) -> list[_Maker]:
     """Size: pairs of the table."""
 
-    def make(num_pairs: int, depth: float) -> Recall:
+    def make(num_pairs: int) -> Recall:
         return key_value(_random(f"retrieval {origin}"), num_pairs, depth)
 
-    return _Maker(make=make, least=1, probe=40)
+    return [_Maker(make=make, depth=depth, least=1, probe=40)]
 
 
-def _question(
-    tokenizer: Tokenizer, task: str, maker: _Maker, length_tokens: int, depth: float
-) -> Question:
+def _fact_makers(origin: str, depth: float, prose: str) -> list[_Maker]:
+    """Size: characters of the prose, from a sentence drawn by chance, up to a sentence's end.
+
+    Two questions about one document: of the fact at `depth`, and of the one half the text away.
+    """
+    rng = _random(f"facts {origin}")
+    facts = two_facts(rng)
+    depths = depth, depth + FACTS_APART if depth <= FACTS_APART else depth - FACTS_APART
+    start = rng.choice(sentence_starts(prose))
+    turned = f"{prose[start:]}\n{prose[:start]}"
+    ends = [*sentence_starts(turned), len(turned)]
+
+    def make(characters: int, asked: int) -> Recall:
+        end = max(at for at in ends if at <= characters)
+        return fact_question(turned[:end].rstrip(), facts, depths, asked)
+
+    return [
+        _Maker(
+            make=partial(make, asked=asked),
+            depth=depths[asked],
+            least=0,
+            probe=1000,
+            most=len(turned),
+            lead=fact.lead,
+        )
+        for asked, fact in enumerate(facts)
+    ]
+
+
+def _question(tokenizer: Tokenizer, task: str, maker: _Maker, length_tokens: int) -> Question:
     """The longest of its task that fits: begins a little too long, then moves back."""
+    chats = bool(maker.lead) and tokenizer.chat_template is not None
 
     def encoded(size: int) -> list[int]:
-        return tokenizer.encode(maker.make(size, depth).prompt, start=True)
+        prompt = maker.make(size).prompt
+        if not chats:
+            return tokenizer.encode(prompt, start=True)
+        message = {"role": "user", "content": prompt.removesuffix(f"\n{maker.lead}")}
+        return tokenizer.chat([message], add_generation_prompt=True)
 
     shortest = len(encoded(maker.least))
     if shortest > length_tokens:
@@ -174,15 +246,25 @@ def _question(
         )
     per_size = (len(encoded(maker.probe)) - shortest) / (maker.probe - maker.least)
     size = maker.least + ceil(1.03 * (length_tokens - shortest) / per_size)
+    size = size if maker.most is None else min(size, maker.most)
     while len(ids := encoded(size)) > length_tokens:
         excess = (len(ids) - length_tokens) / per_size
         size = max(maker.least, size - max(1, ceil(excess)))
-    prompt, answer = maker.make(size, depth)
-    answered = tokenizer.encode(prompt + answer, start=True)
+    if size == maker.most and len(ids) < LEAST_FILLED * length_tokens:
+        raise DataError(
+            f"the text fills {len(ids)} of --context {length_tokens}; give more or longer files, "
+            "or a shorter --context"
+        )
+    prompt, answer = maker.make(size)
+    if chats:
+        asked = ids + tokenizer.encode(maker.lead)
+        answered = ids + tokenizer.encode(maker.lead + answer)
+    else:
+        asked, answered = ids, tokenizer.encode(prompt + answer, start=True)
     # A tokenizer may join the end of the prompt with the answer.
     first = next(
-        (i for i, (one, other) in enumerate(zip(ids, answered, strict=False)) if one != other),
-        len(ids),
+        (i for i, (one, other) in enumerate(zip(asked, answered, strict=False)) if one != other),
+        len(asked),
     )
     return Question(
         ids=ids,
@@ -190,5 +272,6 @@ def _question(
         first=first,
         answer=answer.strip(),
         length_tokens=length_tokens,
-        depth=depth,
+        depth=maker.depth,
+        most_tokens=ANSWER_TOKENS[task] - 2,
     )

@@ -13,9 +13,9 @@ from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
 from kvq_apps.evaluation.recall import Question
 from kvq_models.tokenizer import Tokenizer
 
-TASKS = ("ppl", "kld", "passkey", "retrieval", "fim", "edit")
+TASKS = ("ppl", "kld", "passkey", "retrieval", "facts", "fim", "edit")
 TEXT_TASKS = ("ppl", "kld")
-RECALL_TASKS = ("passkey", "retrieval")
+RECALL_TASKS = tuple(recall.ANSWER_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,8 @@ class Material:
                 raise outcome
             return outcome
         if task in RECALL_TASKS:
-            return recall.recall(open_session, self.tokenizer, self.questions[task], progress)
+            asked, unit = self.questions[task], recall.UNITS[task]
+            return recall.recall(open_session, self.tokenizer, asked, progress, unit)
         if task == "edit":
             return editing.editing(open_session, open_exact, self.edits, progress)
         return infilling.infilling(

@@ -1,9 +1,11 @@
 """`kvq lsp`: inline completions for editors, one request alive per document.
 
 The reading thread applies document notifications in their order and answers what needs no model;
-one worker writes completions. A newer request of a document supersedes its older one, and a cancel
-reaches the engine before its next pass. Whatever goes wrong becomes a line in the log and a null
-answer with a reason, never a pop-up. Protocol: LSP 3.18, textDocument/inlineCompletion.
+one worker writes completions, and in idle time reads the document that they may be asked of next.
+A newer request of a document supersedes its older one, and a cancel reaches the engine before its
+next pass. Whatever goes wrong becomes a line in the log and a null answer with a reason, never a
+pop-up; only settings that wait for trust are told in one. Protocol: LSP 3.18,
+textDocument/inlineCompletion.
 """
 
 import itertools
@@ -27,14 +29,19 @@ from kvq_apps.lsp.frames import (
     RpcError,
     read_frames,
 )
+from kvq_apps.lsp.progress import Progress
 from kvq_apps.lsp.settings import Settings
 from kvq_apps.lsp.typed import TypedThrough
 
-# Idle time begins so long after the last answer, and is used so many tokens at a time.
+# Idle time begins so long after the last answer or change, and is used so many tokens at a time.
 IDLE_S, IDLE_TOKENS = 0.3, 64
+# Of a document with so many tokens left to read it is shown how far that is.
+SHOWN_TOKENS = 256
 PARENT_CHECK_S = 2.0
 # The progress that an editor may show.
-LOADING = "kvq-loading"
+LOADING, READING = "kvq-loading", "kvq-reading"
+# The type of a message that warns.
+_WARNING = 2
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
 # A line that no person has written is not completed.
 MOST_LINE = 20_000
@@ -46,6 +53,8 @@ class Completer(Protocol):
     def complete(
         self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion: ...
+
+    def expect(self, document: Document, place: tuple[int, int]) -> None: ...
 
     def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int: ...
 
@@ -65,8 +74,10 @@ class _Open:
     binary: bool = False
     # A change could not be made: this is not the editor's text until all of it comes again.
     lost: bool = False
-    # What somebody took of the drafts shown last: nothing, part or all; None: none were shown.
+    # What somebody took of the suggestions shown last: nothing, part or all; None: none were shown.
     taken: str | None = None
+    # Where somebody was last, as far as is known.
+    place: tuple[int, int] = (0, 0)
 
     def why_not(self) -> str | None:
         """Why this text is not completed, or None."""
@@ -103,9 +114,16 @@ class _Selected:
     range: dict[str, Any]
 
 
+class _Changed:
+    """What tells the worker that another document may be the one to read."""
+
+
+_CHANGED = _Changed()
+
+
 @dataclass(slots=True)
 class _Counts:
-    """Of the lists of drafts shown so far, those of which one was taken, all of it or a part."""
+    """Lists of suggestions shown so far, and those of which one was taken, all or a part."""
 
     shown: int = 0
     accepted: int = 0
@@ -113,7 +131,10 @@ class _Counts:
 
 
 class LanguageServer:
-    """One client. `load` makes the completer, in the background; `log` takes lines."""
+    """One client. `load` makes the completer, in the background; `log` takes lines.
+
+    The editor shows `notice` once, as a message that nobody has to answer.
+    """
 
     def __init__(
         self,
@@ -121,25 +142,31 @@ class LanguageServer:
         sink: BinaryIO,
         load: Callable[[], Completer],
         log: Callable[[str], None],
+        notice: str | None = None,
     ) -> None:
+        self._notice = notice
         self._source = source
         self._writer = FrameWriter(sink)
         self._load = load
         self._log = log
         self._documents: dict[str, _Open] = {}
+        # Where somebody was last, and whether the editor tells that.
+        self._focused: str | None = None
+        self._tells_focus = False
         self._waiting: dict[int | str, _Request] = {}
         self._encoding: Encoding = "utf-16"
         self._initialized = self._shut_down = False
         self._settings = Settings()
-        self._pulls = self._progress = self._as_list = False
+        self._pulls = self._shows_progress = self._as_list = False
         self._calls: dict[str, Callable[[Any], None]] = {}
         self._completer: Completer | None = None
-        self._told_loading = False
+        self._loading: Progress | None = None
         self._gone = threading.Event()
         self._numbers = itertools.count()
         self._failure: str | None = None
         self._counts = _Counts()
-        self._work: SimpleQueue[_Request | None] = SimpleQueue()
+        # A request; that documents have changed; None: the end.
+        self._work: SimpleQueue[_Request | _Changed | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
 
@@ -212,6 +239,7 @@ class LanguageServer:
             "textDocument/didOpen": self._on_open,
             "textDocument/didChange": self._on_change,
             "textDocument/didClose": self._on_close,
+            "textDocument/didFocus": self._on_focus,
             "textDocument/inlineCompletion": self._on_completion,
             "textDocument/completion": self._on_list,
             "workspace/didChangeConfiguration": self._on_configuration,
@@ -226,7 +254,7 @@ class LanguageServer:
         found = next((one for one in offered if one in ENCODINGS), "utf-16")
         self._encoding = cast(Encoding, found)
         self._pulls = bool(capabilities.get("workspace", {}).get("configuration"))
-        self._progress = bool(capabilities.get("window", {}).get("workDoneProgress"))
+        self._shows_progress = bool(capabilities.get("window", {}).get("workDoneProgress"))
         options = params.get("initializationOptions") or {}
         self._settings = self._settings.changed(options, self._log)
         self._as_list = bool(options.get("fallbackCompletion"))
@@ -258,17 +286,18 @@ class LanguageServer:
 
     def _on_initialized(self, _: dict[str, Any], __: Any) -> None:
         self._pull()
-        if self._progress and self._completer is None:
-            self._call("window/workDoneProgress/create", {"token": LOADING}, self._tell_loading)
-
-    def _tell_loading(self, _: Any) -> None:
+        if self._notice is not None:
+            shown = {"type": _WARNING, "message": f"kvq: {self._notice}"}
+            self._writer.send({"method": "window/showMessage", "params": shown})
         with self._lock:
-            self._told_loading = self._completer is None and self._failure is None
-            if self._told_loading:
-                self._tell({"kind": "begin", "title": "kvq: loading the model"})
+            if self._completer is None and self._failure is None:
+                self._loading = self._progress(LOADING, "kvq: loading the model")
 
-    def _tell(self, value: dict[str, Any]) -> None:
-        self._writer.send({"method": "$/progress", "params": {"token": LOADING, "value": value}})
+    def _progress(self, token: str, title: str) -> Progress | None:
+        """Work that is shown from now on, where the client shows any."""
+        if not self._shows_progress:
+            return None
+        return Progress(token, title, self._call, self._writer.send)
 
     def _pull(self) -> None:
         """Asks the client for its settings, where it can be asked."""
@@ -303,6 +332,9 @@ class LanguageServer:
             self._documents[item["uri"]] = _Open(
                 Document(text), int(item["version"]), binary="\0" in text
             )
+            # An editor that tells where somebody is opens others only to look into them.
+            if not self._tells_focus or self._focused == item["uri"]:
+                self._focus(item["uri"])
 
     def _on_change(self, params: dict[str, Any], _: Any) -> None:
         item = params["textDocument"]
@@ -321,6 +353,7 @@ class LanguageServer:
                 whole = self._change(known, change)
                 lost &= not whole
             known.version, known.lost = version, lost
+            self._focus(item["uri"])
 
     def _change(self, known: _Open, change: dict[str, Any]) -> bool:
         """Makes one change; whether it was all of the text."""
@@ -335,12 +368,27 @@ class LanguageServer:
         if known.typed and not known.typed.survives(start.line, end.line, text):
             known.typed = None
         known.document.replace(start, end, text, self._encoding)
+        known.place = known.document.place(start, self._encoding)
         return False
 
     def _on_close(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
             self._supersede(params["textDocument"]["uri"])
             self._documents.pop(params["textDocument"]["uri"], None)
+
+    def _on_focus(self, params: dict[str, Any], _: Any) -> None:
+        """As GitHub's language server is told it; the cursor's `position` may stand beside it."""
+        uri, position = params["textDocument"]["uri"], params.get("position")
+        with self._lock:
+            self._tells_focus = True
+            if position is not None and (known := self._documents.get(uri)) is not None:
+                known.place = known.document.place(_position(position), self._encoding)
+            self._focus(uri)
+
+    def _focus(self, uri: str) -> None:
+        """Somebody is in this document now: idle time is for it."""
+        self._focused = uri
+        self._work.put(_CHANGED)
 
     def _on_list(self, params: dict[str, Any], number: Any) -> Any:
         if not self._as_list:
@@ -368,6 +416,7 @@ class LanguageServer:
                 known.last = known.shown[place] = shown
                 return self._items(uri, known.document, place, shown, as_list=as_list)
             self._supersede(uri)
+            known.place = place
             request = _Request(number, uri, known.version, place, selected, as_list)
             known.request = self._waiting[number] = request
         self._work.put(request)
@@ -406,9 +455,9 @@ class LanguageServer:
             return None if last is None else _explained(last) | {"counts": asdict(self._counts)}
 
     def _accepted(self, uri: str, taken: str = "all", *_: Any) -> None:
-        """A draft of those shown last was put into a document: `all` of it, or a `part`."""
+        """A suggestion of those shown last was put into a document: `all` of it, or a `part`."""
         if taken not in ("all", "part"):
-            raise ValueError(f"{taken!r} of a draft: it is all or part")
+            raise ValueError(f"{taken!r} of a suggestion: it is all or part")
         with self._lock:
             known = self._documents.get(uri)
             if known is None or known.taken in (None, "all", taken):
@@ -453,27 +502,57 @@ class LanguageServer:
             completer = None
         with self._lock:
             self._completer = completer
-            if self._told_loading:
-                self._tell({"kind": "end"})
+            if self._loading is not None:
+                self._loading.end()
         while (request := self._next(completer)) is not None:
             self._complete(cast(Completer, completer), request)
         if completer is not None:
             completer.close()
 
     def _next(self, completer: Completer | None) -> _Request | None:
-        """The next request; meanwhile what edits left stale is encoded again, a piece at a time."""
-        left = completer is not None
-        while left:
+        """The next request. In idle time meanwhile a document is read, and what is stale, again."""
+        idle = completer is not None
+        while True:
             try:
-                return self._work.get(timeout=IDLE_S)
+                work = self._work.get(timeout=IDLE_S if idle else None)
             except Empty:
-                pass
-            try:
-                left = bool(cast(Completer, completer).refresh(IDLE_TOKENS, self._awaited))
-            except Exception as error:  # noqa: BLE001  told in the log; completions go on
-                self._log(f"idle time was not used: {error}")
-                left = False
-        return self._work.get()
+                idle = self._use_idle_time(cast(Completer, completer))
+                continue
+            if not isinstance(work, _Changed):
+                return work
+            idle = completer is not None
+
+    def _use_idle_time(self, completer: Completer) -> bool:
+        """Works a piece at a time until somebody comes; whether anything is left then."""
+        shown, most, left = None, 0, 1
+        try:
+            self._expect(completer)
+            while left and not self._awaited():
+                left = completer.refresh(IDLE_TOKENS, self._awaited)
+                most = max(most, left)
+                if shown is None and left > SHOWN_TOKENS:
+                    token = f"{READING}-{next(self._numbers)}"
+                    shown = self._progress(token, "kvq: reading the document")
+                if shown is not None:
+                    shown.report(100 - 100 * left // most)
+        except Exception as error:  # noqa: BLE001  told in the log; completions go on
+            self._log(f"idle time was not used: {error}")
+            left = 0
+        if shown is not None:
+            shown.end()
+        return bool(left)
+
+    def _expect(self, completer: Completer) -> None:
+        """Tells the completer where it may be asked next."""
+        with self._lock:
+            uri = self._focused or ""
+            known = self._documents.get(uri)
+            if known is None or self._why_not(uri, known) is not None:
+                return
+            document, (line, column) = known.document.copy(), known.place
+        line = min(line, document.num_lines - 1)
+        if len(document.line(line)) <= MOST_LINE:
+            completer.expect(document, (line, column))
 
     def _awaited(self) -> bool:
         """Whether somebody waits for the worker."""

@@ -14,7 +14,7 @@ _SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """`enabled`; `drafts` shown at most; `ignore`: globs of file names or whole paths."""
+    """`enabled`; `drafts`: most suggestions shown; `ignore`: globs of file names or paths."""
 
     enabled: bool = True
     drafts: int = MOST_DRAFTS

@@ -1,4 +1,4 @@
-"""Drafts that somebody is typing: their rest is what is shown next, and no engine is asked."""
+"""Suggestions that somebody is typing: their rest is what is shown next, and no engine is asked."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from kvq_apps.completion.drafts import Completion
 
 
 class TypedThrough:
-    """The last drafts of a document, and the line they were made for."""
+    """The last suggestions of a document, and the line they were made for."""
 
     def __init__(self, document: Document, place: tuple[int, int], found: Completion) -> None:
         self._line, column = place
@@ -20,7 +20,7 @@ class TypedThrough:
         return first_line == last_line == self._line and not set(text) & set("\r\n")
 
     def rest(self, document: Document, place: tuple[int, int]) -> Completion | None:
-        """What is left of the drafts that begin with what was typed; None: it is none of them."""
+        """What is left of those that begin with what was typed; None: it is none of them."""
         line = document.line(place[0])
         before, rest = line[: place[1]], line[place[1] :]
         if place[0] != self._line or rest != self._rest or not before.startswith(self._before):

@@ -9,7 +9,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvq import __version__
-from kvq.errors import KvqError
+from kvq.errors import KvqError, UsageError
 from kvq_apps.serve import requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
@@ -31,9 +33,9 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.page import PAGE_HEADERS, page
 from kvq_apps.serve.prometheus import Metric, prometheus_text
-from kvq_apps.serve.protocol import PROTOCOL
+from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
 from kvq_apps.serve.reclaim import Reclaiming
-from kvq_apps.serve.requests import ModelView
+from kvq_apps.serve.requests import Form, ModelView
 from kvq_apps.serve.shapes import SHAPES, Answered, Shape
 from kvq_apps.serve.streams import (
     Events,
@@ -45,6 +47,8 @@ from kvq_apps.serve.streams import (
 from kvq_apps.serve.tools import tools_of
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import Sampling
+from kvq_runtime.constraint import Grammar
 from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import SessionPool
@@ -62,6 +66,8 @@ _MEANT_FOR_OTHERS = {
     *("id_slot", "metadata", "prompt_cache_key", "safety_identifier", "samplers", "service_tier"),
     *("store", "t_max_prompt_ms", "timings_per_token", "user"),
 }
+# Large schemas and grammars are read in threads of their own: others wait for none of them.
+_GRAMMAR_THREADS = 2
 # Whoever invents names does not fill the log.
 _MOST_UNREAD = 100
 
@@ -136,6 +142,7 @@ class _Routes:
         self._pool = pool
         self._config = config
         self._unread: set[str] = set()
+        self._readers = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
 
     def generating(self, path: str, read: Read) -> Callable[[Request], Any]:
         """The handler of a route that makes the model write."""
@@ -143,9 +150,11 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await self._body(request)
-            asked, delivery = await in_worker(
+            asked, delivery, form = await in_worker(
                 request, self._understood, body, request.headers, served, read
             )
+            if form is not None:
+                asked = replace(asked, grammar=await self._grammar(request, served, form))
             answered = Answered(
                 model=served.name,
                 tokenizer=served.tokenizer,
@@ -153,6 +162,7 @@ class _Routes:
                 delivery=delivery,
                 kv=served.kv,
                 context_limit=served.context_tokens,
+                budget_tokens=served.budget_tokens,
             )
             return await self._answer(request, SHAPES[path](answered), answered)
 
@@ -165,14 +175,7 @@ class _Routes:
     async def one_model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
         served = self._served()
-        name = request.path_params["name"]
-        if name not in self._names(served):
-            raise RequestError(
-                f"the model {name!r} is not served here; {served.name!r} is",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        requests.check_name(request.path_params["name"], self._view(served))
         return JsonAnswer(self._model_row(served))
 
     async def tokenize(self, request: Request) -> Response:
@@ -211,7 +214,10 @@ class _Routes:
         served = self._served()
         return JsonAnswer(
             {
-                "default_generation_settings": {"n_ctx": served.context_tokens},
+                "default_generation_settings": {
+                    "n_ctx": served.context_tokens,
+                    "params": sampling_fields(self._sampling(served)),
+                },
                 "total_slots": self._config.sessions,
                 "model_alias": served.name,
                 "chat_template": served.tokenizer.chat_template or "",
@@ -222,6 +228,7 @@ class _Routes:
                     "protocol": PROTOCOL,
                     "kv": served.kv,
                     "kv_budget": served.slot_bytes,
+                    "budget_tokens": served.budget_tokens,
                     "sessions": self._config.sessions,
                 },
             }
@@ -264,19 +271,20 @@ class _Routes:
             )
         return self._pool.served
 
-    def _names(self, served: ServedModel) -> frozenset[str]:
-        return frozenset((served.name, *self._config.aliases))
-
     def _view(self, served: ServedModel) -> ModelView:
         return ModelView(
             name=served.name,
-            names=self._names(served),
+            names=served.names | {*self._config.aliases},
+            strict=self._config.strict_model,
             tokenizer=served.tokenizer,
             vocab_size=served.vocab_size,
             context_tokens=served.context_tokens,
-            sampling=self._config.sampling,
-            grammar=served.grammar,
+            sampling=self._sampling(served),
         )
+
+    def _sampling(self, served: ServedModel) -> Sampling:
+        """What holds where a request does not say: the flags', then the model's."""
+        return replace(served.sampling, **self._config.sampling)
 
     def _model_row(self, served: ServedModel) -> dict[str, Any]:
         return {
@@ -284,14 +292,17 @@ class _Routes:
             "object": "model",
             "created": served.loaded_at,
             "owned_by": "kvq",
+            "aliases": sorted(self._view(served).names - {served.name}),
             "meta": {
                 "n_ctx": served.context_tokens,
                 "n_vocab": served.vocab_size,
                 "kbits": served.k_bits,
                 "vbits": served.v_bits,
                 "kv_budget": served.slot_bytes,
+                "budget_tokens": served.budget_tokens,
                 "chat": served.tokenizer.chat_template is not None,
                 "infill": served.tokenizer.fim is not None,
+                "sampling": sampling_fields(self._sampling(served)),
             },
         }
 
@@ -312,16 +323,30 @@ class _Routes:
 
     def _understood(
         self, body: bytes, headers: Mapping[str, str], served: ServedModel, read: Read
-    ) -> tuple[GenerationRequest, requests.Delivery]:
+    ) -> tuple[GenerationRequest, requests.Delivery, Form | None]:
         fields = parse_object(body)
         keyed = self._config.api_key is not None
         owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
         view = self._view(served)
         asked = replace(read(fields, view), owner=owner)
         tools = tools_of(fields, served.tokenizer) if read is requests.chat_request else None
-        found = asked, requests.delivery(fields, tools)
+        form = requests.form_of(fields, served.tokenizer, tools)
+        found = asked, requests.delivery(fields, tools), form
         self._name_unread(fields)
         return found
+
+    async def _grammar(self, request: Request, served: ServedModel, form: Form) -> Grammar:
+        """`form` read for the model. One that may be much work waits for others that are, only."""
+        left = Event()
+        executor = None if form.constraint.small else self._readers
+        try:
+            return await in_worker(
+                request, served.grammar, form.constraint, left.is_set, executor=executor
+            )
+        except UsageError as error:
+            raise RequestError(str(error), param=form.param) from error
+        finally:
+            left.set()
 
     def _name_unread(self, fields: Fields) -> None:
         """Says once of each field that nothing read it: a client may believe it was heard."""
@@ -345,7 +370,8 @@ class _Routes:
                 if isinstance(first, Failed):
                     raise as_request_error(first.error) from first.error
                 return EventStream(chunks(events, first, shape, self._config.ping_s), events)
-            return JsonAnswer(await whole_answer(events, shape, answered))
+            body, report = await whole_answer(events, shape, answered)
+            return JsonAnswer(body, headers={EVICTED_HEADER: f"{report.evicted_share:.4f}"})
         except BaseException:
             events.cancel()
             raise
@@ -388,12 +414,22 @@ async def _handled_gone(_: Request, __: Exception) -> Response:
 async def _handled_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {
-        404: f"there is no {request.url.path[:80]} here; see /v1/models",
+        404: f"there is no {request.url.path[:80]} here; there are {_routes_of(request.app)}",
         405: f"{request.method} is not possible here",
     }.get(error.status_code, error.detail)
     response = error_response(RequestError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
+
+
+def _routes_of(app: Starlette) -> str:
+    """Every route as people write it: `POST /v1/completions, ...`."""
+    rows = (route for route in app.routes if isinstance(route, Route))
+    return ", ".join(
+        f"{'POST' if 'POST' in (row.methods or ()) else 'GET'} "
+        f"{row.path.replace('{name:path}', 'NAME')}"
+        for row in rows
+    )
 
 
 def _tokens(tokenizer: Tokenizer, fields: Fields) -> list[Any]:

@@ -1,7 +1,9 @@
 """What a server is asked to be. Knows no socket and no model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvq.errors import UsageError
 from kvq_runtime.config import Sampling
@@ -15,6 +17,8 @@ class ServeConfig(PoolConfig):
     """Where to listen, how much to hold, how long to wait.
 
     `port` None listens on `socket_path` only, a socket file that its owner alone may open.
+    Any name of a model is taken for the one served, with `strict_model` only its own and `aliases`.
+    `sampling` holds fields of `Sampling` that come before the model's.
     `saved_bytes` bounds the sessions kept on disk, 0: none are. `buffer_bytes` is what the engine
     writes ahead of one reader. A request's head must arrive within `head_s`, its body within
     `upload_s`; `spare_connections` more than requests can run and wait may be open. At shutdown
@@ -27,7 +31,8 @@ class ServeConfig(PoolConfig):
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ("default",)
-    sampling: Sampling = field(default_factory=Sampling)
+    strict_model: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     saved_bytes: int = 2 << 30
     grace_s: float = 8.0
     ping_s: float = 15.0
@@ -49,6 +54,7 @@ class ServeConfig(PoolConfig):
             _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("--api-key is empty; give a key or leave the flag out")
+        _ = Sampling(**self.sampling)
         for origin in self.origins:
             _require_origin(origin)
 

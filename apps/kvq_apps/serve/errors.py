@@ -15,6 +15,8 @@ _TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
+# An error that repeats what a client sent does not repeat all of it.
+_MOST_CHARACTERS = 1000
 _POOL_STATUS = {"not_read": 408, "queue_full": 429, "shutting_down": 503}
 
 
@@ -64,10 +66,16 @@ def error_body(error: RequestError) -> dict[str, Any]:
     """The JSON every failed request is answered with."""
     return {
         "error": {
-            "message": str(error),
+            "message": _shortened(str(error)),
             "type": _TYPES.get(error.status, "invalid_request_error"),
             "param": error.param,
             "code": error.code,
             **error.numbers,
         }
     }
+
+
+def _shortened(text: str) -> str:
+    """The text, or its beginning and its end, which says what to do."""
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

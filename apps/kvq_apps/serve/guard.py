@@ -5,8 +5,11 @@ rebound name) is refused, a foreign Origin gets no CORS headers and may not POST
 a form could send is not JSON. Knows headers only.
 """
 
+import asyncio
 import hmac
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -18,6 +21,10 @@ from kvq_apps.serve.errors import RequestError
 PUBLIC_PATHS = ("/", "/health", "/v1/models")
 _JSON = "application/json"
 _PREFLIGHT_S = "600"
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?")
+_FIRST_REFUSAL = 400
+# What is dropped of a refused request: so many bodies of the largest size, while they come.
+_DROPPED_BODIES, _IDLE_S = 4, 1.0
 
 Refuse = Callable[[RequestError], Response]
 
@@ -35,6 +42,9 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
+        most_bytes = _DROPPED_BODIES * self._config.body_bytes
+        unread = _Unread(receive, send, most_bytes, self._config.upload_s)
+        receive, send = unread.receive, unread.send
         origin = headers.get("origin")
         allowed = origin is not None and self._origin_allowed(origin, headers)
         send = _with_cors(send, origin) if allowed and origin is not None else send
@@ -121,10 +131,46 @@ def too_large(limit_bytes: int) -> RequestError:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    """The name in a Host header, without its port; empty for what is no such header."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower() if found else ""
+
+
+class _Unread:
+    """What a client still sends of a request that is refused before it was read.
+
+    Were the connection closed on it, the client would meet a reset in place of the answer. So the
+    answer leaves, then what comes is read and dropped, within `most_bytes` and `timeout_s`.
+    """
+
+    def __init__(self, receive: Receive, send: Send, most_bytes: int, timeout_s: float) -> None:
+        self._receive, self._send = receive, send
+        self._left_bytes, self._timeout_s = most_bytes, timeout_s
+        self._refused = self._ended = False
+
+    async def receive(self) -> Message:
+        """The next part of the request."""
+        message = await self._receive()
+        self._ended = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Sends a part of the answer; the last one of a refusal once the client has sent all."""
+        if message["type"] == "http.response.start":
+            self._refused = message["status"] >= _FIRST_REFUSAL
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and self._refused and not self._ended:
+            await self._send({**message, "more_body": True})
+            await self._drop()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _drop(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                while not self._ended and self._left_bytes > 0:
+                    message = await asyncio.wait_for(self.receive(), _IDLE_S)
+                    self._left_bytes -= len(message.get("body", b""))
 
 
 def _with_cors(send: Send, origin: str) -> Send:

@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvq.settings import cache_folder
+from kvq_apps import known_models
 from kvq_apps.engine import Engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
 from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
@@ -21,16 +24,21 @@ from kvq_runtime.serving.slots import Slots
 class ServedModel(Served):
     """What the routes know of the model too; `kv` are the widths as people write them.
 
-    `grammar` reads a constraint for the model's vocabulary.
+    `budget_tokens`: what a session holds at those widths. `names`: every name it goes by.
+    `grammar` reads a constraint for the model's vocabulary (`Vocabulary.grammar`). `sampling` is
+    the model's own.
     """
 
     name: str
+    names: frozenset[str]
     tokenizer: Tokenizer
-    grammar: Callable[[Constraint], Grammar]
+    grammar: Callable[[Constraint, Callable[[], bool]], Grammar]
     vocab_size: int
     k_bits: int
     v_bits: int
     kv: str
+    budget_tokens: int
+    sampling: Sampling
     loaded_at: int
 
 
@@ -46,13 +54,17 @@ def load(
 ) -> ServedModel:
     """Loads the model and opens every arena. Raises `KvqError`."""
     engine = Engine.open(model, **engine_options)
-    return serve_engine(engine, session_options, config)
+    return serve_engine(engine, session_options, config, called=model)
 
 
 def serve_engine(
-    engine: Engine, session_options: Mapping[str, Any], config: ServeConfig
+    engine: Engine,
+    session_options: Mapping[str, Any],
+    config: ServeConfig,
+    *,
+    called: str | None = None,
 ) -> ServedModel:
-    """What is served of an opened engine."""
+    """What is served of an opened engine, which the command line `called` so."""
     session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
     if engine.tokenizer.fim is not None:
         session_options["sink_tokens"] = fixed_tokens(engine.tokenizer)
@@ -67,6 +79,7 @@ def serve_engine(
     plan = first.config.plan
     return ServedModel(
         name=engine.model.name,
+        names=_names(engine, called),
         tokenizer=engine.tokenizer,
         grammar=engine.vocabulary.grammar,
         backend=engine.backend,
@@ -75,7 +88,19 @@ def serve_engine(
         k_bits=plan.k_bits,
         v_bits=plan.v_bits,
         kv=kv_text(plan.k_bits, plan.v_bits),
+        budget_tokens=first.config.budget_tokens,
+        sampling=engine.model.sampling,
         loaded_at=int(time.time()),
         slots=Slots(lambda: engine.session(**session_options), config.sessions, saved),
         close=engine.close,
     )
+
+
+def _names(engine: Engine, called: str | None) -> frozenset[str]:
+    """The manifest's name, the one asked for, those given here, and the folder's or file's."""
+    path = engine.files.path
+    given = (name for name, place in known_models.named() if place == path)
+    names = {engine.model.name, path.name, *given}
+    if called is not None:
+        names |= {called, Path(called).name}
+    return frozenset(names)

@@ -1,17 +1,40 @@
 """What every answer of a server says about itself, and what a client makes of it.
 
-Standard library only: a client needs no server. `PROTOCOL` rises whenever a client of before
-would misread an answer of now, or the other way round.
+A client needs no server, so nothing of one is imported here. `PROTOCOL` rises whenever a client
+of before would misread an answer of now, or the other way round.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvq import __version__
-from kvq.errors import BackendError
+from kvq.errors import BackendError, UsageError
+from kvq_runtime.config import Sampling
 
 PROTOCOL = 1
 VERSION_HEADER = "X-Kvq-Version"
 PROTOCOL_HEADER = "X-Kvq-Protocol"
+# The share of its text that a session had given up when it sent a whole answer, 0 to 1.
+EVICTED_HEADER = "X-Kvq-Evicted"
+# What requests, and a server of itself, call fields of `Sampling`: llama-server's names.
+SAMPLING_NAMES = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")},
+    "repeat_window_tokens": "repeat_last_n",
+}
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, float]:
+    """`sampling` as a request asks for it."""
+    return {name: getattr(sampling, field) for field, name in SAMPLING_NAMES.items()}
+
+
+def sampling_of(fields: Mapping[str, Any]) -> Sampling:
+    """The other way round; what is not said keeps its default. Raises `BackendError`."""
+    said = {field: fields[name] for field, name in SAMPLING_NAMES.items() if name in fields}
+    try:
+        return Sampling(**said)
+    except (TypeError, UsageError) as error:
+        raise BackendError(f"what the server says of its sampling cannot be: {error}") from error
 
 
 def own_headers() -> list[tuple[str, str]]:

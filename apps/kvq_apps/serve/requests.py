@@ -20,7 +20,7 @@ from kvq_apps.serve.formats import NAMES, constraint_of
 from kvq_apps.serve.tools import Tools, calls_of, tools_of
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
-from kvq_runtime.constraint import Constraint, Grammar
+from kvq_runtime.constraint import Constraint
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.healing import heal
 from kvq_runtime.prediction import WithAuxiliary, predictor_named
@@ -31,9 +31,9 @@ from kvq_specdraft import FREE_DRAFTERS, drafter_named
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
 MOST_LOGPROBS = 20
-MOST_STOPS = 4
+# OpenAI takes 4, llama-server any number.
+MOST_STOPS = 64
 _MOST_TOKENS = 1 << 31
-_MOST_NATIVE_STOPS = 64
 _COMPLETION_TOKENS = 16
 _DECIMAL = re.compile("[0-9]{1,12}")
 _ROLES = {
@@ -44,15 +44,26 @@ _ROLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelView:
-    """What a request is read against: the served model and its limits."""
+    """What a request is read against: the served model and its limits.
+
+    `strict`: a request for a model of another name than `names` is refused.
+    """
 
     name: str
     names: frozenset[str]
+    strict: bool
     tokenizer: Tokenizer
     vocab_size: int
     context_tokens: int
     sampling: Sampling
-    grammar: Callable[[Constraint], Grammar]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer has to look like, and the field that says so."""
+
+    constraint: Constraint
+    param: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +105,9 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
         replace(
             _openai_request(fields, model, "chat"),
             prompts=(tuple(ids),),
-            max_tokens=_chat_tokens(fields),
+            max_tokens=_most_tokens(fields, "max_completion_tokens", "max_tokens", default=None),
             logprobs=logprobs,
             top_logprobs=count,
-            grammar=_grammar(fields, model, tools),
             shown=frozenset() if tools is None else tools.shown(model.tokenizer),
         ),
         model,
@@ -121,27 +131,37 @@ def _chat_ids(
         raise RequestError(message, param="messages" if tools is None else "tools") from None
 
 
-def _grammar(fields: Fields, model: ModelView, tools: Tools | None = None) -> Grammar | None:
-    """The form of the answer, read for the model."""
+def form_of(fields: Fields, tokenizer: Tokenizer, tools: Tools | None) -> Form | None:
+    """The form that is asked for, or that a call of `tools` needs; None: any."""
     constraint = constraint_of(fields)
     # Beside another name `response_format` only asks for text.
     name = next((name for name in reversed(NAMES) if fields.get(name)), "tools")
     try:
         if tools is not None:
-            constraint = tools.constraint(model.tokenizer, constraint)
-        return None if constraint is None else model.grammar(constraint)
+            constraint = tools.constraint(tokenizer, constraint)
     except UsageError as error:
         raise RequestError(str(error), param=name) from error
+    return None if constraint is None else Form(constraint, name)
 
 
-def _chat_tokens(fields: Fields) -> int | None:
-    """The length asked for: OpenAI's two names, or llama-server's, whose 0 only reads the prompt.
+def _most_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
+    """The length asked for by OpenAI's `names`, or llama-server's, whose 0 only reads the prompt.
 
-    llama.vim warms its instruct model up with `n_predict` 0.
+    None, their -1: as much as fits. llama.vim warms its instruct model up with `n_predict` 0.
     """
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in names:
         if fields.get(name) is not None:
-            return fields.whole(name, 1, _MOST_TOKENS, 0)
+            limit = fields.whole(name, -1, _MOST_TOKENS, 0)
+            if limit == 0:
+                fields.refuse(name, "1 or more, or -1: as many as fit")
+            return None if limit < 0 else limit
+    if fields.get("n_predict") is None:
+        return default
+    return _native_tokens(fields)
+
+
+def _native_tokens(fields: Fields) -> int | None:
+    """`n_predict`, whose -1 and absence are no limit, and -2, until the context is full, too."""
     limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
     return None if limit < 0 else limit
 
@@ -172,15 +192,12 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
         replace(
             _openai_request(fields, model, "completion"),
             prompts=tuple(map(tuple, prompts)),
-            max_tokens=fields.whole("max_tokens", 1, _MOST_TOKENS, _COMPLETION_TOKENS),
+            max_tokens=_most_tokens(fields, "max_tokens", default=_COMPLETION_TOKENS),
             stop_ids=stop_ids,
             transient=stop_ids is not None,
-            endings=()
-            if suffix or fields.get("logprobs") is not None
-            else _endings(fields, model, prompts),
+            healed=() if fields.get("logprobs") is not None else _healed(fields, model, prompts),
             logprobs=fields.get("logprobs") is not None,
             top_logprobs=count,
-            grammar=_grammar(fields, model),
         ),
         model,
         "prompt",
@@ -196,7 +213,7 @@ def native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     request = replace(
         _native_request(fields, model),
         prompts=(tuple(prompts[0]),),
-        endings=_endings(fields, model, prompts),
+        healed=_healed(fields, model, prompts),
     )
     return _checked(request, model, "prompt")
 
@@ -226,6 +243,7 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
         replace(
             request,
             prompts=(tuple(ids),),
+            healed=_healed(fields, model, [ids]),
             stop_ids=infill.stop_ids(model.tokenizer),
             truncated=truncated,
             transient=True,
@@ -244,24 +262,20 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
         # A generator takes no negative seed; the two's complement keeps them apart.
         seed=seed % (1 << 64),
         choices=fields.whole("n", 1, MOST_CHOICES, 1),
-        stop=fields.texts("stop", MOST_STOPS),
     )
 
 
 def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     """What both of llama-server's routes read alike; -1 is its word for no limit, or any seed."""
     _check_model(fields, model)
-    limit = fields.whole("n_predict", -2, _MOST_TOKENS, -1)
     seed = fields.whole("seed", -1, (1 << 63) - 1, -1)
     return replace(
         _any_request(fields, model, "completion"),
         seed=randbits(62) if seed < 0 else seed,
         choices=fields.whole("n_cmpl", 1, MOST_CHOICES, 1),
-        max_tokens=None if limit < 0 else limit,
-        stop=fields.texts("stop", _MOST_NATIVE_STOPS),
+        max_tokens=_native_tokens(fields),
         indent=fields.whole("n_indent", 0, 1 << 16, 0),
         time_limit_ms=fields.whole("t_max_predict_ms", -1, 1 << 31, 0),
-        grammar=_grammar(fields, model),
     )
 
 
@@ -274,6 +288,7 @@ def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationR
         sampling=_sampling(fields, model),
         rank=_rank(extension, priority),
         distinct=extension.flag("distinct"),
+        stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
         draft=_draft(extension),
         predict=_predict(extension),
@@ -333,7 +348,9 @@ def _predict(extension: Fields) -> str | None:
         if isinstance(predictor_named(text), WithAuxiliary):
             extension.refuse_with("predict", "x_kvq.predict names no model; the server does")
     except UsageError as error:
-        extension.refuse_with("predict", str(error).replace("predict ", "x_kvq.predict ", 1))
+        # The text names the flag in a command and the argument elsewhere.
+        message = re.sub(r"(--kv-)?\bpredict\b", "x_kvq.predict", str(error), count=1)
+        extension.refuse_with("predict", message)
     return text
 
 
@@ -346,10 +363,16 @@ def _rank(extension: Fields, priority: str) -> int:
 
 
 def _check_model(fields: Fields, model: ModelView) -> None:
-    name = fields.text("model", model.name)
-    if name not in model.names:
+    check_name(fields.text("model", model.name), model)
+
+
+def check_name(name: str, model: ModelView) -> None:
+    """Raises a `RequestError` for a name that is not the model's, where that matters."""
+    if model.strict and name not in model.names:
+        names = ", ".join(sorted(model.names))
         raise RequestError(
-            f"the model {name!r} is not served here; {model.name!r} is",
+            f"the model {name[:80]!r} is not served here, and --strict-model refuses other names "
+            f"than its own: {names}",
             status=404,
             param="model",
             code="model_not_found",
@@ -428,15 +451,19 @@ def _prompts(fields: Fields, model: ModelView) -> list[list[int]]:
     fields.refuse("prompt", "a string, a list of strings, or a list of token ids")
 
 
-def _endings(fields: Fields, model: ModelView, prompts: list[list[int]]) -> tuple[bytes, ...]:
-    """The ends of prompts that are healed: given as text, and `x_kvq.heal` lets them be.
+def _healed(
+    fields: Fields, model: ModelView, prompts: list[list[int]]
+) -> tuple[tuple[tuple[int, ...], bytes], ...]:
+    """What `heal` makes of prompts, unless they were given as ids or `x_kvq.heal` lets them be.
 
     The first to ask waits for the tokenizer's index, here rather than on the engine's thread.
     """
     prompt = fields.get("prompt")
-    text = isinstance(prompt, str) or _is_list_of(prompt, str)
     wanted = fields.object("x_kvq").flag("heal", True)
-    return tuple(heal(model.tokenizer, ids)[1] for ids in prompts) if wanted and text else ()
+    if not wanted or _is_list_of(prompt, int) or _is_list_of(prompt, list):
+        return ()
+    found = (heal(model.tokenizer, one) for one in prompts)
+    return tuple((tuple(one), begin_with) for one, begin_with in found)
 
 
 def _ids(fields: Fields, ids: Any, model: ModelView) -> list[int]:

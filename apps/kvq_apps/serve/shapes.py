@@ -6,11 +6,13 @@ Every finished answer also carries llama-server's `timings` and our own `x_kvq`:
 widths pages are closed at; `kv_bytes` is what the session's arena holds now, `kv_bytes_peak` the
 most it has held, never above `kv_budget`; `mean_k_bits`, `mean_v_bits` are over the tokens still
 held (the newest at 16), `evicted_share` is what was given up of the tokens of all layers and
-heads; `cached_tokens` of the prompt were held already, `edited` are new ones in the middle of an
-editor's text whose rest was kept; `exact`: all that the session holds was computed, in its order;
-of the `drafted_tokens` that a drafter guessed `accepted_tokens` were right, `draft_n` and
-`draft_n_accepted` in the timings; `ttft_ms` counts from the request's arrival. In a stream both
-come with every chunk that has a `finish_reason`, and with the usage.
+heads, in `timings` and the usage too; of `context_limit` tokens the budget holds `budget_tokens`
+at those widths, beyond which bits or tokens are given up; `cached_tokens` of the prompt were held
+already, `edited` are new ones in the middle of an editor's text whose rest was kept; `exact`: all
+that the session holds was computed, in its order; of the `drafted_tokens` that a drafter guessed
+`accepted_tokens` were right, `draft_n` and `draft_n_accepted` in the timings; `ttft_ms` counts
+from the request's arrival. In a stream both come with every chunk that has a
+`finish_reason`, and with the usage.
 """
 
 import time
@@ -57,6 +59,7 @@ class Answered:
     delivery: Delivery
     kv: str
     context_limit: int
+    budget_tokens: int
 
 
 class Shape(Protocol):
@@ -173,7 +176,7 @@ class ChatShape(_OpenAiShape):
         )
 
     def delta(self, delta: Delta) -> Json | None:
-        """A chunk with text or with parts of calls; None while it is not known what it will be."""
+        """A chunk with text or with calls; None while it is not known what it will be."""
         if self._answered.delivery.tools is None:
             return super().delta(delta)
         said = _said(self._reader(delta.index).feed(delta.text))
@@ -186,7 +189,7 @@ class ChatShape(_OpenAiShape):
         if self._answered.delivery.tools is None:
             return super().finish(finished)
         reader = self._reader(finished.index)
-        said = _said(reader.flush())
+        said = _said(reader.flush(cut=finished.reason == "length"))
         chunk = self._chunk(
             self._choice(finished.index, said, (), _reason(reader, finished.reason))
         )
@@ -195,7 +198,7 @@ class ChatShape(_OpenAiShape):
     def _reader(self, index: int) -> CallReader:
         tools = self._answered.delivery.tools
         assert tools is not None
-        return self._readers.setdefault(index, CallReader(tools.form))
+        return self._readers.setdefault(index, tools.reader())
 
     def _piece(
         self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
@@ -217,7 +220,8 @@ class ChatShape(_OpenAiShape):
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._answered.delivery.tools is not None:
             reader = self._reader(index)
-            message |= _whole_calls([*reader.feed(choice.text), *reader.flush()])
+            pieces = [*reader.feed(choice.text), *reader.flush(cut=reason == "length")]
+            message |= _whole(pieces)
             reason = _reason(reader, reason)
         return {
             "index": index,
@@ -388,34 +392,29 @@ def _inside(value: Any, part: str) -> Any:
 
 
 def _said(pieces: Sequence[Piece]) -> Json:
-    """The delta of a chunk: text and parts of calls, as far as there are any."""
-    text = "".join(piece for piece in pieces if isinstance(piece, str))
-    calls = [_call_delta(piece) for piece in pieces if isinstance(piece, CallPiece)]
+    """The delta of a chunk: text and calls, as far as there are any."""
+    text, calls = _parts(pieces)
     return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def _call_delta(piece: CallPiece) -> Json:
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_call(piece)}
+def _whole(pieces: Sequence[Piece]) -> Json:
+    """Content and calls of a whole message."""
+    text, calls = _parts(pieces)
+    bare = [{name: call[name] for name in call if name != "index"} for call in calls]
+    return {"content": text or None, "tool_calls": bare} if calls else {"content": text}
+
+
+def _parts(pieces: Sequence[Piece]) -> tuple[str, list[Json]]:
+    """The text and the calls of an answer or of a part of one."""
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    return text, [_call(piece) for piece in pieces if isinstance(piece, CallPiece)]
 
 
 def _call(piece: CallPiece) -> Json:
-    """A call that begins; its id is of letters and digits only, as Mistral's templates want it."""
+    """A call; its id is of letters and digits only, as Mistral's templates want it."""
     function = {"name": piece.name, "arguments": piece.arguments}
-    return {"id": token_hex(5)[:9], "type": "function", "function": function}
-
-
-def _whole_calls(pieces: Sequence[Piece]) -> Json:
-    """Content and calls of a whole message."""
-    calls: list[Json] = []
-    for piece in pieces:
-        if isinstance(piece, CallPiece) and piece.name is not None:
-            calls.append(_call(piece))
-        elif isinstance(piece, CallPiece):
-            calls[-1]["function"]["arguments"] += piece.arguments
-    text = "".join(piece for piece in pieces if isinstance(piece, str))
-    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+    identity = token_hex(5)[:9]
+    return {"index": piece.index, "id": identity, "type": "function", "function": function}
 
 
 def _reason(reader: CallReader, reason: str) -> str:
@@ -437,6 +436,7 @@ def _usage(report: Report) -> Json:
         "completion_tokens": report.new_tokens,
         "total_tokens": report.prompt_tokens + report.new_tokens,
         "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+        "evicted_share": report.evicted_share,
     }
 
 
@@ -456,10 +456,12 @@ def _measures(answered: Answered, report: Report) -> Json:
             "predicted_per_second": report.decode_tok_s,
             "draft_n": report.drafted_tokens,
             "draft_n_accepted": report.accepted_tokens,
+            "evicted_share": report.evicted_share,
         },
         "x_kvq": {
             "kv": answered.kv,
             "context_limit": answered.context_limit,
+            "budget_tokens": answered.budget_tokens,
             "edited": report.edited_tokens,
             "exact": report.stale_tokens == 0,
             **{name: getattr(report, name) for name in REPORTED},

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -17,7 +18,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import as_request_error, error_body
 from kvq_apps.serve.shapes import Answered, Choice, Shape
 from kvq_runtime.serving.job import Job
-from kvq_runtime.serving.outbox import Delta, Done, Event, Failed, Finished, Outbox
+from kvq_runtime.serving.outbox import Delta, Done, Event, Failed, Finished, Outbox, Report
 from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest
 
@@ -79,8 +80,8 @@ async def cancel_when_gone(receive: Receive, events: Events) -> None:
     events.cancel()
 
 
-async def whole_answer(events: Events, shape: Shape, answered: Answered) -> Any:
-    """The answer in one piece."""
+async def whole_answer(events: Events, shape: Shape, answered: Answered) -> tuple[Any, Report]:
+    """The answer in one piece, and what it cost."""
     request = answered.request
     choices = [Choice() for _ in range(request.num_answers)]
     while True:
@@ -91,7 +92,7 @@ async def whole_answer(events: Events, shape: Shape, answered: Answered) -> Any:
             case Finished(index=index, reason=reason, stop_string=stop_string):
                 choices[index].reason, choices[index].stop_string = reason, stop_string
             case Done(report=report):
-                return shape.whole(choices, report)
+                return shape.whole(choices, report), report
             case Failed(error=error):
                 raise as_request_error(error) from error
             case None:
@@ -103,6 +104,7 @@ async def chunks(
 ) -> AsyncGenerator[str]:
     """The answer as server-sent events; silence is filled with comments that tell the progress."""
     opened: set[int] = set()
+    spoke_s = monotonic()
     event = first if first is not None else await events.next(ping_s)
     while not isinstance(event, Done | Failed):
         if event is None:
@@ -113,6 +115,12 @@ async def chunks(
                 opened.add(event.index)
                 yield _data(shape.opening(event.index))
             said = shape.delta(event) if isinstance(event, Delta) else shape.finish(event)
+            if said is not None:
+                spoke_s = monotonic()
+            elif monotonic() - spoke_s >= ping_s:
+                # A call is held back until it is whole; its client waits no shorter than others.
+                spoke_s = monotonic()
+                yield ": a call is being written\n\n"
             yield _data(said)
         event = await events.next(ping_s)
     if isinstance(event, Failed):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvq_apps.serve.fields import Fields
 from kvq_models.tokenizer import Tokenizer
-from kvq_models.tools import ToolForm, tool_form
+from kvq_models.tools import MARKS, CallReader, ToolForm, tool_form
 from kvq_runtime.constraint import Constraint, escaped, json_part
 
 MOST_TOOLS = 128
@@ -31,9 +31,13 @@ class Tools:
     called: tuple[str, ...] = ()
     many: bool = True
 
+    def reader(self) -> CallReader:
+        """Tells the calls in one answer."""
+        return CallReader(self.form, self._names, most=None if self.many else 1)
+
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The control tokens that are a call's marks."""
-        ids = [tokenizer.token_id(mark) for mark in self.form.marks]
+        """The control tokens that are marks of calls, the model's own or another family's."""
+        ids = [tokenizer.token_id(mark) for pair in MARKS.items() for mark in pair if mark]
         return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
 
     def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
@@ -68,7 +72,9 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
     """The tools a request may call; None: it has none, or may call none."""
     rows = fields.objects("tools")
     choice = fields.get("tool_choice")
-    many = fields.flag("parallel_tool_calls", True)
+    # Where a call must be, no free text may follow it, and a small model only ends by chance: there
+    # several calls are for those who ask for them.
+    many = fields.flag("parallel_tool_calls", choice != "required")
     if not rows:
         if choice not in (None, "none", "auto"):
             fields.refuse_with("tool_choice", "tool_choice asks for a call and tools has none")

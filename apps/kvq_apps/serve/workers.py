@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,9 +17,14 @@ T = TypeVar("T")
 
 
 async def in_worker(
-    request: Request, function: Callable[..., T], *arguments: Any, **named: Any
+    request: Request,
+    function: Callable[..., T],
+    *arguments: Any,
+    executor: Executor | None = None,
 ) -> T:
     """What `function` gives, called in a thread once the request's body is read.
+
+    The thread is one of `executor`, None: of those that all requests share.
 
     Raises the `KvqError` it raises, and a `RequestError` of status 500, told to the log, for any
     other exception: a StopIteration would never reach an awaiter. Raises `ClientDisconnect` as
@@ -27,11 +33,11 @@ async def in_worker(
 
     def outcome() -> T | Exception:
         try:
-            return function(*arguments, **named)
+            return function(*arguments)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the server
             return error
 
-    work = asyncio.create_task(asyncio.to_thread(outcome))
+    work = asyncio.get_running_loop().run_in_executor(executor, outcome)
     leave = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)

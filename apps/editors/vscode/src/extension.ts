@@ -38,13 +38,17 @@ class Extension implements vscode.Disposable {
     void vscode.window.showInformationMessage(`kvq: ${explained(report)}`);
   }
 
-  /** Runs an editor's action that takes a part of a draft. */
+  /** Runs an editor's action that takes a part of a suggestion. */
   async accept(action: string): Promise<void> {
     await run(action);
     const document = vscode.window.activeTextEditor?.document;
     if (document) {
       await this.#server?.partlyAccepted(document);
     }
+  }
+
+  async focus(editor: vscode.TextEditor | undefined): Promise<void> {
+    await this.#server?.focus(editor);
   }
 
   showLog(): void {
@@ -111,6 +115,7 @@ export function activate(context: vscode.ExtensionContext): void {
     ...Object.entries(commands).map(([name, action]) =>
       vscode.commands.registerCommand(`kvq.${name}`, action),
     ),
+    vscode.window.onDidChangeActiveTextEditor((editor) => own.focus(editor)),
     vscode.workspace.onDidChangeConfiguration((change) => {
       if (needsRestart(change)) {
         void own.restart();

@@ -44,6 +44,19 @@ export class Server {
     this.#status.nothing("the server is starting");
     await this.#client.start();
     this.#status.nothing("nothing was asked for yet");
+    await this.focus(vscode.window.activeTextEditor);
+  }
+
+  /** Tells the server where somebody is: it may read that document beforehand. */
+  async focus(editor: vscode.TextEditor | undefined): Promise<void> {
+    const wanted = editor && enabledFor(editor.document.languageId);
+    if (wanted && this.#client.state === State.Running) {
+      const { code2ProtocolConverter: converter } = this.#client;
+      await this.#client.sendNotification(
+        "textDocument/didFocus",
+        converter.asTextDocumentPositionParams(editor.document, editor.selection.active),
+      );
+    }
   }
 
   async stop(): Promise<void> {
@@ -64,7 +77,7 @@ export class Server {
     });
   }
 
-  /** Counts that a part of a draft was taken; of the whole the server is told by the draft itself. */
+  /** Counts that a part of a suggestion was taken; of the whole the server is told by the suggestion itself. */
   async partlyAccepted(document: vscode.TextDocument): Promise<void> {
     if (this.#client.state === State.Running) {
       const uri = this.#client.code2ProtocolConverter.asUri(document.uri);

@@ -1,4 +1,4 @@
-/** The item in the status bar: how many drafts there are, or why there is none. */
+/** The item in the status bar: how many suggestions there are, or why there is none. */
 
 import * as vscode from "vscode";
 
@@ -12,7 +12,7 @@ export interface Report {
   readonly counts: { readonly shown: number; readonly accepted: number; readonly partly: number };
 }
 
-/** One line about the last completion of a document, and how often a draft was taken. */
+/** One line about the last completion of a document, and how often a suggestion was taken. */
 export function explained(report: Report | null): string {
   if (report === null || report.counts.shown === 0) {
     return outcome(report);
@@ -31,7 +31,7 @@ export function outcome(report: Report | null): string {
     return `no completion: ${report.whyNot}`;
   }
   const cost = `reused ${report.reusedTokens} tokens, encoded ${report.encodedTokens}`;
-  return `${report.drafts.length} drafts; ${cost}, ${Math.round(report.ms)} ms`;
+  return `${report.drafts.length} suggestions; ${cost}, ${Math.round(report.ms)} ms`;
 }
 
 export class Status implements vscode.Disposable {
@@ -43,9 +43,9 @@ export class Status implements vscode.Disposable {
     this.#item.show();
   }
 
-  /** `count` drafts are shown. */
+  /** `count` suggestions are shown. */
   drafts(count: number): void {
-    this.#set(`$(sparkle) kvq ${count}`, `${count} drafts; Alt+] and Alt+[ go through them`);
+    this.#set(`$(sparkle) kvq ${count}`, `${count} suggestions; Alt+] and Alt+[ go through them`);
   }
 
   /** Nothing is shown, and why. */

@@ -71,7 +71,7 @@ const scenarios = {
     await shows(code, "t(name, loudly=True)");
     await code.press("Backspace");
     await shows(code, "et(name, loudly=True)");
-    await says(code, "kvq: 3 drafts; Alt+] and Alt+[ go through them");
+    await says(code, "kvq: 3 suggestions; Alt+] and Alt+[ go through them");
     await code.press("Alt", "BracketRight");
     await shows(code, "et_all(names)");
     await code.press("Alt", "BracketLeft");

@@ -1,4 +1,4 @@
--- Drafts as ghost text that kvq draws itself, with extended marks. Works from Neovim 0.7 on.
+-- Suggestions as ghost text that kvq draws itself, with extended marks. Works from Neovim 0.7 on.
 local insertion = require('kvq.insertion')
 local server = require('kvq.server')
 
@@ -26,7 +26,7 @@ local function rest_of(draft)
   return insertion.rest(draft.text, draft.start, line, column)
 end
 
--- The draft to show and what of it is to come: the chosen one, else the first that still fits.
+-- The suggestion to show and what of it is to come: the chosen one, else the first that still fits.
 local function current()
   if state.buffer ~= vim.api.nvim_get_current_buf() then
     return nil
@@ -139,7 +139,7 @@ local function ask(kind)
   end)
 end
 
--- After each key: what is typed of a draft leaves the rest of it; anything else asks anew.
+-- After each key: what is typed of a suggestion leaves the rest of it; anything else asks anew.
 local function refresh()
   if show() or state.asked == place() or not fits_now() then
     return
@@ -188,7 +188,7 @@ function M.accept(part)
   end
 end
 
--- The next draft (`step` 1) or the previous one (-1) of those that still fit.
+-- The next suggestion (`step` 1) or the previous one (-1) of those that still fit.
 function M.cycle(step)
   for _ = 1, #state.drafts do
     state.index = (state.index - 1 + step) % #state.drafts + 1
@@ -207,7 +207,7 @@ function M.dismiss()
   forget()
 end
 
--- The number of the draft shown and how many fit; nothing when none is shown.
+-- The number of the suggestion shown and how many fit; nothing when none is shown.
 function M.count()
   if not M.visible() then
     return nil

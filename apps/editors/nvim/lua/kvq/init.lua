@@ -51,6 +51,9 @@ local function attach(buffer)
     attached[buffer] = server.client_id
     view.attach(buffer, group_of(buffer))
   end
+  if attached[buffer] and buffer == vim.api.nvim_get_current_buf() then
+    server.focus()
+  end
 end
 
 -- The actions
@@ -82,7 +85,7 @@ function M.dismiss()
   view.dismiss()
 end
 
--- Whether a draft is shown at the cursor.
+-- Whether a suggestion is shown at the cursor.
 function M.visible()
   return view ~= nil and view.visible()
 end
@@ -110,7 +113,7 @@ function M.explain()
     if report and report.whyNot then
       line = 'no completion: ' .. report.whyNot
     elseif report then
-      line = ('%d drafts; reused %d tokens, encoded %d, %.0f ms'):format(
+      line = ('%d suggestions; reused %d tokens, encoded %d, %.0f ms'):format(
         #report.drafts, report.reusedTokens, report.encodedTokens, report.ms
       )
     end
@@ -124,7 +127,7 @@ function M.explain()
   end)
 end
 
--- A few words for a status line: which draft is shown, or why none is.
+-- A few words for a status line: which suggestion is shown, what is done meanwhile, or why none is.
 function M.status()
   if own == nil or not enabled then
     return 'kvq off'
@@ -133,7 +136,8 @@ function M.status()
   if of then
     return index and ('kvq %d/%d'):format(index, of) or ('kvq (%d)'):format(of)
   end
-  return server.why_not and 'kvq: ' .. server.why_not or 'kvq'
+  local says = server.progress or server.why_not
+  return says and 'kvq: ' .. says or 'kvq'
 end
 
 -- Keys and commands
@@ -168,7 +172,7 @@ local function keep(action, key)
   return plug
 end
 
--- The key does `action` where a draft is shown, and what it did before elsewhere.
+-- The key does `action` where a suggestion is shown, and what it did before elsewhere.
 local function map_key(action, key)
   local describe = 'kvq: ' .. action:gsub('_', ' ')
   if action == 'trigger' then

@@ -1,4 +1,4 @@
--- A draft as text: what of it goes on from the cursor, its next word or line, and putting it in.
+-- A suggestion as text: what of it goes on from the cursor, its next word or line, and putting it in.
 local M = {}
 
 -- What of `text`, which begins at byte `start` of the cursor's line, is still to come.

@@ -1,4 +1,4 @@
--- Drafts drawn by Neovim itself: vim.lsp.inline_completion, from 0.12 on.
+-- Suggestions drawn by Neovim itself: vim.lsp.inline_completion, from 0.12 on.
 --
 -- Neovim draws, counts and asks; two things are done here. It keeps what it shows when the answer
 -- is null, so an empty list is made of it; and it would insert a stale item with characters too
@@ -102,7 +102,7 @@ function M.dismiss()
   vim.lsp.inline_completion.enable(true, { bufnr = buffer })
 end
 
--- Neovim does not say which draft it shows, only how many there are.
+-- Neovim does not say which suggestion it shows, only how many there are.
 function M.count()
   if M.visible() then
     return nil, count

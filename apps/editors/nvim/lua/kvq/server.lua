@@ -4,6 +4,8 @@ local options = require('kvq.options')
 local M = {
   client_id = nil,
   why_not = nil, -- why the last answer was empty, in the server's words
+  progress = nil, -- what the server does meanwhile, in its words
+  title = nil, -- and those it began with
 }
 
 local METHOD = 'textDocument/inlineCompletion'
@@ -49,6 +51,23 @@ local function missing(command)
   end
 end
 
+-- Remembers what the server does for a status line; Neovim's own part goes on.
+local function on_progress(err, result, context, config)
+  local value = result and result.value or {}
+  if value.kind == 'end' then
+    M.progress, M.title = nil, nil
+  else
+    M.title = value.title and value.title:gsub('^kvq: ', '') or M.title
+    local done = value.percentage and (' %d%%'):format(value.percentage) or ''
+    M.progress = M.title and M.title .. done
+  end
+  vim.cmd('redrawstatus')
+  local own = vim.lsp.handlers['$/progress']
+  if own then
+    return own(err, result, context, config)
+  end
+end
+
 -- Another client of this name is somebody else's, or ends.
 local function never()
   return false
@@ -61,7 +80,7 @@ local function configuration(own)
     root_dir = vim.loop.cwd(),
     on_exit = vim.schedule_wrap(on_exit),
     -- An answer of the server is what counts; what it logs is in Neovim's LSP log.
-    handlers = { ['window/showMessage'] = function() end },
+    handlers = { ['window/showMessage'] = function() end, ['$/progress'] = on_progress },
   }
 end
 
@@ -73,7 +92,7 @@ function M.attach(buffer, own)
       missing(command)
       return false
     end
-    M.why_not = nil
+    M.why_not, M.progress = nil, nil
     M.client_id = vim.lsp.start_client and not has_011 and vim.lsp.start_client(configuration(own))
       or vim.lsp.start(configuration(own), { attach = false, reuse_client = never })
   end
@@ -111,6 +130,20 @@ function M.ask(buffer, kind, answer)
     answer(result and result.items or {}, client)
   end, buffer)
   return number
+end
+
+-- Tells the server that somebody is in the current buffer, and where: it may read it beforehand.
+function M.focus()
+  local client = M.client()
+  if client == nil or not client.initialized then
+    return
+  end
+  local params = vim.lsp.util.make_position_params(0, client.offset_encoding)
+  if has_011 then
+    client:notify('textDocument/didFocus', params)
+  else
+    client.notify('textDocument/didFocus', params)
+  end
 end
 
 function M.cancel(number)
@@ -152,7 +185,7 @@ function M.explain(buffer, answer)
   end)
 end
 
--- Tells the server that 'all' or a 'part' of a draft was taken: it counts, for `explain` alone.
+-- Tells the server that 'all' or a 'part' of a suggestion was taken: it counts, for `explain` alone.
 function M.accepted(buffer, taken)
   M.execute('kvq.accepted', { vim.uri_from_bufnr(buffer), taken }, function() end)
 end
