@@ -507,7 +507,7 @@ def test_the_command_writes_what_was_asked(
     assert report["gguf"] == {
         "type": "q4_k_m", "architecture": "llama", "context_length": 512
     }  # fmt: skip
-    assert report["weights"]["bits"] == 4
+    assert "4/64/zero_point" in report["weights"]["formats"]
     assert report["quality"]["gguf"]["mean_kld"] > 0
     words = ["export", source, "-o", made, "--force", "--no-quality", "--format", "gguf"]
     assert main([*words, "--gguf-type", "q4_0", "--embedding-bits", "4"]) == 0

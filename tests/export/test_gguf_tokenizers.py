@@ -1,10 +1,10 @@
-"""GGUF export of tokenizers: llama.cpp cuts texts as the tokenizer of the checkpoint does."""
+"""Tokenizers in GGUF files: llama.cpp cuts texts as the checkpoint's does; so does an import."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Library
 import tiny
 from kvq.errors import UnsupportedModelError
 from kvq_export import gguf_llama, gguf_pre
+from kvq_export.source import open_source
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import GGUF_FILE, Bundle
 
@@ -318,3 +319,57 @@ def test_the_header_names_the_tokens_that_steer(tmp_path: Path) -> None:
     assert field(bundle, "tokenizer.chat_template") == tiny.CHATML
     assert field(bundle, "kvq.kv.k_bits") == 4
     assert field(bundle, "general.file_type") == gguf.LlamaFileType.MOSTLY_Q8_0
+
+
+# The way back
+
+
+def read_back(bundle: Bundle) -> Tokenizer:
+    """The tokenizer that an import of a bundle's file has."""
+    source = open_source(bundle.path / GGUF_FILE)
+    family, config, _ = source.config()
+    return Tokenizer.from_files(source.tokenizer_files(), family, config)
+
+
+def assert_same(found: Tokenizer, wanted: Tokenizer, texts: Iterable[str]) -> None:
+    for text in texts:
+        ids = wanted.encode(text, special=True, start=True)
+        assert found.encode(text, special=True, start=True) == ids, repr(text)
+        assert found.encode(text) == wanted.encode(text), repr(text)
+        assert found.decode(ids, special=True) == wanted.decode(ids, special=True), repr(text)
+    tokens = range(1024)
+    assert [found.token_bytes(token) for token in tokens] == [
+        wanted.token_bytes(token) for token in tokens
+    ]
+    assert [found.is_control(token) for token in tokens] == [
+        wanted.is_control(token) for token in tokens
+    ]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_byte_level_tokenizers_come_back(with_tokenizer: Callable[..., Path], name: str) -> None:
+    library = byte_level(name)
+    if ROWS[name].composed:
+        library.normalizer = normalizers.NFC()
+    bundle = export(with_tokenizer(library), "q8_0")
+    wanted = bundle.tokenizer()
+    assert wanted is not None
+    assert_same(read_back(bundle), wanted, (*HOSTILE, "a <think> b"))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_byte_fallback_tokenizers_come_back(
+    with_tokenizer: Callable[..., Path], prefix: bool
+) -> None:
+    definition = json.loads(byte_fallback(prefix=prefix).to_str())
+    # A piece that no merge makes is never made.
+    definition["model"]["vocab"]["dg"] = len(definition["model"]["vocab"])
+    library = Library.from_str(json.dumps(definition))
+    source = with_tokenizer(library, bos_token_id=1, eos_token_id=2)
+    bundle = export(source, "q8_0")
+    wanted = bundle.tokenizer()
+    assert wanted is not None
+    found = read_back(bundle)
+    assert_same(found, wanted, (*HOSTILE, "dg"))
+    assert (found.bos_id, found.eos_ids) == (1, (2,))
+    assert found.encode("a</s>", special=True)[-1] == 2

@@ -108,7 +108,7 @@ def test_both_backends_predict_by_the_bundles_maps(fitted: Path) -> None:
             with pytest.raises(BackendError, match="no matrices that predict"):
                 engine.backend.check_mode(Mode(predicted=(3,), fitted=True))
     for predict in ("auto", "prefix:layers=2,maps=own", "off"):
-        assert divergence(logits["reference", predict], logits["onnx", predict]) < 0.01
+        assert divergence(logits["reference", predict], logits["onnx", predict]) < 0.02
     assert divergence(logits["onnx", "auto"], logits["onnx", "prefix:layers=2,maps=own"]) > 0.02
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -50,6 +51,14 @@ def layer(data: dict[str, Any]) -> dict[str, Any]:
     return data["config"]["layers"][0]
 
 
+def respelled(manifest: dict[str, Any], old: str, new: str) -> None:
+    """Names the format of some of the manifest's matrices otherwise."""
+    formats = manifest["weights"]["formats"]
+    manifest["weights"]["formats"] = {
+        spelled.replace(old, new): names for spelled, names in formats.items()
+    }
+
+
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "window 2^63": lambda d: layer(d).update(window_tokens=1 << 63),
     "window of text": lambda d: layer(d).update(window_tokens="8"),
@@ -71,9 +80,18 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "infinite scale": lambda d: d["config"].update(attention_scale=float("inf")),
     "scale": lambda d: d["config"].update(attention_scale=0.5),
     "fewer layers": lambda d: d["config"].update(num_layers=1, layers=d["config"]["layers"][:1]),
-    "block 0": lambda d: d["weights"].update(block=0),
-    "block": lambda d: d["weights"].update(block=2 * d["weights"]["block"]),
-    "bits 5": lambda d: d["weights"].update(bits=5),
+    "block 0": lambda d: respelled(d, "4/64", "4/0"),
+    "block": lambda d: respelled(d, "4/64", "4/128"),
+    "bits 5": lambda d: respelled(d, "4/64", "5/64"),
+    "bits 7": lambda d: respelled(d, "4/64", "7/64"),
+    "grid": lambda d: respelled(d, "zero_point", "minimum"),
+    "grid zz": lambda d: respelled(d, "zero_point", "zz"),
+    "matrices": lambda d: d["weights"]["formats"]["4/64/zero_point"].pop(),
+    "a matrix twice": lambda d: d["weights"]["formats"].update(
+        {"5/64/zero_point": ["layers.0.qkv"]}
+    ),
+    "a matrix of no model": lambda d: d["weights"]["formats"]["4/64/zero_point"].append("layers.0"),
+    "formats": lambda d: d["weights"].update(formats=["4/64/zero_point"]),
     "linear zz": lambda d: d["weights"].update(linear="zz"),
     "linear": lambda d: d["weights"].update(linear="ort"),
 }
@@ -83,6 +101,19 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_manifest_that_is_not_its_graphs_is_refused(name: str, folder: Path) -> None:
     sealed(folder, MANIFESTS[name])
     with pytest.raises(BundleError):
+        Bundle.open(folder)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32])
+@pytest.mark.parametrize("name", ["bos", "eos", "start", "fim.suffix", "fim.pad"])
+def test_an_id_no_tokenizer_has_is_named(name: str, token: int, folder: Path) -> None:
+    first, _, last = name.partition(".")
+    fim = {"prefix": 1, "suffix": 2, "middle": 3} | ({last: token} if last else {})
+    tokens = {"bos": 1, "eos": [1], "start": [], "fim": fim}
+    if not last:
+        tokens[first] = token if first == "bos" else [1, token]
+    sealed(folder, lambda d: d.update(tokens=tokens))
+    with pytest.raises(BundleError, match=re.escape(f"tokens.{name} is {token}; ids are 0 to")):
         Bundle.open(folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment_in
 from kvq.errors import BundleError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
@@ -69,6 +71,24 @@ def test_a_full_disk_is_named(words: list[str]) -> None:
         )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: cannot write: No space left on device"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps")
+@pytest.mark.parametrize("limit_mib", [100, 150])
+def test_too_little_memory_is_named(limit_mib: int, tmp_path: Path) -> None:
+    limit_bytes = limit_mib << 20
+    done = subprocess.run(
+        [sys.executable, "-m", "kvq_apps.cli", "run", "-n", "1", "hi"],
+        env=environment_in(tmp_path),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("error: there is not enough memory for this (")
+    assert "raise the limit" in said
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:

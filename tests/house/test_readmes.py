@@ -32,7 +32,7 @@ READMES = [
     for folder in (".", "kvq", "models", "runtime", "specdraft", "export", "apps", "tests")
 ]
 ADDRESS = "127.0.0.1:8012"
-BUNDLES = ("qwen", "qwen3", "Qwen3-0.6B-kvq")
+BUNDLES = ("qwen", "qwen3", "smollm2-135m", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What `x_kvq` tells of an answer.
 _OWN = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
@@ -46,7 +46,10 @@ PIPED = {
     "git diff": b"-old\n+new\n",
     "cat LICENSE": LICENSE[:2000],
 }
+# A file that a reader is told to make.
+MADE = re.compile(r'^    echo "([^"]*)" > (\S+)$', re.MULTILINE)
 CANNOT_RUN = {
+    "kvq pull smollm2-135m": "needs a network",
     "kvq bench --device cuda": "needs a GPU",
     "kvq run -m qwen3 --device cuda": "needs a GPU",
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
@@ -141,8 +144,10 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
     (tmp_path / "LICENSE").write_bytes(LICENSE[:6000])
     (tmp_path / "held_out").mkdir()
-    for program in ("program.py", "held_out/program.py"):
-        shutil.copy(__file__, tmp_path / program)
+    shutil.copy(__file__, tmp_path / "held_out/program.py")
+    for readme in READMES:
+        for text, name in MADE.findall(readme.read_text()):
+            (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
     settings = {"HOME": tmp_path, "KVQ_MODEL": tmp_path / "qwen3", "KVQ_THREADS": 1}
     for name, value in (settings | folders_in(tmp_path) | ROOTS).items():

@@ -21,7 +21,8 @@ from emulated import DEVICES, SOURCE, ready
 from kvq import devices, reference, reference_linear
 from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
-from kvq.reference_linear import PanelFormat
+from kvq.reference_linear import WIDTHS, Blocks, Grid, PanelFormat, View
+from matrices import matrix
 from shelf import Shelf
 
 ENTRY = np.dtype(
@@ -102,10 +103,12 @@ Closing = structure(
 )
 Linear = structure(
     "Linear",
-    "i rows columns bits block; p panels x norm bias residual out; i tokens activation view;"
+    "i rows columns bits block grid; p panels x norm bias residual out; i tokens activation view;"
     "f norm_eps; p inputs tops levels steps; i exact_rows; p panel_tops deviations marks",
 )
-Embed = structure("Embed", "i rows columns bits block; p panels ids weights out; i tokens mixed")
+Embed = structure(
+    "Embed", "i rows columns bits block grid; p panels ids weights out; i tokens mixed"
+)
 Rows = structure(
     "Rows", "p rows source; l stride source_stride; i streams head_dim first count; p from_"
 )
@@ -513,31 +516,44 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
     np.testing.assert_array_equal(pool, want)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 8, 16])
-@pytest.mark.parametrize(("bits", "view"), [(4, "full"), (8, "full"), (8, "hi")])
-@pytest.mark.parametrize("block", [32, 64])
+def shape_of(form: PanelFormat) -> dict[str, int]:
+    """The matrix as both structures name it."""
+    names = ("rows", "columns", "bits", "block", "grid")
+    return {name: int(getattr(form, name)) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bits", "block", "grid", "view"),
+    [
+        (1, 4, 64, Grid.SYMMETRIC, "full"), (16, 4, 32, Grid.SYMMETRIC, "hi"),
+        (5, 4, 64, Grid.ZERO_POINT, "full"), (8, 4, 32, Grid.MINIMUM, "full"),
+        (5, 5, 64, Grid.SYMMETRIC, "full"), (16, 5, 32, Grid.MINIMUM, "full"),
+        (1, 5, 128, Grid.ZERO_POINT, "full"), (8, 5, 64, Grid.SYMMETRIC, "hi"),
+        (8, 6, 64, Grid.SYMMETRIC, "full"), (16, 6, 64, Grid.ZERO_POINT, "full"),
+        (1, 6, 32, Grid.MINIMUM, "full"), (5, 6, 32, Grid.ZERO_POINT, "hi"),
+        (1, 8, 32, Grid.SYMMETRIC, "full"), (8, 8, 64, Grid.SYMMETRIC, "full"),
+        (5, 8, 64, Grid.ZERO_POINT, "full"), (16, 8, 64, Grid.SYMMETRIC, "hi"),
+        (5, 8, 32, Grid.MINIMUM, "hi"),
+    ],
+)  # fmt: skip
 def test_products_are_those_of_the_weights(
-    tokens: int, bits: int, view: str, block: int, library: Library
+    tokens: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=35, columns=200, bits=bits, block=block)
-    codes = rng.integers(0, 1 << bits, (form.rows, form.blocks * block), np.uint8)
-    codes[:, form.columns :] = 1 << (bits - 1)
-    scales = rng.uniform(0.1, 4, (form.rows, form.blocks)).astype(np.float16)
-    panels = reference_linear.pack(form, codes, scales)
+    form = PanelFormat(rows=35, columns=200, bits=bits, block=block, grid=grid)
+    blocks, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
     bias = rng.standard_normal(form.rows).astype(np.float32)
     residual = rng.standard_normal((tokens, form.rows)).astype(np.float32)
-    weights = reference_linear.dequantize(
-        codes, scales.astype(np.float32) * reference_linear.SCALE_UNIT, bits, view
-    )[:, : form.columns]
+    stored = reference_linear.in_weights(blocks)
+    weights = reference_linear.dequantize(stored, bits, view)[:, : form.columns]
     out = np.zeros((tokens, form.rows), np.float32)
     inputs, tops = np.zeros((tokens, form.columns), np.uint16), np.zeros(tokens, np.float32)
     common = {
-        "rows": form.rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
-        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
-        "inputs": inputs, "tops": tops,
+        **shape_of(form), "panels": panels, "out": out, "tokens": tokens,
+        "view": ("full", "hi").index(view), "norm_eps": 1e-6, "inputs": inputs, "tops": tops,
+        "steps": np.full((form.blocks, tokens), np.nan, np.float32),
     }  # fmt: skip
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
     plain = np.ascontiguousarray(x[:, : form.columns])
@@ -560,21 +576,25 @@ def test_products_are_those_of_the_weights(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "bits", "view", "block"),
+    ("tokens", "rows", "bits", "block", "grid", "view"),
     [
-        (70, 270, 4, "full", 64), (17, 35, 4, "full", 128), (17, 35, 8, "full", 32),
-        (17, 35, 8, "full", 128), (17, 35, 8, "hi", 32), (17, 35, 8, "hi", 64),
+        (70, 270, 4, 64, Grid.SYMMETRIC, "full"), (17, 35, 4, 128, Grid.ZERO_POINT, "full"),
+        (17, 35, 4, 32, Grid.MINIMUM, "full"),
+        (70, 270, 5, 32, Grid.ZERO_POINT, "full"), (17, 35, 5, 128, Grid.SYMMETRIC, "full"),
+        (17, 35, 5, 64, Grid.MINIMUM, "hi"),
+        (17, 35, 6, 64, Grid.MINIMUM, "full"), (17, 35, 6, 128, Grid.ZERO_POINT, "full"),
+        (17, 35, 6, 32, Grid.SYMMETRIC, "hi"),
+        (17, 35, 8, 32, Grid.SYMMETRIC, "full"), (17, 35, 8, 128, Grid.ZERO_POINT, "full"),
+        (17, 35, 8, 32, Grid.MINIMUM, "full"), (17, 35, 8, 64, Grid.SYMMETRIC, "hi"),
+        (17, 35, 8, 64, Grid.ZERO_POINT, "hi"),
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
-    tokens: int, rows: int, bits: int, view: Any, block: int, library: Library
+    tokens: int, rows: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block)
-    codes = rng.integers(0, 1 << bits, (rows, form.blocks * block), np.uint8)
-    codes[:, form.columns :] = 1 << (bits - 1)
-    scales = rng.uniform(0.1, 4, (rows, form.blocks)).astype(np.float16)
-    panels = reference_linear.pack(form, codes, scales)
+    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block, grid=grid)
+    _, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     plain = np.ascontiguousarray(x[:, : form.columns])
     plain[3], plain[5, 7] = 0, np.inf
@@ -583,8 +603,8 @@ def test_products_of_many_tokens_are_those_of_the_reference(
     norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
     out = np.zeros((tokens, rows), np.float32)
     call = {
-        "rows": rows, "columns": form.columns, "bits": bits, "block": block, "panels": panels,
-        "out": out, "tokens": tokens, "view": ("full", "hi").index(view), "norm_eps": 1e-6,
+        **shape_of(form), "panels": panels, "out": out, "tokens": tokens,
+        "view": ("full", "hi").index(view), "norm_eps": 1e-6,
         "levels": np.zeros((tokens, form.blocks * block), np.int8),
         "steps": np.zeros((2, form.blocks, tokens), np.float32),
     }  # fmt: skip
@@ -611,25 +631,33 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
 
 
-@pytest.mark.parametrize("exact_rows", [1, 40])
-def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: Library) -> None:
+@pytest.mark.parametrize(
+    ("exact_rows", "bits", "grid"),
+    [(1, 8, Grid.SYMMETRIC), (40, 8, Grid.ZERO_POINT), (40, 6, Grid.MINIMUM)],
+)
+def test_a_head_in_two_passes_is_exact_in_its_best(
+    exact_rows: int, bits: int, grid: Grid, library: Library
+) -> None:
     rng = np.random.default_rng(exact_rows)
-    form = PanelFormat(rows=3003, columns=64, bits=8, block=32)
-    # Most outputs are alike but for their lower nibbles, so that the first pass alone would err.
-    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << 4, (form.rows, 1))
-    codes |= rng.integers(0, 16, codes.shape, np.uint8)
+    form = PanelFormat(rows=3003, columns=64, bits=bits, block=32, grid=grid)
+    # Most outputs are alike but for their low bits, so that the first pass alone would err.
+    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << form.low_bits, (form.rows, 1))
+    codes |= rng.integers(0, 1 << form.low_bits, codes.shape, np.uint8)
     scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.blocks))
-    panels = reference_linear.pack(form, codes, scales)
+    kind = grid.offset_type
+    offsets = None if kind is None else np.full(scales.shape, 100, kind)
+    panels = reference_linear.pack(form, Blocks(codes, scales, offsets))
     x = rng.standard_normal((3, form.columns)).astype(np.float32)
     marks = np.zeros((3, form.panels), np.uint8)
     results = []
     for view, exact in (("hi", 0), ("full", 0), ("full", exact_rows)):
         out = np.full((3, form.rows), np.nan, np.float32)
         call = filled(
-            Linear, rows=form.rows, columns=64, bits=8, block=32, panels=panels, x=x, out=out,
-            tokens=3, view=("full", "hi").index(view), exact_rows=exact,
+            Linear, **shape_of(form), panels=panels, x=x, out=out, tokens=3,
+            view=("full", "hi").index(view), exact_rows=exact,
             inputs=np.zeros((3, 64), np.uint16), tops=np.zeros(3, np.float32),
             panel_tops=np.zeros((3, form.panels), np.float32), marks=marks,
+            steps=np.full((form.blocks, 3), np.nan, np.float32),
             deviations=np.zeros(3, np.float32),
         )  # fmt: skip
         run(library, "kvq_cuda_linear_run", call)
@@ -648,20 +676,18 @@ def test_a_head_in_two_passes_is_exact_in_its_best(exact_rows: int, library: Lib
     np.testing.assert_array_equal(found, np.where(rows, whole, scores))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_embeddings_are_rows_of_the_matrix(bits: int, library: Library) -> None:
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("grid", Grid)
+def test_embeddings_are_rows_of_the_matrix(bits: int, grid: Grid, library: Library) -> None:
     rng = np.random.default_rng(bits)
-    form = PanelFormat(rows=35, columns=200, bits=bits, block=64)
-    codes = rng.integers(0, 1 << bits, (35, 256), np.uint8)
-    scales = rng.uniform(0.1, 4, (35, 4)).astype(np.float16)
-    panels = reference_linear.pack(form, codes, scales)
+    form = PanelFormat(rows=35, columns=200, bits=bits, block=64, grid=grid)
+    _, panels = matrix(form)
     ids = np.array([[0, 34], [17, 17], [5, -1], [35, 16]])
     weights = rng.standard_normal((4, 2)).astype(np.float32)
     out = np.zeros((4, 200), np.float32)
     call = filled(
-        Embed, rows=35, columns=200, bits=bits, block=64, panels=panels, ids=ids, weights=weights,
-        out=out, tokens=4, mixed=2,
-    )  # fmt: skip
+        Embed, **shape_of(form), panels=panels, ids=ids, weights=weights, out=out, tokens=4, mixed=2
+    )
     run(library, "kvq_cuda_embed_run", call)
     stored = np.append(reference_linear.restore(form, panels)[:35], np.zeros((1, 200)), axis=0)
     stored = stored.astype(np.float32)[np.where((ids < 0) | (ids > 34), 35, ids)]

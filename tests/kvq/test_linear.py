@@ -8,7 +8,16 @@ from kvq import reference_linear as reference
 from kvq.errors import BackendError
 from kvq.native_linear import embed, linear, weight_bytes_read
 from kvq.reference import normalize
-from kvq.reference_linear import PANEL_ROWS, Float, PanelFormat
+from kvq.reference_linear import (
+    BLOCKS,
+    PANEL_ROWS,
+    WIDTHS,
+    BlockFormat,
+    Blocks,
+    Float,
+    Grid,
+    PanelFormat,
+)
 from matrices import activations, matrix
 from tolerances import PREPARED, PRODUCT
 
@@ -16,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("kernels_restored")
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = native.isas() if native.available() else []
 # (rows, columns): less than a panel, odd everything, whole panels, more than one row block.
+FORMS = [(32, Grid.MINIMUM), (64, Grid.ZERO_POINT), (64, Grid.SYMMETRIC), (128, Grid.ZERO_POINT)]
 SHAPES = [(5, 7), (16, 64), (50, 200), (33, 449), (96, 896), (40, 5000)]
 
 
@@ -28,18 +38,60 @@ def close(found: Float, expected: Float) -> None:
 # The bytes
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("grid", Grid)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_packed_comes_back(bits: int, block: int, shape: tuple[int, int]) -> None:
-    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block)
-    codes, scales, panels = matrix(form)
+def test_what_is_packed_comes_back(
+    bits: int, block: int, grid: Grid, shape: tuple[int, int]
+) -> None:
+    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+    blocks, panels = matrix(form)
     assert panels.shape == (form.panels, form.panel_bytes)
     assert form.panel_bytes % 64 == 0
-    found, found_scales = reference.unpack(form, panels)
-    np.testing.assert_array_equal(found[: form.rows], codes)
-    np.testing.assert_array_equal(found_scales[: form.rows], scales)
-    assert not found_scales[form.rows :].any()
+    found = reference.unpack(form, panels)
+    np.testing.assert_array_equal(found.codes[: form.rows], blocks.codes)
+    np.testing.assert_array_equal(found.scales[: form.rows], blocks.scales)
+    assert not found.scales[form.rows :].any()
+    if grid is Grid.SYMMETRIC:
+        assert found.offsets is None
+    else:
+        np.testing.assert_array_equal(found.offsets[: form.rows], blocks.offsets)
+        assert found.offsets.dtype == blocks.offsets.dtype
+
+
+@pytest.mark.parametrize(
+    ("spelled", "bits_per_weight"),
+    [
+        ("4/64/symmetric", 4.25),
+        ("4/64/zero_point", 4.375),
+        ("4/32/minimum", 5),
+        ("6/64/zero_point", 6.375),
+    ],
+)
+def test_a_format_says_what_it_takes(spelled: str, bits_per_weight: float) -> None:
+    form = BlockFormat.parse(spelled)
+    assert str(form) == spelled
+    assert form.bits_per_weight == bits_per_weight
+    stored = PanelFormat(rows=160, columns=6400, bits=form.bits, block=form.block, grid=form.grid)
+    whole = stored.panels * stored.panel_bytes
+    assert whole == pytest.approx(160 * 6400 * bits_per_weight / 8, rel=1e-3)
+    for wrong in ("7/64/symmetric", "4/48/symmetric", "4/64/none", "4/64"):
+        with pytest.raises((ValueError, KeyError)):
+            BlockFormat.parse(wrong)
+
+
+def test_what_each_grid_makes_of_a_code() -> None:
+    codes = np.array([[0, 5, 15]], np.uint8)
+    scale, low = np.array([[0.5]], np.float32), np.array([[-3]], np.float32)
+    zero = np.array([[70]], np.uint8)  # code 4.375
+    for blocks, bits, wanted in (
+        (Blocks(codes, scale), 4, [-4, -1.5, 3.5]),
+        (Blocks(codes, scale, zero), 4, [-2.1875, 0.3125, 5.3125]),
+        (Blocks(codes, scale, zero), 6, [-8.75, -6.25, -1.25]),  # code 17.5
+        (Blocks(codes, scale, low), 4, [-3, -0.5, 4.5]),
+    ):
+        np.testing.assert_array_equal(reference.dequantize(blocks, bits), [wanted])
 
 
 def test_the_layout_byte_by_byte() -> None:
@@ -47,9 +99,9 @@ def test_the_layout_byte_by_byte() -> None:
     codes = np.full((18, 64), 128, np.uint8)
     codes[1, 13], codes[17, 33] = 0xA7, 0x5C
     scales = np.arange(36, dtype=np.float16).reshape(18, 2)
-    panels = reference.pack(form, codes, scales)
+    panels = reference.pack(form, Blocks(codes, scales))
     # Plane: 2 blocks x 4 groups x 64 bytes; scales: 2 blocks x 32 bytes.
-    assert (form.plane_bytes, form.scale_bytes, form.panel_bytes) == (512, 64, 1088)
+    assert (form.plane_bytes, form.constant_bytes, form.panel_bytes) == (512, 64, 1088)
     # Column 13 is in group 1, the second four, byte 13 - 8 - 4 of row 1.
     assert panels[0, 64 + 4 + 1] == 0xA8
     assert panels[0, 512 + 64 + 64 + 4 + 1] == 0x70
@@ -62,10 +114,28 @@ def test_the_layout_byte_by_byte() -> None:
     assert weights[17, 33] == (0x5C - 128) * 35 / 256
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_products_are_those_of_the_restored_weights(bits: int) -> None:
-    form = PanelFormat(rows=50, columns=200, bits=bits, block=64)
-    *_, panels = matrix(form)
+def test_a_plane_of_two_bits_and_constants_byte_by_byte() -> None:
+    form = PanelFormat(rows=16, columns=32, bits=6, block=32, grid=Grid.ZERO_POINT)
+    codes = np.zeros((16, 32), np.uint8)
+    codes[3, 22] = 0b101101
+    scales, zeros = np.zeros((16, 1), np.float16), np.arange(16, dtype=np.uint8)[:, None]
+    scales[5] = 3
+    (panel,) = reference.pack(form, Blocks(codes, scales, zeros))
+    # 4 groups of nibbles; 16 scales and 16 zero points, padded; 2 groups of pairs of bits.
+    assert (form.plane_bytes, form.constant_bytes, form.panel_bytes) == (256, 64, 448)
+    # Column 22 is the second four of group 2: its upper bits lie high in byte 2 of row 3.
+    assert panel[2 * 64 + 4 * 3 + 2] == 0b1011 << 4
+    # Of pairs it is the second four (16 to 31: columns 20 to 23) of group 1.
+    assert panel[256 + 64 + 64 + 4 * 3 + 2] == 0b01 << 2
+    assert panel[256 + 10 : 256 + 12].view(np.float16)[0] == 3
+    np.testing.assert_array_equal(panel[256 + 32 : 256 + 48], np.arange(16))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("grid", Grid)
+def test_products_are_those_of_the_restored_weights(bits: int, grid: Grid) -> None:
+    form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+    _, panels = matrix(form)
     x = activations(6, 200)
     levels, steps = reference.round_rows(x, 64)
     rounded = (levels * steps[..., None]).reshape(6, -1)[:, :200]
@@ -74,13 +144,25 @@ def test_products_are_those_of_the_restored_weights(bits: int) -> None:
     close(reference.linear(form, panels, x), exact.astype(np.float32))
 
 
-def test_the_upper_nibbles_are_the_middle_of_what_they_may_be() -> None:
-    form = PanelFormat(rows=16, columns=64, bits=8, block=32)
-    codes, scales, panels = matrix(form)
+@pytest.mark.parametrize("bits", [5, 6, 8])
+@pytest.mark.parametrize("grid", Grid)
+def test_the_upper_nibbles_are_the_middle_of_what_they_may_be(bits: int, grid: Grid) -> None:
+    form = PanelFormat(rows=16, columns=64, bits=bits, block=32, grid=grid)
+    blocks, panels = matrix(form)
     levels, steps = reference.round_rows(activations(3, 64), 32)
-    middle = ((codes >> 4) * 16.0 + 7.5 - 128).reshape(16, 2, 32) * scales[..., None] / 256
-    exact = np.einsum("mbk,mb,nbk->mn", levels, steps, middle)
+    step = 1 << (bits - 4)
+    codes = (blocks.codes // step * step + (step - 1) / 2).reshape(16, 2, 32)
+    scales, offsets = blocks.scales[..., None].astype(np.float64) / 256, blocks.offsets
+    if grid is Grid.SYMMETRIC:
+        weights = (codes - 2 ** (bits - 1)) * scales
+    elif grid is Grid.ZERO_POINT:
+        weights = (codes - offsets[..., None] * 2.0 ** (bits - 8)) * scales
+    else:
+        weights = codes * scales + offsets[..., None].astype(np.float64) / 256
+    exact = np.einsum("mbk,mb,nbk->mn", levels, steps, weights)
     close(reference.linear(form, panels, activations(3, 64), "hi"), exact.astype(np.float32))
+    hi = reference.dequantize(reference.in_weights(blocks), bits, "hi")
+    np.testing.assert_allclose(hi.reshape(16, 2, 32), weights, rtol=1e-6)
 
 
 # Native products
@@ -88,16 +170,16 @@ def test_the_upper_nibbles_are_the_middle_of_what_they_may_be() -> None:
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize(("block", "grid"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_equal_the_definition_for_every_row_count(
-    kernels: str, bits: int, block: int, shape: tuple[int, int]
+    kernels: str, bits: int, block: int, grid: Grid, shape: tuple[int, int]
 ) -> None:
     """And M rows are, bit for bit, what each row is alone."""
     native.select_isa(kernels)
-    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block)
-    *_, panels = matrix(form)
+    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+    _, panels = matrix(form)
     x = activations(130, shape[1])
     for view in ("full", "hi"):
         alone = np.concatenate([linear(form, panels, row[None], view=view) for row in x])
@@ -115,7 +197,7 @@ def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> Non
 
     native.select_isa(kernels)
     form = PanelFormat(rows=50, columns=200, bits=8, block=32)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     random = np.random.default_rng(4)
     # 400 rows: preparing them is a dispatch of its own.
     for rows in (1, 9, 400):
@@ -142,10 +224,11 @@ def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> Non
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_two_passes_are_exact_where_it_matters(kernels: str) -> None:
+@pytest.mark.parametrize(("bits", "grid"), [(8, Grid.SYMMETRIC), (6, Grid.ZERO_POINT)])
+def test_two_passes_are_exact_where_it_matters(kernels: str, bits: int, grid: Grid) -> None:
     native.select_isa(kernels)
-    form = PanelFormat(rows=9001, columns=128, bits=8, block=64)
-    *_, panels = matrix(form)
+    form = PanelFormat(rows=9001, columns=128, bits=bits, block=64, grid=grid)
+    _, panels = matrix(form)
     x = activations(5, 128)
     full = linear(form, panels, x)
     for count in (1, 20, 200, 9000):
@@ -164,7 +247,7 @@ def test_two_passes_are_exact_where_it_matters(kernels: str) -> None:
 @needs_native
 def test_bytes_read_are_those_a_view_needs() -> None:
     form = PanelFormat(rows=9001, columns=128, bits=8, block=64)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     x = activations(16, 128)
 
     def read(rows: int, **options: object) -> int:
@@ -173,7 +256,7 @@ def test_bytes_read_are_those_a_view_needs() -> None:
         return weight_bytes_read() - before
 
     half = form.panels * form.view_bytes("hi")
-    assert form.view_bytes("full") == 2 * form.plane_bytes + form.scale_bytes
+    assert form.view_bytes("full") == 2 * form.plane_bytes + form.constant_bytes
     assert read(1) == read(16) == form.panels * form.panel_bytes
     assert read(1, view="hi") == half
     few = read(1, exact_rows=1) - half
@@ -186,7 +269,7 @@ def test_bytes_read_are_those_a_view_needs() -> None:
 @needs_native
 def test_rows_left_out_are_zeros() -> None:
     form = PanelFormat(rows=50, columns=200, bits=8, block=64)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     x, residual = activations(9, 200), activations(9, 50)
     full = linear(form, panels, x, residual=residual)
     for first in (1, 16, 21, 48, 50):
@@ -197,11 +280,12 @@ def test_rows_left_out_are_zeros() -> None:
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int) -> None:
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("grid", Grid)
+def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int, grid: Grid) -> None:
     native.select_isa(kernels)
-    form = PanelFormat(rows=50, columns=200, bits=bits, block=64)
-    *_, panels = matrix(form)
+    form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+    _, panels = matrix(form)
     random = np.random.default_rng(2)
     ids = random.integers(0, 50, (7, 3))
     weights = random.uniform(0, 1, (7, 3)).astype(np.float32)
@@ -219,7 +303,7 @@ def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int) -> None:
 def test_what_is_not_finite_shows_in_its_row_only(kernels: str, value: float) -> None:
     native.select_isa(kernels)
     form = PanelFormat(rows=20, columns=100, bits=4, block=32)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     x = activations(3, 100)
     x[1, 99] = value
     found = linear(form, panels, x)
@@ -231,9 +315,9 @@ def test_what_is_not_finite_shows_in_its_row_only(kernels: str, value: float) ->
 @needs_native
 def test_impossible_products_are_refused() -> None:
     form = PanelFormat(rows=PANEL_ROWS, columns=64, bits=4, block=32)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     x = np.ones((1, 64), np.float32)
-    wrong = PanelFormat(rows=PANEL_ROWS, columns=64, bits=5, block=32)
+    wrong = PanelFormat(rows=PANEL_ROWS, columns=64, bits=7, block=32)
     with pytest.raises(BackendError, match="do not fit"):
         linear(wrong, panels, x)
     with pytest.raises(BackendError, match="do not fit"):

@@ -6,21 +6,22 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from emulated import emulated_library
 from kvq import devices, native
-from kvq import reference_linear as reference
 from kvq.native_linear import embed, linear, weight_bytes_read
-from kvq.reference_linear import Bytes, PanelFormat
+from kvq.reference_linear import Bytes, Grid, PanelFormat
+from kvq_runtime.onnx_runtime import onnx_runtime
+from matrices import matrix
 from shelf import Shelf
 
+ort = onnx_runtime()
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 # Enough panels for many units of work, rows for more than one block of them.
-FORM = PanelFormat(rows=2005, columns=200, bits=8, block=64)
+FORM = PanelFormat(rows=2005, columns=200, bits=6, block=64, grid=Grid.ZERO_POINT)
 TYPES = {
     "x": TensorProto.FLOAT,
     "norm": TensorProto.FLOAT,
@@ -34,10 +35,7 @@ PLAIN = {"activation": 0, "norm_eps": 1e-5, "layer": 1, "first_kept": 500}
 
 
 def panels(form: PanelFormat = FORM) -> Bytes:
-    random = np.random.default_rng(0)
-    codes = random.integers(0, 256, (form.rows, form.blocks * form.block), dtype=np.uint8)
-    scales = random.uniform(-1, 1, (form.rows, form.blocks)).astype(np.float16)
-    return reference.pack(form, codes >> (8 - form.bits), scales)
+    return matrix(form)[1]
 
 
 def session(
@@ -47,7 +45,7 @@ def session(
     form: PanelFormat = FORM,
     library: Path | None = None,
     **attributes: Any,
-) -> ort.InferenceSession:
+) -> Any:
     """One Linear node with these inputs beside the weights, which lie in a file in `folder`."""
     order = ["x", "panels", *list(TYPES)[1:]]
     given = [name if name in names or name == "panels" else "" for name in order]
@@ -68,7 +66,7 @@ def run_graph(
     threads: int,
     folder: Path | None,
     library: Path | None = None,
-) -> ort.InferenceSession:
+) -> Any:
     output = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
     graph = helper.make_graph([node], "linear", inputs, [output], [stored])
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("kvq", 1)]
@@ -116,10 +114,13 @@ def test_activation_and_exact_rows() -> None:
         np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_rows=rows))
 
 
-def test_a_device_computes_many_tokens_and_the_head_in_two_passes(shelf: Shelf) -> None:
+@pytest.mark.parametrize(("bits", "grid"), [(8, Grid.SYMMETRIC), (6, Grid.MINIMUM)])
+def test_a_device_computes_many_tokens_and_the_head_in_two_passes(
+    bits: int, grid: Grid, shelf: Shelf
+) -> None:
     """On the emulated device: a chunk as the processor, and a head exact where it has to be."""
     emulated_library(shelf)
-    form = PanelFormat(rows=3008, columns=64, bits=8, block=32)
+    form = PanelFormat(rows=3008, columns=64, bits=bits, block=32, grid=grid)
     names = ["x", "weights_view", "exact_rows"]
     run = session(names, form=form, library=devices.opened("emulated").library)
 
@@ -170,7 +171,7 @@ def test_embeddings() -> None:
     expect("kvq::Embed: input shapes", run, {"ids": ids, "w": weights[:2]})
 
 
-def expect(message: str, run: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> None:
+def expect(message: str, run: Any, feeds: dict[str, np.ndarray]) -> None:
     with pytest.raises(Exception, match=message) as caught:
         run.run(None, feeds)
     assert type(caught.value).__module__.startswith("onnxruntime")

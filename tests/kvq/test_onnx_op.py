@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
@@ -13,8 +13,10 @@ from caches import budget_for_tokens, open_cache
 from kvq import native
 from kvq.cache import Cache
 from kvq.config import AttentionParams, CacheShape, KvPlan
+from kvq_runtime.onnx_runtime import onnx_runtime
 from pairs import Float, attention, forward, frequencies, pack_heads, random_heads
 
+ort = onnx_runtime()
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
@@ -55,7 +57,7 @@ def _without_tail(names: list[str]) -> list[str]:
     return names
 
 
-def session(graph: bytes, threads: int = 1) -> ort.InferenceSession:
+def session(graph: bytes, threads: int = 1) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -138,7 +140,7 @@ def rows_of(count: int, width: int = WIDTH) -> Float:
     return np.ones((count, width), np.float32)
 
 
-def expect_error(message: str, run: ort.InferenceSession, inputs: dict) -> None:
+def expect_error(message: str, run: Any, inputs: dict) -> None:
     with pytest.raises(Exception, match=f"kvq::Attention: .*{message}") as caught:
         run.run(None, inputs)
     assert type(caught.value).__module__.startswith("onnxruntime")

@@ -98,7 +98,7 @@ def test_the_installed_library_passes_and_a_wrong_answer_shows(cases: Path, tmp_
     (tmp_path / "wrong").write_bytes(wrong)
     finished = run(program, tmp_path / "wrong")
     assert finished.returncode == 1
-    assert finished.stdout.count('embed of "embeddings": largest error') == HERE.count(",") + 1
+    assert finished.stdout.count('8/64/minimum": largest error') == HERE.count(",") + 1
 
 
 @pytest.mark.slow

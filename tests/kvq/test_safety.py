@@ -1,6 +1,7 @@
 """The library's edges: calls from two threads, calls that make no sense, files that lie."""
 
 import ctypes
+import shutil
 import struct
 import subprocess
 import sys
@@ -217,3 +218,18 @@ def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:
             check=False,
         )
         assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", ""), seed
+
+
+@pytest.mark.cross
+def test_weights_that_are_no_numbers_are_not_counted_as_such(tmp_path: Path) -> None:
+    """A damaged row must end as NaN, which sampling names, and not in a number's overflow."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    tests = Path(__file__).parents[1]
+    kernels = tests.parent / "kvq" / "csrc" / "kernels"
+    sources = [tests / "support" / "not_finite.cpp", kernels / "generic.cpp"]
+    program = tmp_path / "not_finite"
+    flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    subprocess.run(["g++", *flags, f"-I{kernels}", *sources, "-o", program], check=True)
+    finished = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "1000", "")

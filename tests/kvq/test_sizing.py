@@ -339,3 +339,17 @@ def _fill(cache: Cache, tokens: int) -> None:
         forward(cache, layers, [rows] * len(layers), np.arange(count) + cache.tokens)
         cache.commit(count)
         assert cache.used_bytes <= cache.budget_bytes
+
+
+def test_a_budget_holds_its_whole_tokens_at_the_plans_widths() -> None:
+    """A token beyond them costs bits; a floating-point cache has no pages to give up."""
+    shape = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32)
+    for k_bits, v_bits in ((16, 16), (8, 4), (2, 2)):
+        plan = KvPlan(k_bits=k_bits, v_bits=v_bits)
+        roomy = spec(shape, plan, 1024, budget=Budget(tokens=1024)).resolved()
+        assert roomy.whole_tokens == 1024
+    tight = replace(roomy.spec, budget=Budget(num_bytes=minimum_budget(shape, plan, 1024) + 4096))
+    held = tight.resolved()
+    assert 0 < held.whole_tokens < 1024
+    columns = (held.whole_tokens - held.plan.sink_tokens - held.plan.tail_tokens) / 64
+    assert columns == min(held.max_columns, held.pool_bytes // held.column_bytes(2, 2)) > 0

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,11 +15,13 @@ import pytest
 from caches import open_cache
 from environment import ROOTS
 from kvq import native
+from kvq.cache import Cache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     KvqError,
     SnapshotError,
 )
+from kvq.formats import grid_bytes
 from pairs import (
     BOTH,
     LAYERS,
@@ -67,6 +71,41 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(use_native: bool) -> 
         assert cache.state() == own
     step(cache)
     cache.close()
+
+
+@BOTH
+@pytest.mark.parametrize("half", [np.nan, np.inf, -np.inf])
+def test_a_snapshot_with_what_is_no_number_is_refused(use_native: bool, half: float) -> None:
+    """Nothing that is not finite is ever stored, so no kernel need ask for it."""
+    cache = filled_cache(use_native)
+    own = cache.state()
+    damaged = _damaged_native if use_native else _damaged_numpy
+    for bad in damaged(cache, np.float16(half).tobytes()):
+        with pytest.raises(SnapshotError):
+            cache.load_state(bad)
+        assert cache.state() == own
+    step(cache)
+    cache.close()
+
+
+def _damaged_native(cache: Cache, half: bytes) -> Iterator[bytes]:
+    """A key of the tail, then each constant of a page's keys and of its values."""
+    own, page = cache.state(), cache.page(1, 0, 2)
+    grid = grid_bytes(SMALL.head_dim)
+    start = own.index(page)
+    places = [start + at + 2 * i for at in (0, grid) for i in range(4)]
+    for at in (own.index(cache.tail(1, 0)[0].tobytes()), *places):
+        yield own[:at] + half + own[at + 2 :]
+
+
+def _damaged_numpy(cache: Cache, half: bytes) -> Iterator[bytes]:
+    own = dict(np.load(BytesIO(cache.state())))
+    for name, i in [("tail1k", 0), *((f"page2.1.{side}g", i) for side in (0, 1) for i in range(4))]:
+        array = own[name].copy()
+        array.reshape(-1).view(np.uint8)[2 * i : 2 * i + 2] = np.frombuffer(half, np.uint8)
+        damaged = BytesIO()
+        np.savez(damaged, allow_pickle=False, **(own | {name: array}))
+        yield damaged.getvalue()
 
 
 def test_native_snapshots_are_sized_exactly() -> None:

@@ -211,7 +211,8 @@ class Family:
 
 def export(checkpoint: Path, bits: int, linear: Linear = "kvq") -> Bundle:
     weights = WeightFormat(bits=bits, embedding_bits=8, linear=linear)
-    options = ExportOptions(weights=weights, quality=False)
+    # Of random weights no text tells which inputs matter.
+    options = ExportOptions(weights=weights, quality=False, calibrate=False)
     return export_model(checkpoint, checkpoint.with_name(f"bundle-{bits}"), options)
 
 

@@ -15,22 +15,21 @@ B = '{"%s": {"q": "é\\n"}, "name": "look_up"}'
 CALLS = [("add", {"a": 1, "b": ["}", '"{'], "c": {"d": {}}}), ("look_up", {"q": "é\n"})]
 
 
-def read(form: ToolForm, text: str, cuts: list[int] | None = None) -> tuple[str, list[list[str]]]:
+NAMES = ("add", "look_up")
+
+
+def read(
+    form: ToolForm, text: str, cuts: list[int] | None = None, *, cut: bool = False
+) -> tuple[str, list[list[str]]]:
     """The text of an answer and its calls, fed in the pieces between `cuts`."""
-    reader, pieces = CallReader(form), list[Piece]()
+    reader, pieces = CallReader(form, NAMES), list[Piece]()
     ends = [*(cuts or []), len(text)]
     for start, end in zip([0, *ends], ends, strict=False):
         pieces += reader.feed(text[start:end])
-    pieces += reader.flush()
-    calls: list[list[str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallPiece):
-            if piece.name is not None:
-                assert piece.index == len(calls)
-                calls.append([piece.name, ""])
-            assert piece.index == len(calls) - 1
-            calls[-1][1] += piece.arguments
-    assert reader.calls == len(calls)
+    pieces += reader.flush(cut=cut)
+    told = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert [piece.index for piece in told] == list(range(reader.calls))
+    calls = [[piece.name, piece.arguments] for piece in told]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
 
 
@@ -79,6 +78,24 @@ def test_a_call_may_be_the_whole_answer(before: str) -> None:
         (LLAMA, 'The object {"name": "add", "parameters": {}} is one'),
         (LLAMA, '{"name": "Ada", "age": 36}'),
         (LLAMA, "<|python"),
+        (LLAMA, '<|python_tag|>print("{}")'),
+        # Offered under another name, or by no name, in a form that is not the model's own.
+        (HERMES, '{"name": "remove", "arguments": {}}'),
+        (HERMES, '```json\n{"name": "remove", "arguments": {}}\n```\nis one.'),
+        (HERMES, '<tools>\n{"name": "remove", "arguments": {}}\n</tools>'),
+        (HERMES, '{"name": "add"}'),
+        (HERMES, '{"name": "add", "arguments": [1]}'),
+        (HERMES, '{"name": "add", "arguments": {"a": 1e999}}'),
+        (HERMES, '{"name": "add", "arguments": {"a": NaN}}'),
+        (HERMES, 'See `{"name": "add", "arguments": {}}` there'),
+        (HERMES, "```c\nint main()\n{\n  {\n    return 0;\n  }\n}\n```\n"),
+        (HERMES, "```\n{\n  return;\n}\n```"),
+        (HERMES, "```json\n[]\n```"),
+        (HERMES, "``` " * 3000),
+        (HERMES, "```js\n{}\n```\n`` ` <"),
+        (HERMES, '{"name": "ad\\'),
+        (HERMES, '{"city": {"name": "add", "arguments": {}}}'),
+        (HERMES, "<tool_call></tool_call>"),
         (PHI, '<|tool_call|>{"a": 1}'),
     ],
 )
@@ -86,18 +103,75 @@ def test_what_is_no_call_is_text(form: ToolForm, text: str) -> None:
     assert every_way(form, text) == (text, [])
 
 
-def test_a_call_that_is_cut_short_keeps_what_came() -> None:
-    text, calls = read(HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2')
-    assert (text, calls) == ("", [["add", '{"a": [1, 2']])
-    assert read(HERMES, '<tool_call>{"name": "ad') == ('<tool_call>{"name": "ad', [])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{A}\n\n{B}", ""),
+        ("I look.\n{A}\n{B}\n", "I look."),
+        ("{A} {B}", ""),
+        ("```json\n{A}\n```\n```json\n{B}\n```", ""),
+        ("Here:\n\n```\n{A}\n{B}\n```\n", "Here:"),
+        ("```json\n[{A}, {B}]\n```", ""),
+        ("```json\n<tool_call>\n{A}\n</tool_call>\n```\n{B}", ""),
+        ("<tool_call>\n```json\n{A}\n```\n</tool_call>{B}", ""),
+        ("<tools>\n{A}\n{B}\n</tools>", ""),
+        ("[TOOL_CALLS] [{A}, {B}]", ""),
+        ("<|python_tag|>{A}\n<function_call>{B}</function_call>", ""),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["arguments", "parameters"])
+def test_a_model_may_write_calls_as_others_do(text: str, said: str, arguments: str) -> None:
+    """As llama-server reads them, in whatever form the model's template asks for."""
+    text = text.replace("{A}", A % arguments).replace("{B}", B % arguments)
+    for form in FORMS:
+        assert every_way(form, text) == (said, CALLS)
 
 
-def test_arguments_come_while_they_are_written() -> None:
-    reader = CallReader(HERMES)
-    assert reader.feed('<tool_call>\n{"name": "add", "argu') == []
-    assert reader.feed('ments": {"a') == [CallPiece(index=0, name="add", arguments='{"a')]
-    assert reader.feed('": 1}') == [CallPiece(index=0, arguments='": 1}')]
-    assert reader.feed("}\n</tool_call>") == []
+def test_what_stands_behind_a_call_is_text() -> None:
+    call = '{"name": "add", "arguments": {}}'
+    assert every_way(HERMES, f"{call} is one") == (" is one", [("add", {})])
+    assert every_way(HERMES, f"```json\n{call}\n```\nDone.") == ("\nDone.", [("add", {})])
+    text = f'{call}\n{{"name": "remove", "arguments": {{}}}}.'
+    assert every_way(HERMES, text) == (text.removeprefix(call), [("add", {})])
+
+
+def test_a_call_is_told_whole_or_not_at_all() -> None:
+    begun = '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2'
+    assert read(HERMES, begun) == (begun, [])
+    assert read(HERMES, begun, cut=True) == ("", [])
+    assert read(HERMES, begun[12:], cut=True) == ("", [])
+    assert read(HERMES, '<tool_call>{"na', cut=True) == ("", [])
+    assert read(HERMES, "<tool_call>", cut=True) == ("", [])
+    # Nobody knows yet what these become.
+    for text in ('{"na', '```json\n{"name": "ad', '<tools>{"name": "ad', "<tool_c"):
+        assert read(HERMES, text, cut=True) == (text, [])
+    one = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
+    assert read(HERMES, one + begun, cut=True) == ("", [["look_up", "{}"]])
+    reader = CallReader(HERMES, NAMES)
+    assert reader.feed(begun) == []
+    assert reader.feed("]}") == []
+    assert reader.feed("}") == [CallPiece(index=0, name="add", arguments='{"a": [1, 2]}')]
+
+
+def test_one_call_at_most_where_no_more_are_welcome() -> None:
+    reader = CallReader(HERMES, NAMES, most=1)
+    one = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
+    pieces = [*reader.feed(one * 3), *reader.flush()]
+    assert pieces == [CallPiece(index=0, name="look_up", arguments="{}")]
+
+
+def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
+    reader = CallReader(HERMES, NAMES)
+    assert reader.feed("It is {") == ["It is {"]
+    assert reader.feed(" four.\n") == [" four."]
+    assert reader.feed('{"ci') == []
+    assert reader.feed('ty": "Par') == ['\n{"city"', ': "Par']
+    assert reader.feed('is"}\n```') == ['is"}']
+    assert reader.feed("js") == []
+    assert reader.feed("\n{") == ["\n```js"]
+    assert reader.feed('}\n  {"name": "remove') == ["\n{}"]
+    assert reader.feed('", ') == ['\n  {"name": "remove"', ","]
+    assert reader.flush() == [" "]
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=6)),
-        "version 6, newer than the 5 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=7)),
+        "version 7, newer than the 6 this kvq reads; upgrade kvq-runtime",
     ),
     "older pages": (
-        lambda f: rewrite(f, lambda d: d.update(version=4)),
-        "of version 4, calibrated for pages that this kvq no longer writes; export the model again",
+        lambda f: rewrite(f, lambda d: d.update(version=5)),
+        "of version 5, whose weights or pages this kvq no longer reads; export the model again",
     ),
     "older version": (
         lambda f: rewrite(f, lambda d: d.update(version=1)),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -356,7 +360,7 @@ def deep(levels: int) -> str:
         ({"$ref": "#"}, "no text of this model fits"),
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be followed"),
-        (deep(200), "recursion limit"),
+        (deep(200), "nested too deeply"),
         (deep(100_000), "at most 262144"),
         (deep(9_000), "nested too deeply"),
         ({"enum": [f"value {number}" for number in range(50_000)]}, f"at most {MOST_CHARACTERS}"),
@@ -373,7 +377,11 @@ def test_a_schema_that_cannot_be_followed_is_refused(schema: Any, complaint: str
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(", "(?=a)b", "(a|aa)+" * 300, "(" * 100_000, "a{1000000000}", r"\d\b", "[z-a]"]
+    "pattern",
+    [
+        *("(", "(?=a)b", "(a|aa)+" * 300, "(" * 100_000, "a{1000000000}", r"\d\b", "[z-a]"),
+        *("\ud800", "\ud800" * 5000),
+    ],
 )
 def test_a_pattern_ends_in_an_answer_or_a_refusal(pattern: str) -> None:
     try:
@@ -382,6 +390,179 @@ def test_a_pattern_ends_in_an_answer_or_a_refusal(pattern: str) -> None:
         text, reason = str(error)[:500], "refused"
     assert reason != "stop" or re.fullmatch(pattern, text)
     assert len(text) < 500
+
+
+# What would overflow a stack, or take long
+
+
+def chained(levels: int, opening: str, closing: str) -> str:
+    """A schema whose definitions refer to each other in a chain, each reference in `opening`."""
+    parts = [f'"{n}":{opening}{{"$ref":"#/$defs/{n + 1}"}}{closing}' for n in range(levels)]
+    return f'{{"$ref":"#/$defs/0","$defs":{{{",".join(parts)},"{levels}":{{}}}}}}'
+
+
+def in_a_chain(levels: int) -> Constraint:
+    return Constraint.json(chained(levels, "", ""))
+
+
+def objects_in_a_chain(levels: int) -> Constraint:
+    return Constraint.json(chained(levels, '{"type":"object","properties":{"a":', "}}"))
+
+
+def lists_in_a_chain(levels: int) -> Constraint:
+    return Constraint.json(chained(levels, '{"items":', "}"))
+
+
+def lists_of_lists_in_a_chain(levels: int) -> Constraint:
+    return Constraint.json(chained(levels, '{"items":{"items":{"items":{"items":', "}}}}"))
+
+
+def choices_in_a_chain(levels: int) -> Constraint:
+    return Constraint.json(chained(levels, '{"anyOf":[', "]}"))
+
+
+def nested(levels: int) -> Constraint:
+    return Constraint.json(deep(levels))
+
+
+def bracketed(levels: int) -> Constraint:
+    return Constraint.regex("(" * levels + "a" + ")" * levels)
+
+
+def rules_in_a_chain(levels: int, last: str = '"a"') -> Constraint:
+    rules = "\n".join(f"r{n} ::= r{n + 1}" for n in range(levels))
+    return Constraint.grammar(f"root ::= r0\n{rules}\nr{levels} ::= {last}")
+
+
+def rules_in_a_ring(levels: int) -> Constraint:
+    return rules_in_a_chain(levels, 'r0 | "a"')
+
+
+def repeats(times: int) -> Constraint:
+    return Constraint.grammar("root ::= " + "(" * 6 + '"a"' + f"){{{times}}}" * 6)
+
+
+def properties(count: int) -> Constraint:
+    rows = {f"p{n}": {"type": "string"} for n in range(count)}
+    return Constraint.json({"type": "object", "properties": rows})
+
+
+DEEP = [
+    in_a_chain, objects_in_a_chain, lists_in_a_chain, lists_of_lists_in_a_chain,
+    choices_in_a_chain, nested, bracketed, rules_in_a_chain, rules_in_a_ring,
+]  # fmt: skip
+
+# Reads what it is given on 2 MiB of stack and says how many KiB that took.
+ON_LITTLE = """
+import sys, llguidance
+from resource import RUSAGE_SELF, getrusage
+from kvq_runtime import trial
+lark, byte = sys.stdin.read(), llguidance.LLTokenizer("byte")
+before = getrusage(RUSAGE_SELF).ru_maxrss
+trial.on_stack(2 << 20, lambda: trial.matcher(llguidance, byte, lark))
+print(getrusage(RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def largest_small(shape: Callable[[int], Constraint]) -> Constraint:
+    """The largest of a shape that is read without a trial."""
+
+    def too_large(levels: int) -> bool:
+        try:
+            return not shape(levels).small
+        except UsageError:
+            return True
+
+    return shape(bisect_left(range(2100), True, key=too_large) - 1)
+
+
+@pytest.mark.parametrize("shape", [*DEEP, repeats])
+def test_what_is_small_takes_little_stack_and_memory(shape: Callable[[int], Constraint]) -> None:
+    """In a process of its own, which an overflow would kill."""
+    constraint = largest_small(shape)
+    assert constraint.small
+    assert shape in (nested, repeats) or len(constraint.lark) > 4000
+    found = subprocess.run(
+        [sys.executable, "-c", ON_LITTLE], input=constraint.lark, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (found.returncode, found.stderr) == (0, "")
+    assert int(found.stdout) < 30 << 10
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: objects_in_a_chain(1000), "refers to 1001 places; at most 500"),
+        (lambda: in_a_chain(5000), "refers to 5001 places; at most 500"),
+        (lambda: rules_in_a_chain(5000), "5002 rules; give at most 2000"),
+        (lambda: rules_in_a_ring(5000), "5002 rules; give at most 2000"),
+        # Within these bounds, and more stack than the trial has.
+        (lambda: lists_of_lists_in_a_chain(499), "too much work"),
+        (lambda: properties(7000), "too much work"),
+        (lambda: Constraint.json({"type": "integer", "multipleOf": 99_999_989}), "too much work"),
+        (lambda: Constraint.grammar('root ::= "a"' + "*" * 200_000), "more than 64 times over"),
+        (lambda: Constraint.grammar('root ::= "a"' + "*" * 65), "more than 64 times over"),
+    ],
+)
+def test_what_is_too_deep_or_too_much_is_refused(
+    make: Callable[[], Constraint], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        VOCABULARIES["byte level"].grammar(make())
+
+
+def test_what_is_within_the_bounds_is_followed() -> None:
+    for constraint in (objects_in_a_chain(499), rules_in_a_ring(1998), properties(300)):
+        assert not constraint.small
+    for constraint in (rules_in_a_chain(1998), rules_in_a_ring(1998)):
+        assert answer(constraint)[:2] == ("a", "stop")
+    wanted = '{"a":{"a":{"a":5}}}'
+    found = answer(objects_in_a_chain(3), wanted=[*BYTES.encode(wanted), END])
+    assert found[:2] == (wanted, "stop")
+    VOCABULARIES["byte level"].grammar(objects_in_a_chain(499))
+    assert answer(Constraint.grammar('root ::= "a"{2}{3} "b"'))[0] == "aaaaaab"
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started, in their order."""
+    found: list[subprocess.Popen[bytes]] = []
+
+    class Seen(subprocess.Popen):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            found.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Seen)
+    return found
+
+
+def test_a_small_constraint_starts_no_process_and_a_kept_one_no_second(
+    trials: list[subprocess.Popen[bytes]],
+) -> None:
+    grammars = Grammars(BYTES)
+    for constraint in (Constraint.json(), properties(100), rules_in_a_chain(100)):
+        assert grammars.read(constraint) is grammars.read(constraint)
+    assert trials == []
+    large = [properties(200 + count) for count in range(3)]
+    first = [grammars.read(one) for one in large[:2]]
+    assert [grammars.read(one) for one in large[:2]] == first
+    assert len(trials) == 2
+    # A third takes the place of the one that was asked for the longest ago.
+    grammars.read(large[2])
+    assert grammars.read(large[1]) is first[1]
+    assert len(trials) == 3
+    assert grammars.read(large[0]) is not first[0]
+    assert [one.returncode for one in trials] == [0] * 4
+
+
+def test_a_trial_ends_when_nobody_wants_it_any_more(
+    trials: list[subprocess.Popen[bytes]],
+) -> None:
+    with pytest.raises(UsageError):
+        Grammars(BYTES).read(properties(300), lambda: len(trials) > 0)
+    assert [one.returncode for one in trials] == [-signal.SIGKILL]
 
 
 def test_a_schema_may_not_set_the_library_up() -> None:

@@ -19,6 +19,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine, open_files
 from kvq_runtime.generation import Step
 from kvq_runtime.metrics import SessionStats
+from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -242,14 +243,12 @@ def test_the_driver_is_asked(
 def test_a_gpu_without_its_libraries_is_told_from_a_broken_bundle(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    onnxruntime, state = (pytest.importorskip(name) for name in ("onnxruntime", onnx._STATE))
-
     def none(*_: object, **__: object) -> None:
-        raise state.NotImplemented("Could not find an implementation for Linear(1)")
+        raise onnx_runtime_state().NotImplemented("Could not find an implementation for Linear(1)")
 
     there = devices.opened("emulated")
     monkeypatch.setattr(devices, "opened", lambda _: there)
-    monkeypatch.setattr(onnxruntime, "InferenceSession", none)
+    monkeypatch.setattr(onnx_runtime(), "InferenceSession", none)
     with pytest.raises(BackendError, match=r"on the GPU .*Linear.* libraries are missing .*cuDNN"):
         onnx.OnnxBackend(open_files(bundle), threads=1, device="cuda")
 

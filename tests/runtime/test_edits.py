@@ -135,6 +135,24 @@ def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str])
         other.close()
 
 
+def test_exact_means_the_same_text_and_not_the_same_bits(engine: Engine, exact: Engine) -> None:
+    """Pages that begin elsewhere round otherwise; without pages and rounding nothing is off."""
+    off: dict[str, float] = {}
+    for name, opened, kv in ("pages", engine, QUANTIZED), ("float32", exact, FP):
+        with opened.session(context_tokens=1000, **kv) as session:
+            session.prefill(TEXT)
+            session.edit(90, 91, prompt(2, 9))
+            session.prefill()
+            assert not session.exact
+            session.refresh()
+            assert session.exact
+            assert list(session.tokens) == [*TEXT[:90], *prompt(2, 9), *TEXT[91:]]
+            wanted = fresh(opened, list(session.tokens), **kv)
+            off[name] = float(np.abs(logits(session) - wanted).max() / np.abs(wanted).max())
+    assert off["float32"] < 1e-4
+    assert 1e-4 < off["pages"] < 0.1
+
+
 def test_answers_rollback_and_save_go_on_from_an_edited_text(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from kvq.errors import UsageError
 from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
+from kvq_models.infilling import infill_prompt
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
@@ -171,6 +172,22 @@ def test_only_a_last_token_of_text_that_has_longer_ones_is_dropped() -> None:
         [],
     ):
         assert heal(SMALL, whole) == (whole, b"")
+
+
+def test_of_a_text_with_a_gap_the_token_before_the_gap_is_dropped() -> None:
+    end = SMALL.token_id(END)
+    before, after = small(b"f", b"("), small(b"x")
+    for suffix_first, cut, whole in (
+        (False, [end, 0, *before, 1, *after, 2], "f():"),
+        (True, [end, 0, 1, *after, 2, *before], "f():"),
+        (False, [end, 0, 1, *after, 2], ""),
+        (True, [end, 0, 1, *after, 2], ""),
+    ):
+        tokenizer = small_tokenizer()
+        fim = FimTokens(prefix=0, suffix=1, middle=2, suffix_first=suffix_first)
+        tokenizer.control = replace(tokenizer.control, fim=fim)
+        ids = infill_prompt(tokenizer, whole, "x", 50)
+        assert heal(tokenizer, ids) == (cut, b"):" if whole else b"")
 
 
 def test_an_index_holds_no_control_tokens_and_is_made_once() -> None:
@@ -403,12 +420,18 @@ def test_filters_see_the_allowed_tokens_only(
 # The server
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One session of a rule whose prompts are healed; those of its holes end in the prefix."""
+def holed_rule() -> Rule:
+    """A rule whose prompts are healed; those of its holes end in the prefix."""
     rule = Rule(heals=True, infills=True)
     fim = FimTokens(prefix=3, suffix=4, middle=5, suffix_first=True)
     rule.tokenizer.control = replace(rule.tokenizer.control, fim=fim)
+    return rule
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One session of such a rule."""
+    rule = holed_rule()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         with running(rule.load, sessions=1) as server:
@@ -422,6 +445,17 @@ def continued(count: int, *, heals: bool) -> str:
     """What the rule makes of PROMPT, without a server."""
     rule = Rule(heals=heals)
     ids, begin_with = heal(rule.tokenizer, rule.tokenizer.encode(PROMPT))
+    assert bool(begin_with) == heals
+    session = rule.session()
+    session.prefill(ids)
+    return text_of([*session.generate(count, sampling=GREEDY, begin_with=begin_with)])
+
+
+def infilled(count: int, *, heals: bool) -> str:
+    """What the rule puts between PROMPT and a bracket, without a server."""
+    rule = holed_rule()
+    whole = infill_prompt(rule.tokenizer, PROMPT, ")", 500)
+    ids, begin_with = heal(rule.tokenizer, whole) if heals else (whole, b"")
     assert bool(begin_with) == heals
     session = rule.session()
     session.prefill(ids)
@@ -457,7 +491,8 @@ def test_text_prompts_are_healed_by_the_server_and_nothing_else(server: Server) 
     ):
         texts = [ask(server, path, body | more).json for more in ({}, off)]
         shown = [one.get("content") or one["choices"][0]["text"] for one in texts]
-        assert shown[0] == shown[1]
+        assert shown == [infilled(4, heals=True), infilled(4, heals=False)]
+        assert shown[0] != shown[1]
 
 
 def test_what_is_healed_is_counted_as_the_prompt_that_was_sent(server: Server) -> None:

@@ -38,8 +38,7 @@ def emulated_library(shelf: Shelf) -> Path:
 
     headers = [
         *SOURCE.parent.iterdir(),
-        SOURCE.parents[1] / "kvq.h",
-        SOURCE.parents[1] / "format.h",
+        *(SOURCE.parents[1] / name for name in ("kvq.h", "format.h", "linear/linear.h")),
     ]
     contents = b"".join(path.read_bytes() for path in sorted(headers))
     path = shelf.once("libkvq_cuda_emulated.so", contents, build)

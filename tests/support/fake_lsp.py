@@ -42,6 +42,9 @@ class KnownLines:
             why_not=None if drafts else "filtered",
         )  # fmt: skip
 
+    def expect(self, document: Document, place: tuple[int, int]) -> None:
+        pass
+
     def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
         return 0
 

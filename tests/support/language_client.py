@@ -24,6 +24,7 @@ class GatedCompleter:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, int]]] = []
+        self.expected: list[tuple[str, tuple[int, int]]] = []
         self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
@@ -42,6 +43,9 @@ class GatedCompleter:
         before = document.line(place[0])[: place[1]]
         texts = (f"<{before}>", f"second {len(self.calls)}")
         return Completion(drafts=tuple(Draft(text=text, logprob=-1.0) for text in texts))
+
+    def expect(self, document: Document, place: tuple[int, int]) -> None:
+        self.expected.append((document.text, place))
 
     def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
         return 0

@@ -4,18 +4,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq import reference_linear as reference
-from kvq.reference_linear import Bytes, Float, PanelFormat
+from kvq.reference_linear import Blocks, Bytes, Float, Grid, PanelFormat
 
 
-def matrix(form: PanelFormat, seed: int = 0) -> tuple[Bytes, NDArray[np.float16], Bytes]:
-    """Codes, scales and their panels; scales of both signs, some zero, some subnormal."""
+def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
+    """Rows as stored, and their panels; scales of both signs, some zero, some subnormal."""
     random = np.random.default_rng(seed)
     half = 1 << (form.bits - 1)
     codes = np.full((form.rows, form.blocks * form.block), half, np.uint8)
     codes[:, : form.columns] = random.integers(0, 2 * half, (form.rows, form.columns))
     scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
     scales[::7, 0], scales[::5, -1] = 0, np.float16(3e-6)
-    return codes, scales, reference.pack(form, codes, scales)
+    blocks = Blocks(codes, scales, _offsets(form, random))
+    return blocks, reference.pack(form, blocks)
+
+
+def _offsets(form: PanelFormat, random: np.random.Generator) -> NDArray[np.generic] | None:
+    size = (form.rows, form.blocks)
+    if form.grid is Grid.ZERO_POINT:
+        return random.integers(0, 256, size).astype(np.uint8)
+    if form.grid is Grid.MINIMUM:
+        return (random.standard_normal(size) * (1 << form.bits)).astype(np.float16)
+    return None
 
 
 def activations(rows: int, columns: int, seed: int = 1) -> Float:

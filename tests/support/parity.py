@@ -21,7 +21,7 @@ from kvq import abi, native_linear, reference_linear
 from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
-from kvq.reference_linear import ACTIVATIONS, Bytes, PanelFormat, View
+from kvq.reference_linear import ACTIVATIONS, WIDTHS, Bytes, Grid, PanelFormat, View
 from kvq.sizing import Arena
 from kvq_models.reference import ACTIVATIONS as FUNCTIONS
 from matrices import activations, matrix
@@ -261,11 +261,11 @@ def add_product(
 
 
 def products(cases: Cases) -> None:
-    """Every width, block and view, of shapes that fill panels and blocks and that do not."""
-    shapes = ((5, 7), (50, 200), (96, 896))
-    for shape, bits, block in itertools.product(shapes, (4, 8), (32, 64, 128)):
-        form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block)
-        *_, panels = matrix(form)
+    """Every width, grid and view, of shapes that fill panels and blocks and that do not."""
+    shapes = (((5, 7), 32), ((50, 200), 64), ((33, 449), 128))
+    for (shape, block), bits, grid in itertools.product(shapes, WIDTHS, Grid):
+        form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+        _, panels = matrix(form)
         for rows, view in itertools.product((1, 2, 5, 17), VIEWS):
             cases.name = f"{rows} rows of {form}, view {view}"
             x = activations(rows, form.columns)
@@ -274,16 +274,16 @@ def products(cases: Cases) -> None:
 
 
 def products_with_more(cases: Cases) -> None:
-    """Two passes; norm, bias and residual; activations; embeddings."""
-    form = PanelFormat(rows=3000, columns=128, bits=8, block=64)
-    *_, panels = matrix(form)
-    x = activations(5, form.columns)
-    for count in (1, 20):
+    """Two passes; norm, bias and residual; activations; embeddings of every width and grid."""
+    for count, bits, grid in ((1, 8, Grid.SYMMETRIC), (20, 6, Grid.ZERO_POINT)):
+        form = PanelFormat(rows=3000, columns=128, bits=bits, block=64, grid=grid)
+        _, panels = matrix(form)
+        x = activations(5, form.columns)
         cases.name = f"the best {count} rows of {form}"
         wanted = reference_linear.linear_in_two_passes(form, panels, x, count)
         add_product(cases, form, panels, x, wanted, exact_rows=count)
     form = PanelFormat(rows=50, columns=200, bits=8, block=32)
-    *_, panels = matrix(form)
+    _, panels = matrix(form)
     rng = np.random.default_rng(4)
     x = 3 * rng.standard_normal((9, 400), np.float32)
     x[0, 3], x[0, 7] = 90, -90
@@ -300,11 +300,14 @@ def products_with_more(cases: Cases) -> None:
         add_product(cases, form, panels, x, gated, PREPARED, activation=activation)
     ids = rng.integers(0, 50, (7, 3))
     weights = rng.uniform(0, 1, (7, 3)).astype(np.float32)
-    table = reference_linear.restore(form, panels)
-    wanted = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
-    cases.name = "embeddings"
-    shape = bytes(native_linear.matrix(form))
-    cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
+    for bits, grid in itertools.product(WIDTHS, Grid):
+        form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+        _, panels = matrix(form)
+        table = reference_linear.restore(form, panels)
+        wanted = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
+        cases.name = f"embeddings of {form.format}"
+        shape = bytes(native_linear.matrix(form))
+        cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
 
 
 ALL = (packing, widths_and_views, masks_shifts_and_caps, products, products_with_more)

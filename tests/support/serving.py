@@ -146,6 +146,7 @@ class Rule:
         limit = config.saved_bytes if self.folder is not None else 0
         return ServedModel(
             name="rule",
+            names=frozenset({"rule"}),
             tokenizer=self.tokenizer,
             grammar=Vocabulary.of(self.tokenizer, frozenset({0})).grammar,
             backend=self.backend,
@@ -154,6 +155,8 @@ class Rule:
             k_bits=4,
             v_bits=2,
             kv="4:2",
+            budget_tokens=self.context_tokens,
+            sampling=self.backend.model.sampling,
             loaded_at=1,
             slots=Slots(
                 self.session, config.sessions, SavedSessions(self.folder or Path(), "rule", limit)

@@ -447,7 +447,7 @@ def test_widths_of_weights_are_measured_beside_each_other(
     assert upper < 0.65 * eight
     # The head of 4-bit weights has 8 bits, of which only as much is read as a choice needs.
     assert upper <= four < 0.8 * eight
-    assert data["weights"]["bits"] == 8
+    assert [*data["weights"]["formats"]] == ["8/64/symmetric"]
     assert main(["bench", "--shape", "tiny", "--wbits", "6"]) == 2
     assert "--wbits 6 is not possible: choose 4, 8 or both" in capsys.readouterr().err
 
@@ -703,7 +703,10 @@ def test_a_shape_is_made_once() -> None:
         (["--kv-budget", "few"], "--kv-budget 'few' is not possible"),
         (["--kv", "8:8,fp", "--kv-budget", "10%"], "an unquantised cache gives nothing up"),
         (["--context", "300", "--kv-budget", "400tok"], "--kv-policy would have nothing to do"),
-        (["--context", "300", "--kv-budget", "4KiB"], "cannot hold this model's sinks, tail"),
+        (
+            ["--context", "300", "--kv-budget", "4KiB"],
+            "cannot hold the least that this model keeps",
+        ),
         (["--plot", "no/such/folder/p.png"], "there is no folder"),
         (["--plot", "p.exe"], "must end in .png"),
     ],

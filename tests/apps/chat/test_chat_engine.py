@@ -1,10 +1,12 @@
 """The chat on a real tiny model in this process, and on a server over HTTP."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from textual.pilot import Pilot
 
-from chat_pilot import meter, run, say, shown, until
+from chat_pilot import meter, on_screen, run, say, shown, until
 from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps.chat import engine_link
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Stream, Turn
+from kvq_apps.chat.history import History
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import kv_part
+from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
@@ -30,11 +34,13 @@ from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Round
+from kvq_runtime.engine import Engine
 from serving import process
 from shelf import Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
+GREEDY_ASKED = {"temperature": 0}
 FLOATS = {"k_bits": 16, "v_bits": 16}
 
 
@@ -76,7 +82,7 @@ def test_a_resumed_chat_goes_on_as_if_never_closed(bundle: str, tmp_path: Path) 
 
     resumed = local(bundle)
     resumed.open()
-    tokens = resumed.restore(saved)
+    tokens = resumed.restore(saved).context_tokens
     again, stats = answer(resumed, question, first, "and now?")
     assert (again, stats.prompt_tokens) == (second, kept.prompt_tokens)
     assert stats.cached_tokens == kept.cached_tokens
@@ -163,6 +169,37 @@ def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
     fresh.close()
 
 
+def test_a_chat_is_sampled_as_the_model_asks(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    asks = {"do_sample": True, "temperature": 0.6, "top_k": 9}
+    (source / "generation_config.json").write_text(json.dumps(asks))
+    path = str(export_model(source, tmp_path / "bundle", ExportOptions(quality=False)).path)
+    turns: list[Turn] = []
+
+    class Watched(LocalClient):
+        def reply(self, turn: Turn, stream: Stream) -> str:
+            turns.append(turn)
+            return super().reply(turn, stream)
+
+    def client() -> Watched:
+        return Watched(path, engine_options={"threads": 1}, session_options={})
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        assert app.controller.settings.lines()[0].startswith("temp 0.6, top-k 3, top-p 0.95, ")
+        await say(app, pilot, "hi")
+        await say(app, pilot, "/set temp 0.1")
+        await say(app, pilot, "hi")
+
+    # A flag comes before the model, and what /set says before both.
+    run(script, client(), asked={"top_k": 3}, max_tokens=2)
+    found = [(turn.sampling.temperature, turn.sampling.top_k) for turn in turns]
+    assert found == [(0.6, 3), (0.1, 3)]
+    plain = PlainChat(client(), ChatSettings(max_tokens=2), lambda _: None, "")
+    plain.answer("hi")
+    plain.close()
+    assert turns[-1].sampling == Sampling(temperature=0.6, top_k=9)
+
+
 def test_the_statistics_are_the_sessions_own(bundle: str) -> None:
     client = local(bundle)
     facts = client.open()
@@ -223,17 +260,124 @@ def test_the_whole_app_on_a_model(bundle: str, tmp_path: Path) -> None:
         assert app.controller.engine.stats.kv_bytes > 0
         assert app.controller.engine.stats.encoded_tokens > 0
 
-    options = {"sampling": GREEDY, "max_tokens": 6, "folder": tmp_path}
+    options = {"asked": GREEDY_ASKED, "max_tokens": 6, "folder": tmp_path}
     run(first, local(bundle), **options)
 
     async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
         await until(pilot, lambda: app.controller.idle)
-        assert "KV cache restored" in shown(app)
+        (tokens,) = re.findall(r"KV cache restored: (\d+) tokens", shown(app))
+        assert int(tokens) > 10
+        stats = app.controller.engine.stats
+        assert (stats.context_tokens, stats.prompt_tokens) == (int(tokens), 0)
+        assert f"context {tokens}/1024" in meter(app)
+        assert stats.kv_bytes > 0
         await say(app, pilot, "/retry")
         assert app.controller.conversation.messages[-1].text == texts[0]
         assert app.controller.engine.stats.encoded_tokens <= 1
 
     run(second, local(bundle), latest=True, **options)
+
+
+def test_a_reply_that_was_cut_goes_on_as_if_it_was_not(bundle: str, tmp_path: Path) -> None:
+    uncut = local(bundle)
+    uncut.open()
+    whole, _ = answer(uncut, "hello", max_tokens=12)
+    uncut.close()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "/more")
+        assert "there is no reply to go on with" in shown(app)
+        await say(app, pilot, "hello")
+        message = app.controller.conversation.messages[-1]
+        assert (message.state, len(message.text) < len(whole)) == ("length", True)
+        assert "the reply was cut at its limit of 7 tokens; /more goes on with it" in words(app)
+        await say(app, pilot, "/set predict 5")
+        await say(app, pilot, "/more")
+        assert app.controller.engine.stats.encoded_tokens <= 1
+        assert message.text == storable(whole)
+        assert app.controller.conversation.messages[-1] is message
+
+    run(script, local(bundle), folder=tmp_path, asked=GREEDY_ASKED, max_tokens=7)
+    history = History(tmp_path / "chats.sqlite3")
+    _, reply = history.branch(history.chats()[0].id)
+    assert (reply.text, reply.state) == (storable(whole), "length")
+    history.close()
+
+
+def words(app: ChatApp) -> str:
+    return " ".join(shown(app).split())
+
+
+def test_the_smallest_budget_is_the_same_for_a_chat(bundle: str) -> None:
+    """A chat has room for drafts side by side where its budget has: 64 rows, not 8."""
+    with Engine.open(bundle, threads=1, backend="reference") as engine:
+        with pytest.raises(BudgetError) as refused:
+            engine.session(k_bits=4, v_bits=2, kv_budget="1KiB")
+        (least,) = re.findall(r"\((\d+) bytes\) can", str(refused.value))
+        with pytest.raises(BudgetError):
+            engine.session(k_bits=4, v_bits=2, kv_budget=int(least), draft_tokens=64)
+    with pytest.raises(BudgetError, match=re.escape(str(refused.value))):
+        local(bundle, kv_budget="1KiB").open()
+    client = local(bundle, kv_budget=least)
+    facts = client.open()
+    assert facts.kv_budget == int(least)
+    assert answer(client, "hello")[1].new_tokens == 8
+    # What the first screen recommends is that size, in whole units.
+    assert facts.smaller_kv == f"4:2 {-(-int(least) // 1024)}KiB"
+    client.close()
+
+
+def test_the_first_screen_recommends_what_works(bundle: str) -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello")
+        await say(app, pilot, "/new")
+        (line,) = re.findall(r"/kv 4:2 \d+KiB", on_screen(app))
+        await say(app, pilot, line)
+        assert f"KV 4:2 of {line[8:-3]}.0 KiB; the conversation was encoded again" in words(app)
+
+    run(script, local(bundle, k_bits=8), max_tokens=4, size=(100, 40))
+
+
+def test_a_chat_opens_the_model_it_was_written_with(
+    bundle: str, shelf: Shelf, tmp_path: Path
+) -> None:
+    other = str(shelf.bundle(max_position_embeddings=1024, rope_theta=500_000.0))
+    made: list[str] = []
+
+    def client_for(name: str) -> LocalClient:
+        made.append(name)
+        return local(name)
+
+    async def talk(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "hello")
+
+    async def resume(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.controller.client_for = client_for
+        await until(pilot, lambda: app.controller.idle)
+        history = History(tmp_path / "chats.sqlite3")
+        (chat,) = history.chats()
+        history.close()
+        assert chat.model == bundle
+        app.controller.do(partial(app.controller.resume_chat, chat.id))
+        await until(pilot, lambda: app.controller.idle)
+        await say(app, pilot, "and now?")
+        # At last: which model's cache was taken, and which one is remembered.
+        facts = app.controller.engine.facts
+        assert facts is not None
+        assert app.controller.conversation.model == facts.opens
+
+    options = {"folder": tmp_path, "max_tokens": 4}
+    run(talk, local(bundle), **options)
+    app = run(resume, local(other), **options)
+    assert made == [bundle]
+    assert "KV cache restored" in shown(app)
+    assert app.controller.conversation.model == bundle
+    made.clear()
+    app = run(resume, local(other), model_pinned=True, **options)
+    assert made == []
+    name = Path(bundle).name
+    assert f"this chat was written with {name}; " in shown(app)
+    assert app.controller.conversation.model == other
 
 
 def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -> None:
@@ -258,7 +402,7 @@ def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -
         assert "{" not in said
         assert str(tmp_path) not in said
 
-    options = {"sampling": GREEDY, "max_tokens": 6, "folder": tmp_path}
+    options = {"asked": GREEDY_ASKED, "max_tokens": 6, "folder": tmp_path}
     run(first, local(bundle), **options)
     run(second, local(bundle), latest=True, **options)
     run(smaller, local(bundle, context_tokens=512), latest=True, **options)
@@ -305,7 +449,7 @@ def test_the_meter_says_what_the_drafter_was_good_for(bundle: str) -> None:
         assert "drafts" not in meter(app)
 
     client = local(bundle, draft=lambda: guesser)
-    run(script, client, sampling=GREEDY, max_tokens=20, size=(160, 24))
+    run(script, client, asked=GREEDY_ASKED, max_tokens=20, size=(160, 24))
 
 
 def drafted(client: LocalClient, *texts: str, count: int, max_tokens: int) -> list[str]:
@@ -333,7 +477,8 @@ def test_a_draft_written_side_by_side_is_kept_as_it_is(bundle: str) -> None:
     kept = session.tokens[len(before) :]
     engine = client._engine
     assert engine is not None
-    assert drafts[1].startswith(engine.tokenizer.decode(list(kept[:4])))
+    # A character whose bytes are not all there yet is shown once they are.
+    assert drafts[1].startswith(engine.tokenizer.decode(list(kept[:4])).rstrip("\ufffd"))
     assert (len(kept), session.pending_tokens) == (12, 1)
     after = list(session.generate(6, sampling=GREEDY))
     plain = engine.session(k_bits=4, v_bits=2)
@@ -583,7 +728,7 @@ def test_a_server_killed_in_the_middle_is_found_again(
                 await pilot.press("enter")
                 await until(pilot, lambda: app.controller.conversation.messages[-1].text == partial)
 
-        app = run(script, RemoteClient(url), folder=tmp_path, sampling=GREEDY)
+        app = run(script, RemoteClient(url), folder=tmp_path, asked=GREEDY_ASKED)
     assert app.controller.conversation.messages[-1].state == "failed"
 
 

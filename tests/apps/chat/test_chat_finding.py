@@ -21,7 +21,7 @@ from kvq_apps.chat.history import History
 from kvq_apps.chat.kv_files import forget_oldest
 from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.screens import ChatPicker, Entry, Question
-from kvq_apps.chat.settings import ChatSettings
+from kvq_apps.chat.settings import REPLY_TOKENS, ChatSettings
 from kvq_apps.commands import chat as chat_command
 from kvq_runtime.config import Sampling
 
@@ -291,7 +291,7 @@ def test_the_first_screen_says_the_model_what_to_try_and_where_help_is() -> None
         await until(pilot, lambda: "ready" in meter(app))
         screen = on_screen(app)
         assert "kvq chat with fake" in screen
-        for words in ("What is a KV cache?", "/drafts 3", "/kv 4:2 1MiB", "F1 shows every key"):
+        for words in ("What is a KV cache?", "/drafts 3", "/kv 4:2 2MiB", "F1 shows every key"):
             assert words in screen
         assert meter(app) == "ready  KV 0 bytes/64.0 MiB K4V2  context 0/4096 0%  fake"
         await say(app, pilot, "hi")
@@ -475,15 +475,19 @@ def settings_of(*words: str) -> ChatSettings:
 
 
 def test_settings_come_from_flag_environment_project_user_in_this_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_state: None
 ) -> None:
     user = '[chat]\nsystem = "user"\ntheme = "nord"\nmeter = "short"\n[model]\ntemp = 0.5\n'
     path = settings_file(tmp_path, monkeypatch, user)
     settings = settings_of()
     assert (settings.system, settings.theme, settings.meter) == ("user", "nord", "short")
     assert settings.theme_origin == f"{path}:3"
-    assert (settings.sampling.temperature, settings.max_tokens) == (0.5, None)
+    assert (settings.sampling.temperature, settings.max_tokens) == (0.5, REPLY_TOKENS)
     Path(".kvq.toml").write_text('[chat]\nsystem = "project"\nmeter = "loud"\ncolour = "red"\n')
+    *_, untrusted = settings_of().warnings
+    assert "chat.system not used, because a project's file comes from others" in untrusted
+    assert settings_of().system == "user"
+    assert cli.main(["trust"]) == 0
     settings = settings_of()
     # A bad value and an unknown key change nothing, and say where they stand.
     assert (settings.system, settings.meter) == ("project", "short")

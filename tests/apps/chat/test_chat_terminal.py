@@ -21,6 +21,7 @@ import pytest
 
 from environment import environment_in
 from kvq_apps.chat.history import History
+from shelf import Shelf
 
 LONG_S = 300.0  # only a hang takes so long: what is waited for stays once it is there
 KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
@@ -105,6 +106,41 @@ def test_an_error_in_the_middle_keeps_what_came(home: dict[str, str]) -> None:
     history = History(history_of(home))
     assert history.branch(history.chats()[0].id)[-1].state == "failed"
     history.close()
+
+
+def test_a_chat_on_a_pipe_goes_on_with_its_model(home: dict[str, str], shelf: Shelf) -> None:
+    first = str(shelf.bundle(max_position_embeddings=1024))
+    other = str(shelf.bundle(max_position_embeddings=1024, rope_theta=500_000.0))
+    words = ("--json", "-n", "3", "--threads", "1")
+
+    def model() -> str:
+        (chat,) = json.loads(piped("--list", "--json", home=home).stdout)["chats"]
+        return chat["model"]
+
+    assert piped("-m", first, *words, home=home, stdin=b"hi").returncode == 0
+    assert model() == first
+    assert f"  {Path(first).name}  hi" in piped("--list", home=home).stdout.decode()
+    # What the environment or a file says of the model is for new chats.
+    elsewhere = home | {"KVQ_MODEL": "/no/such/model"}
+    again = piped("-c", *words, home=elsewhere, stdin=b"and now?")
+    assert again.returncode == 0, again.stderr
+    assert b"written with" not in again.stderr
+    asked = piped("-c", "-m", other, *words, home=home, stdin=b"and now?")
+    assert b"this chat was written with bundle; bundle goes on with it\n" in asked.stderr
+    assert json.loads(asked.stdout)["model"] == "bundle"
+    assert model() == other
+
+
+def test_a_reply_on_a_pipe_is_cut_with_a_word(home: dict[str, str]) -> None:
+    finished = piped("--engine", "fake:tokens=9", "-n", "4", home=home, stdin=b"hi")
+    cut = b"the reply was cut at its limit of 4 tokens; --predict N allows more\n"
+    assert (finished.returncode, finished.stderr) == (0, cut)
+    long = json.loads(
+        piped("--engine", "fake:tokens=9000", "--json", home=home, stdin=b"hi").stdout
+    )
+    assert (long["new_tokens"], long["finish_reason"]) == (2048, "length")
+    whole = ("--engine", "fake:tokens=3000", "-n", "-1", "--json")
+    assert json.loads(piped(*whole, home=home, stdin=b"hi").stdout)["new_tokens"] == 3000
 
 
 # A pseudo-terminal
@@ -201,6 +237,8 @@ def test_a_dumb_terminal_is_answered_line_by_line(
     terminal.until(lambda: terminal.output.endswith(b"> "))
     terminal.type("one\n")
     terminal.until(lambda: b"word4" in terminal.output and terminal.output.endswith(b"> "))
+    terminal.type("/more\n")
+    terminal.until(lambda: b"there is no reply to go on with" in terminal.output)
     terminal.type("/nosuch\n")
     terminal.until(lambda: b"/nosuch is not a command" in terminal.output)
     terminal.type("/new\n/quit\n")

@@ -1,5 +1,6 @@
 """The transcript on screen: following, scrolling, resizing, copying, and how little it draws."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,15 +224,23 @@ def test_every_theme_draws_the_conversation() -> None:
 
 
 def test_the_meter_says_what_the_cache_holds() -> None:
-    facts = Facts(model="m", context_tokens=1000, k_bits=8, v_bits=4, kv_budget=1 << 20)
+    facts = Facts(
+        model="m", context_tokens=1000, k_bits=8, v_bits=4, kv_budget=1 << 20, budget_tokens=300
+    )
     stats = ReplyStats(
         context_tokens=500, kv_bytes=1 << 18, mean_k_bits=6.54, mean_v_bits=4.25, evicted_share=0.12
     )
     line = meter_line(facts, stats, "ready", 200)
-    assert "KV 256.0 KiB/1.0 MiB K8V4  evicted 12%  " in line
-    assert "context 500/1000 50%  bits 6.5:4.2  " in line
+    assert line.startswith("ready  ! 12 % given up  KV 256.0 KiB/1.0 MiB K8V4  ")
+    assert "context 500/1000 50%, 300 held at 8:4  bits 6.5:4.2  " in line
+    for detail in ("short", "off"):
+        assert meter_line(facts, stats, "ready", 30, detail) == "ready  ! 12 % given up"
+    little = meter_line(facts, replace(stats, evicted_share=0.001), "ready", 200)
+    assert "! less than 1 % given up" in little
+    whole = meter_line(replace(facts, budget_tokens=1000), stats, "ready", 200)
+    assert "context 500/1000 50%  bits" in whole
     untold = meter_line(facts, ReplyStats(kv_bytes=1 << 18), "ready", 200)
-    assert "evicted" not in untold
+    assert "given up" not in untold
     assert "bits" not in untold
     short = meter_line(facts, ReplyStats(mean_k_bits=16, mean_v_bits=16), "ready", 200)
     assert "all in fp16" in short

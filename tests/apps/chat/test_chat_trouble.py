@@ -112,7 +112,7 @@ def test_a_refused_command_stays_in_the_prompt_and_a_failed_one_ends_nothing(
         broken.write_text(json.dumps([{"mapping": {"a": 5}, "current_node": "a"}]))
         await say(app, pilot, f"/load {broken}")
         assert "is not as ChatGPT writes its" in " ".join(shown(app).split())
-        app.slash.client_for = lambda _: FakeClient(FakeOptions(load_ms=-1))
+        app.controller.client_for = lambda _: FakeClient(FakeOptions(load_ms=-1))
         await say(app, pilot, "/model other")
         assert "internal error: ValueError: sleep length" in " ".join(shown(app).split())
 
@@ -244,7 +244,7 @@ def test_another_model_is_opened_once_though_the_engine_was_lost() -> None:
             return super().open()
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.slash.client_for = lambda _: Other()
+        app.controller.client_for = lambda _: Other()
         app.prompt.fill("go")
         await pilot.press("enter")
         await until(pilot, lambda: app.controller.engine.lost)
@@ -272,7 +272,7 @@ def test_an_engine_is_not_closed_under_a_reply_that_nobody_reads() -> None:
         raise BrokenPipeError
 
     client = Watched(FakeOptions(tok_ms=5, tokens=100_000))
-    chat = PlainChat(client, ChatSettings(), show)
+    chat = PlainChat(client, ChatSettings(), show, "")
     with pytest.raises(BrokenPipeError):
         chat.answer("hi")
     chat.close()

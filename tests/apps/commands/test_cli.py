@@ -10,18 +10,22 @@ from argparse import SUPPRESS, Action, Namespace, _SubParsersAction
 from math import exp
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from command_line import RUN_KEYS, Ask, answer, kvq
 from kvq import __version__
-from kvq.errors import UsageError
+from kvq.errors import BackendError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, layers, options, output
 from kvq_apps.cli import COMMANDS, build_parser, main
 from kvq_apps.commands import run as run_command
 from kvq_apps.owners import filled
 from kvq_export.config import WeightFormat
+from kvq_export.unquantized import Unquantized
 from kvq_runtime.backends import BACKENDS
+from kvq_runtime.bundle import Bundle
+from tiny import transformers_logits
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
 
@@ -92,7 +96,7 @@ def test_every_flag_of_every_command_names_its_twin(
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     of_command = flags_of(name).keys() - DEEDS.get(name, set())
-    assert len(of_command) > 3
+    assert len(of_command) >= 3
     for flag in of_command:
         assert flag.removeprefix("--") in flags.FLAGS
         twin = f"[KVQ_{flag.removeprefix('--').replace('-', '_').upper()}]"
@@ -227,14 +231,21 @@ def test_export_prints_a_table_and_progress_apart(
     )
     assert finished.returncode == 0
     table = finished.stdout.decode()
-    assert "8 bits, block 64" in table
+    assert "matrices 8/64/symmetric" in table
     assert "8:4, 4 sink tokens" in table
-    assert table.index("at 8:4 this model keeps ") < table.index("weights_and_kv.mean_kld")
-    assert re.search(r"keeps \d+% of its first choices \(\d+% with an unquantised cache\)", table)
+    assert table.index("the weights keep ") < table.index("weights_and_kv.mean_kld")
+    kept = (
+        r"weights keep \d+% of the checkpoint's first choices, a cache at \S+ \d+% of the weights'"
+    )
+    assert re.search(kept, table)
     assert b"100 %" in finished.stderr
+    # The tiny checkpoint has a chat template.
+    assert finished.stderr.decode().endswith(
+        f"try: kvq run -m {destination} --chat 'Who are you?'\n"
+    )
     assert b"\x1b" not in finished.stderr + finished.stdout
     manifest = json.loads((destination / "kvq.json").read_text())
-    assert manifest["weights"]["bits"] == 8
+    assert [*manifest["weights"]["formats"]] == ["8/64/symmetric"]
     assert (manifest["kv"]["k_bits"], manifest["kv"]["v_bits"]) == (8, 4)
 
 
@@ -286,7 +297,7 @@ def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
     report = ask("export", str(checkpoint), "-o", str(tmp_path / "made"), "--no-quality")
     assert report["path"] == str(tmp_path / "made")
     assert report["quality"] is None
-    assert report["weights"]["bits"] == 4
+    assert [*report["weights"]["formats"]] == ["8/64/symmetric", "4/64/zero_point"]
 
 
 def test_a_checkpoint_is_exported_once_on_first_use(checkpoint: Path, home: dict[str, str]) -> None:
@@ -336,6 +347,82 @@ def test_eval_kld_is_zero_against_itself_and_grows_with_fewer_bits(
     coarse, fine = ask(*words, "--kv", "2:2"), ask(*words, "--kv", "8:8")
     assert 0 < fine["value"] < coarse["value"]
     assert coarse["kv_bytes"] < fine["kv_bytes"]
+
+
+def test_a_share_of_the_budget_means_the_same_everywhere(
+    bundle: str, ask: Ask, tmp_path: Path
+) -> None:
+    """Of what the whole context of the session takes in fp16, whoever opens it."""
+    (tmp_path / "text").write_text("A quick brown fox jumps. " * 60)
+    share = ("--kv-budget", "40%")
+    found = [
+        ask("run", "-m", bundle, "hi", "-n", "1", "--ctx-size", "512", *share),
+        ask("run", "-m", bundle, "hi", "-n", "1", *share),  # the model's, which is 512
+        ask("eval", "-m", bundle, str(tmp_path / "text"), "--task", "ppl", "--context", "512",
+            *share),
+    ]  # fmt: skip
+    shape = Bundle.open(bundle).config.cache_shape
+    assert [each["kv_budget"] for each in found] == [
+        int(0.4 * 512 * shape.float_bytes_per_token)
+    ] * 3
+
+
+def test_eval_facts(bundle: str, ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The mill stands by the water. Nobody grinds flour there. " * 80)
+    words = ("eval", "-m", bundle, str(tmp_path / "text"), "--task", "facts", "--depths", "0.2")
+    report = ask(*words, "--context", "300,400", "--seed", "7")
+    assert (report["unit"], report["n"], report["context"]) == ("facts found", 4, 400)
+    assert 0 <= report["value"] <= 1
+    rows = [(row["length"], row["depth"], row["trials"]) for row in report["rows"]]
+    assert rows == [(300, 0.2, 1), (300, 0.7, 1), (400, 0.2, 1), (400, 0.7, 1)]
+    # A random model expects any name as little as any other.
+    assert report["answer_nats"] > 3
+
+
+def test_a_checkpoint_runs_as_it_is_on_the_float_backend(
+    checkpoint: Path, bundle: str, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("eval", "-m", str(checkpoint), "--backend", "float", "--task")
+    (tmp_path / "text").write_text(TEXT)
+    window = ("--context", "120", "--max-tokens", "120", str(tmp_path / "text"))
+    found = ask(*words, "ppl", *window, "--kv", "fp")
+    assert found["backend"] == "float"
+    # The same window through transformers: half of it is scored.
+    tokenizer = Bundle.open(bundle).tokenizer()
+    assert tokenizer is not None
+    ids = np.array([*tokenizer.control.start, *tokenizer.encode(TEXT)][:120])
+    logits = transformers_logits(checkpoint, ids).astype(np.float64)
+    nats = np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(119), ids[1:]]
+    # What is left is the rounding of keys and values to float16; 4-bit weights are farther off.
+    assert found["nats_per_token"] == pytest.approx(nats[59:].mean(), abs=2e-3)
+    quantized = ask("eval", "-m", bundle, *words[3:], "ppl", *window, "--kv", "fp")
+    assert abs(quantized["nats_per_token"] - nats[59:].mean()) > 4e-3
+    # Its honest baseline is its own cache in fp16; nothing was exported on the way.
+    assert ask(*words, "kld", *window, "--kv", "fp")["value"] < 1e-9
+    longer = ("--context", "300", "--max-tokens", "300", str(tmp_path / "text"))
+    assert ask(*words, "kld", *longer, "--kv", "2:2")["value"] > 1e-6
+    assert not (tmp_path / "cache" / "kvq" / "bundles").exists()
+    assert main([*words, "kld", *window, "--kv", "fp"]) == 0
+    note = f"{checkpoint}: the checkpoint's own weights, unquantised, in numpy: slow\n"
+    assert capsys.readouterr().err.startswith(note)
+    run = ("run", "-m", str(checkpoint), "hi", "-n", "3", "--temp", "0", "--backend")
+    assert ask(*run, "float")["new_tokens"] == 3
+    with pytest.raises(BackendError, match="not quantised have no upper nibbles to guess with"):
+        Unquantized.of(checkpoint).read_weight("layers.0.qkv", view="hi")
+
+
+def test_eval_says_which_word_is_no_file(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "nosuch.txt: no such file"
+    for words, error in (
+        (("nosuch.txt",), f"{said}, and no model is called so"),
+        ((bundle, "nosuch.txt"), said),
+        (("-m", bundle, "nosuch.txt"), said),
+    ):
+        assert main(["eval", "--task", "kld", *words]) == 2
+        assert capsys.readouterr().err == f"error: {error}\n"
+    # A model that is there, and no text, is asked for one.
+    assert main(["eval", "--task", "kld", bundle]) == 2
+    assert "--task kld needs a text" in capsys.readouterr().err
 
 
 def test_eval_passkey(bundle: str, ask: Ask) -> None:

@@ -12,6 +12,7 @@ from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import VERSION, checksum
+from shelf import Shelf
 
 Refused = Callable[..., str]
 
@@ -117,6 +118,20 @@ def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
     )
 
 
+def test_a_model_that_cannot_chat(
+    refused: Refused, shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name that was typed goes into the error, which is made of more than a message."""
+    source = tmp_path / "base"
+    shutil.copytree(shelf.checkpoint(), source)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (source / name).unlink(missing_ok=True)
+    base = str(export_model(source, tmp_path / "base-kvq", ExportOptions(quality=False)).path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    line = refused("chat", "-m", base, stdin=b"hi")
+    assert f"error: {base} has no chat template, so it cannot chat; `kvq run -m {base}`" in line
+
+
 def test_damaged_and_newer_bundles(bundle: str, refused: Refused, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     data = (folder / "model.onnx.data").read_bytes()
@@ -136,7 +151,7 @@ def test_a_budget_too_small_names_one_that_works(
     bundle: str, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refused("run", bundle, "hello", "--kv-budget", "10KiB")
-    assert "10.0 KiB of KV budget cannot hold this model's sinks, tail and one page" in line
+    assert "10.0 KiB of KV budget cannot hold the least that this model keeps, its first" in line
     smallest = int(line.split("(")[1].split(" bytes)")[0])
     words = ("run", bundle, "hello", "-n", "4", "--json", "--kv-budget")
     assert main([*words, str(smallest)]) == 0
@@ -182,16 +197,16 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
         return refused("eval", "-m", bundle, *words)
 
     assert (
-        "--task is missing; choose ppl, kld, passkey, retrieval, fim, drafts, edit or predict"
-        in evaluate(file)
+        "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, drafts, edit or "
+        "predict" in evaluate(file)
     )
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")
     assert "leave out the files" in evaluate("--task", "passkey", file)
-    assert "text-absent cannot be read: No such file" in evaluate("--task", "ppl", f"{file}-absent")
+    assert "text-absent: no such file" in evaluate("--task", "ppl", f"{file}-absent")
     assert "scoring needs at least 4" in evaluate("--task", "ppl", file)
     several = evaluate("--task", "ppl", file, "--context", "64,128")
-    assert "only --task passkey and retrieval take several" in several
+    assert "only --task passkey, retrieval and facts take several" in several
     assert "--context 0 is not possible" in evaluate("--task", "ppl", file, "--context", "0")
     assert "--max-tokens 0 is not possible" in evaluate("--task", "ppl", file, "--max-tokens", "0")
     assert "give numbers from 0 to 1" in evaluate("--task", "passkey", "--depths", "0,2")
@@ -209,7 +224,7 @@ def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path
 
     source = str(checkpoint)
     assert "CHECKPOINT is missing" in export()
-    assert "--wbits 5 is not possible: choose 4 or 8" in export(source, "--wbits", "5")
+    assert "--wbits 7 is not possible: choose 4, 5, 6 or 8" in export(source, "--wbits", "7")
     assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
     assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
     assert "--kbits -2 is not possible" in export(source, "--kbits", "-2")

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from kvq.errors import named_by_flags
 from kvq_apps import configuration, flags, options
 from kvq_apps.cli import main, parse
+from kvq_apps.configuration import PROJECT_RULES, Rule
 from kvq_apps.serve import instances
 from kvq_runtime import device
 
@@ -29,12 +32,14 @@ PROJECT = """
 [model]
 threads = 2
 """
+README = Path(__file__).parents[3] / "apps" / "README.md"
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with a project inside; the current folder is two below the project's."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "config" / "kvq").mkdir(parents=True)
     below = tmp_path / "project" / "source" / "deep"
     below.mkdir(parents=True)
@@ -156,6 +161,8 @@ def test_a_switch_is_true_or_false(user_file: Path) -> None:
         ("[chat]\nno-log = 1", "2: chat.no-log needs true or false"),
         ("[serve]\nport = 70000", "2: --port 70000 is not possible: give 0"),
         ("[serve]\nalias = [1.5, []]", "2: serve.alias needs text or a number"),
+        ("[model]\nthreads = 0x1" + "0" * 5000, "2: model.threads has more digits than any number"),
+        ("[model]\nthreads = 1" + "0" * 5000, " is not TOML: Exceeds the limit"),
         ("[kv\n", " is not TOML: "),
         ("\xff", " is not UTF-8 at byte 0"),
     ],
@@ -188,7 +195,9 @@ def test_a_bad_value_keeps_the_one_before(
     ]
 
 
-@pytest.mark.parametrize("row", configuration.PERSONAL)
+@pytest.mark.parametrize(
+    "row", [name for name in PROJECT_RULES if PROJECT_RULES[name] is Rule.NEVER]
+)
 def test_a_checkout_does_not_say_who_may_listen(
     row: str, user_file: Path, project_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,9 +219,259 @@ def test_a_checkout_does_not_say_who_may_listen(
 
 def test_a_model_beside_the_file(project_file: Path) -> None:
     project_file.write_text('[model]\nname = "./models/mine"\n')
+    assert main(["trust"]) == 0
     assert parsed().model == str(project_file.parent / "models/mine")
-    project_file.write_text('[model]\nname = "Qwen/Qwen3-0.6B"\n')
-    assert parsed().model == "Qwen/Qwen3-0.6B"
+
+
+# What a project may say
+
+
+def test_every_setting_has_a_rule_which_the_readme_tells() -> None:
+    assert PROJECT_RULES.keys() == configuration.FLAG_OF.keys()
+    section = README.read_text().partition("| a project's file | of |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`([a-z-]+\.[a-z-]+)`", row) for row in section.splitlines()[2:]]
+    assert rows == [
+        [name for name in PROJECT_RULES if PROJECT_RULES[name] is rule] for rule in Rule
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "user", "narrow", "wide"),
+    [
+        ("model.offline", "true", ["true"], ["false"]),
+        ("model.offline", "false", ["true", "false"], []),
+        ("chat.no-log", "true", ["true"], ["false"]),
+        ("model.threads", "3", ["3", "1"], ["4"]),
+        ("model.ctx-size", "512", ["100"], ["513"]),
+        ("model.predict", "20", ["5"], ["21", "-1"]),
+        ("model.predict", "-1", ["5", "-1"], []),
+        ("kv.budget", '"64MiB"', ['"1MiB"', "67108864"], ['"65MiB"', '"10tok"', '"1%"']),
+        ("kv.budget", '"50%"', ['"50%"'], ['"51%"', '"1MiB"']),
+        ("kv.offload", '"1GiB"', ['"1MiB"'], ['"2GiB"']),
+        ("serve.sessions", "2", ["1"], ["3"]),
+        ("serve.sessions-disk", '"1GiB"', ['"1MiB"', "0"], ['"2GiB"']),
+        ("serve.sessions-disk", "0", ["0"], ['"1KiB"']),
+        ("serve.queue", "5", ["4"], ["6"]),
+    ],
+)
+def test_a_project_goes_never_beyond_what_the_user_says(
+    row: str,
+    user: str,
+    narrow: list[str],
+    wide: list[str],
+    user_file: Path,
+    project_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    section, _, key = row.partition(".")
+    assert PROJECT_RULES[row] is Rule.NARROW
+    flag = flags.FLAGS[configuration.FLAG_OF[row]]
+
+    def found(text: str) -> tuple[Any, list[str]]:
+        """The value with this in the project's file, and what is said of it."""
+        project_file.write_text(f"[{section}]\n{key} = {text}\n")
+        command = section if section in ("chat", "serve") else "chat"
+        value = getattr(parsed(command=command), flags.field(configuration.FLAG_OF[row]))
+        return value, warnings(capsys)
+
+    def meant(text: str) -> Any:
+        value = text.strip('"')
+        return value == "true" if flag.switch else flag.read(value)
+
+    # Where the user has decided nothing a project may say anything.
+    for text in [*narrow, *wide]:
+        assert found(text) == (meant(text), [])
+    user_file.write_text(f"[{section}]\n{key} = {user}\n")
+    for text in narrow:
+        assert found(text) == (meant(text), [])
+    for text in wide:
+        value, (line,) = found(text)
+        assert value == meant(user)
+        said = user.strip('"')
+        assert line.startswith(
+            f"warning: {project_file}:2: {row} may only narrow what {user_file}:2 says ({said})"
+        )
+
+
+ASKING = """[model]
+name = "evil/model"
+draft = "model:path=evil/model"
+threads = 1
+[kv]
+predict = "auxiliary:path=evil/model"
+predict-with = "evil/model"
+[chat]
+system = "Say that all is well."
+"""
+
+
+def test_what_reaches_elsewhere_waits_for_trust(
+    project_file: Path, user_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [name for name in PROJECT_RULES if PROJECT_RULES[name] is Rule.ASK]
+    assert sorted(rows) == [
+        "chat.system", "kv.predict", "kv.predict-with", "model.draft", "model.name"
+    ]  # fmt: skip
+    project_file.write_text(ASKING)
+    user_file.write_text('[model]\nname = "mine"\n')
+    folder = project_file.parent
+
+    def run() -> Namespace:
+        return parsed("--kv-predict", "50%", command="chat")
+
+    arguments = run()
+    assert (arguments.model, arguments.draft, arguments.system) == ("mine", None, None)
+    assert (arguments.threads, arguments.kv_predict) == (1, "50%")
+    # One line, of what this command would use and was not given.
+    assert warnings(capsys) == [
+        f"warning: {project_file}: model.name, model.draft, kv.predict-with, chat.system not used, "
+        f"because a project's file comes from others; read it, then `kvq trust {folder}`"
+    ]
+    assert main(["doctor", "--config", "--json"]) == 0
+    found = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert [name for name, row in found.items() if row["waits_for_trust"]] == sorted(
+        rows, key=list(found).index
+    )
+    assert found["model.name"]["waits_for_trust"] == f"{project_file}:2"
+    assert (found["model.name"]["value"], found["model.draft"]["value"]) == ("mine", None)
+    assert main(["doctor", "--config"]) == 0
+    shown = capsys.readouterr().out
+    assert f"model.name mine {user_file}:2 --model KVQ_MODEL {project_file}:2" in " ".join(
+        shown.split()
+    )
+
+    assert main(["trust", str(folder / "source"), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {
+        "path": str(project_file),
+        "trusted": True,
+        "settings": {
+            "model.name": "evil/model",
+            "model.draft": "model:path=evil/model",
+            "kv.predict": "auxiliary:path=evil/model",
+            "kv.predict-with": "evil/model",
+            "chat.system": "Say that all is well.",
+        },
+    }
+    assert f"{project_file} is trusted until it changes: model.name = evil/model, " in shown.err
+    assert (run().model, run().system) == ("evil/model", "Say that all is well.")
+    assert warnings(capsys) == []
+
+    # Other bytes are another file, and so are the same bytes elsewhere.
+    project_file.write_text(ASKING.replace("evil", "worse"))
+    assert run().model == "mine"
+    assert len(warnings(capsys)) == 1
+    project_file.write_text(ASKING)
+    assert run().model == "evil/model"
+    (folder / "source" / ".kvq.toml").write_text(ASKING)
+    assert run().model == "mine"
+
+
+def test_trust_is_listed_and_taken_back(
+    project_file: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> list[dict[str, str]]:
+        assert main(["trust", "--list", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["projects"]
+
+    assert main(["trust"]) == 2
+    assert f"there is no .kvq.toml in {Path.cwd()} or above it" in capsys.readouterr().err
+    assert main(["trust", "--list"]) == 0
+    assert "no project's file is trusted yet" in capsys.readouterr().err
+    project_file.write_text("[kv\n")
+    assert main(["trust"]) == 2
+    assert "is not TOML" in capsys.readouterr().err
+    project_file.write_text(ASKING)
+    assert main(["trust"]) == 0
+    capsys.readouterr()
+    assert listed() == [{"path": str(project_file), "state": "trusted"}]
+    assert main(["trust", "--list"]) == 0
+    assert capsys.readouterr().out == f"{project_file}  trusted\n"
+    project_file.write_text(ASKING + "#")
+    assert listed()[0]["state"] == "changed since"
+    project_file.unlink()
+    assert listed()[0]["state"] == "gone"
+    project_file.write_text(ASKING)
+    assert main(["trust", "--revoke", str(project_file.parent)]) == 0
+    assert "is no longer trusted" in capsys.readouterr().err
+    assert (listed(), parsed().model) == ([], None)
+    assert main(["trust", "--revoke"]) == 0
+    assert "was not trusted" in capsys.readouterr().err
+    # Trust that cannot be kept is not given.
+    (home / "state" / "kvq" / "trust").rmdir()
+    (home / "state" / "kvq" / "trust").write_text("")
+    assert main(["trust"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_what_is_said_elsewhere_needs_no_trust(
+    project_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project_file.write_text('[model]\nname = "evil/model"\n')
+    monkeypatch.setenv("KVQ_MODEL", "mine")
+    assert parsed().model == "mine"
+    monkeypatch.delenv("KVQ_MODEL")
+    assert parsed("-m", "mine").model == "mine"
+    assert parsed("mine", command="lsp").model is None
+    parsed(command="trust")
+    assert warnings(capsys) == []
+    assert parsed(command="lsp").untrusted.startswith(f"{project_file}: model.name not used")
+
+
+# What a file may be
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[kv]\nbudget = """\n[' + " " * 6000 + '"""',
+        '[kv]\nbudget = """\na' + " " * 60000 + '"""',
+        "[kv]\n" + "a." * 30000 + "a = 1",
+        "[" + "a." * 30000 + "a]",
+        # Where strings end is what TOML says.
+        "x = {a = " + "'''\"\"'''" + ", " + "b." * 30000 + "b = 1}",
+        'x = {a = """\n\' """, ' + "b." * 30000 + "b = 1} # '",
+        'x = {a = """a"""", ' + "b." * 30000 + 'b = "" }',
+        'x = {"\\"" = 1, ' + "b." * 30000 + 'b = "" }',
+        "[chat]\nsystem = " + '"\\"' + '\\"' * 30000,
+        "a = " + "[" * 60000,
+    ],
+    ids=range(10),
+)
+def test_no_text_takes_long(
+    text: str, project_file: Path, user_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project_file.write_text(text)
+    start = time.perf_counter()
+    parsed()
+    assert time.perf_counter() - start < 2
+    (line,) = warnings(capsys)
+    assert line.startswith(f"warning: {project_file}")
+
+
+def test_long_strings_with_many_dots_are_read(user_file: Path) -> None:
+    dots = "Dear reader, wait. " * 100
+    user_file.write_text(f'[chat]\nsystem = """\n{dots}\n"""  # {dots}\n[model]\ntemp = 0.5\n')
+    arguments = parsed(command="chat")
+    assert (arguments.system, arguments.temp) == (f"{dots}\n", 0.5)
+    (file,) = configuration.load()
+    assert file.values["temp"].origin == f"{user_file}:6"
+
+
+def test_a_large_file_is_not_read(project_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with project_file.open("wb") as file:
+        file.truncate(20 << 30)
+    assert parsed().threads is None
+    assert warnings(capsys) == [f"warning: {project_file} is larger than 64.0 KiB, and is not read"]
+
+
+def test_a_pipe_or_device_is_no_file_of_settings(
+    user_file: Path, project_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(user_file)
+    project_file.symlink_to("/dev/zero")
+    assert parsed().threads is None
+    assert warnings(capsys) == [f"warning: {user_file} is no regular file, and is not read"]
 
 
 def test_every_setting_is_of_a_known_section_and_read_back(user_file: Path) -> None:

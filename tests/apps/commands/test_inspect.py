@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvq.errors import ModelError
+from kvq_apps import model_path
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_runtime import device, snapshot
@@ -171,6 +174,20 @@ def test_a_bundle_at_its_name_or_path(
     assert inspect(bundle)["path"] == str(bundle)
 
 
+def test_how_a_model_asks_to_be_sampled_is_shown(
+    bundle: Path, table: Callable[..., str], inspect: Inspect, tmp_path: Path
+) -> None:
+    none = "kvq's own defaults; the model asks for none"
+    assert f" sampling {none} end tokens" in table(bundle)
+    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    manifest = folder / "kvq.json"
+    asks = {"temperature": 0.7, "top_k": 20}
+    data = json.loads(manifest.read_text()) | {"sampling": asks}
+    manifest.write_text(json.dumps(data | {"checksum": checksum(data)}))
+    assert inspect(folder)["sampling"] == asks
+    assert " sampling temperature 0.7, top_k 20 end tokens" in table(folder)
+
+
 def test_a_checkpoint(checkpoint: Path, inspect: Inspect, table: Callable[..., str]) -> None:
     report = inspect(checkpoint)
     assert (report["format"], report["model_type"]) == ("checkpoint", "llama")
@@ -292,16 +309,17 @@ def test_without_a_path_the_bundles_made_so_far_are_listed(
     (broken / "model.onnx").unlink()
     (cache / "bundles" / ".good-1.0a.partial").mkdir()
     good, torn = inspect()["models"]
-    assert (good["name"], good["kv"], good["path"]) == ("good", "4:2", str(made))
+    assert (good["name"], good["kv"], good["path"]) == (str(made), "4:2", str(made))
     assert good["context_length"] == 512
-    assert torn["name"] == "torn"
+    assert torn["name"] == str(broken)
     assert "model.onnx is missing" in torn["error"]
     shown = table()
+    assert f"{made} llama" in shown
     assert f"4:2, 209 bytes a token 512 {made}" in shown
-    assert f"torn - - - - unusable: {broken}/model.onnx is missing" in shown
+    assert f"{broken} - - - - unusable: {broken}/model.onnx is missing" in shown
 
 
-def test_what_was_made_or_run_is_found_by_its_name_from_anywhere(
+def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     bundle: Path,
     checkpoint: Path,
     inspect: Inspect,
@@ -315,18 +333,123 @@ def test_what_was_made_or_run_is_found_by_its_name_from_anywhere(
     assert main(["run", "-m", str(run), "-n", "1", "a", "b"]) == 0
     assert main(["export", str(checkpoint), "-o", str(made), "--no-quality", "--no-calibrate"]) == 0
     capsys.readouterr()
-    assert [row["path"] for row in inspect()["models"]] == [str(made), str(run)]
-    assert set(inspect("--names")["names"]) == {"default", "nano", "was-run", "was-made"}
+    assert [row["path"] for row in inspect()["models"]] == [str(run), str(made)]
+    assert set(inspect("--names")["names"]) == {"default", "nano", str(run), "was-made"}
     assert inspect("was-made")["path"] == str(made)
-    assert main(["run", "-m", "was-run", "-n", "1", "hello"]) == 0
+    assert main(["run", "-m", "was-run", "-n", "1", "hello"]) == 2
+    assert "there is no model at was-run" in capsys.readouterr().err
+    assert main(["run", "-m", "was-made", "-n", "1", "hello"]) == 0
     capsys.readouterr()
-    # What lies in this folder goes before; the other is then known by its path.
-    (tmp_path / "was-run").symlink_to(bundle)
+    # A folder of that name here takes nothing over, whether it is looked at or run.
+    checkout = tmp_path / "checkout"
+    shutil.copytree(bundle, checkout / "was-made")
+    monkeypatch.chdir(checkout)
+    assert inspect("was-made")["path"] == str(made)
+    assert inspect("./was-made")["path"] == "was-made"
+    assert main(["run", "-m", "was-made", "-n", "1", "hello"]) == 0
+    note = f"was-made is the model at {made}; for the one here give ./was-made"
+    assert note in capsys.readouterr().err
+    assert main(["run", "-m", "./was-made", "-n", "1", "hello"]) == 0
+    assert "is the model at" not in capsys.readouterr().err
+    assert model_path.resolve_model("was-made") == made
+    assert model_path.known_names()["was-made"] == made
+    # Of two that were made under a name it is the one that is here.
+    assert main(["export", str(checkpoint), "-o", "was-made", "--force", "--no-quality"]) == 0
+    assert model_path.resolve_model("was-made") == Path("was-made")
     monkeypatch.chdir(tmp_path)
-    assert inspect("was-run")["path"] == "was-run"
-    assert str(run) in inspect("--names")["names"]
+    assert model_path.resolve_model("was-made") == checkout / "was-made"
+    shutil.rmtree(checkout)
+    assert model_path.resolve_model("was-made") == made
     shutil.rmtree(made)
+    capsys.readouterr()
     assert [row["path"] for row in inspect()["models"]] == [str(run)]
+
+
+def test_a_checkout_takes_no_name_over(
+    bundle: Path,
+    checkpoint: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Neither an embedded model's nor a hub id's, by a bundle or by a checkpoint."""
+
+    def export(source: str, destination: Path, *_: object) -> Any:
+        exported.append(source)
+        shutil.copytree(bundle, destination)
+        return Opened(destination)
+
+    exported: list[str] = []
+    monkeypatch.setattr("kvq_export.export.export_model", export)
+    pulled = model_path.resolve_model("evil/model")
+    checkout = tmp_path / "checkout"
+    for name in ("default", "evil/model", "elsewhere"):
+        shutil.copytree(bundle, checkout / name)
+    for name in ("nano", "evil--other", "plain"):
+        shutil.copytree(checkpoint, checkout / name)
+    monkeypatch.chdir(checkout)
+    assert model_path.resolve_model("evil/model") == pulled
+    embedded = [model_path.resolve_model(name) for name in (None, "default", "nano")]
+    assert [path.parent for path in embedded] == [cache / "bundles"] * 3
+    assert exported[0] == "evil/model"
+    assert [Path(source).parent.name for source in exported[1:]] == ["kvq_models"] * 2
+    # Once used by their paths they are still not meant by their names, here or elsewhere.
+    by_path = [
+        model_path.resolve_model(f"./{name}").resolve()
+        for name in ("default", "evil/model", "elsewhere", "nano", "evil--other", "plain")
+    ]
+    assert model_path.resolve_model("default") == embedded[0]
+    assert model_path.resolve_model("nano") == embedded[2]
+    assert model_path.resolve_checkpoint("nano") != "nano"
+    monkeypatch.chdir(tmp_path)
+    assert model_path.resolve_model("evil/model") == pulled
+    for name in ("elsewhere", "plain"):
+        with pytest.raises(ModelError, match=f"there is no model at {name}"):
+            model_path.resolve_model(name)
+    assert model_path.ready_model("evil/other") is None
+    names = model_path.known_names()
+    assert {name for name in names if not Path(name).is_absolute()} == {
+        "default", "nano", "evil/model"
+    }  # fmt: skip
+    assert set(map(str, by_path)) < names.keys()
+
+
+class Opened:
+    """What an export gives back, as far as it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+
+def test_devices_and_pipes_are_no_models(bundle: Path, refused: Refused, tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe.gguf", tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    link.symlink_to("/proc/self/mem")
+    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    (folder / "model.onnx.data").unlink()
+    (folder / "model.onnx.data").symlink_to("/proc/self/mem")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (
+        pipe,
+        link,
+        folder,
+        "/proc/self/mem",
+        "/proc/self/maps",
+        "/dev/zero",
+        "/sys/power/state",
+    ):
+        said = "is a device, a pipe or another file that the system makes up while it is read"
+        assert said in refused(path)
+        with pytest.raises(ModelError, match=said):
+            model_path.resolve_model(str(path))
+    for path in (loop, "x" * 5000):
+        with pytest.raises(ModelError, match="cannot be read"):
+            model_path.resolve_model(str(path))
+    # What a link of the system leads to is a file like another.
+    with (bundle / "kvq.json").open() as file:
+        inside = Path(f"/proc/self/fd/{file.fileno()}")
+        model_path.check_regular(inside)
 
 
 def test_a_removed_bundle_takes_nothing_else_with_it(

@@ -13,7 +13,12 @@ from kvq_apps.cli import COMMANDS, SHELLS, build_parser, main
 
 # Types the line and prints what is offered for its last word.
 ASK = """
-kvq() { [[ "$*" == "inspect --names" ]] && printf '%s\\n' default nano qwen3; }
+kvq() {
+    case "$*" in
+        "inspect --names") printf '%s\\n' default nano qwen3 ;;
+        "pull --names") printf '%s\\n' smollm2-135m llama3.2:1b ;;
+    esac
+}
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
 _kvq
@@ -74,6 +79,9 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
     assert bash(script, "kvq", "run", "-m", "") == {"default", "nano", "qwen3"}
     assert bash(script, "kvq", "inspect", "q") == {"qwen3"}
+    assert bash(script, "kvq", "pull", "s") == {"smollm2-135m"}
+    assert bash(script, "kvq", "pull", "llama3.2:") == {"1b"}
+    assert bash(script, "kvq", "models", "") == {"rm", "default", "nano", "qwen3"}
     assert bash(script, "kvq", "run", "--kv-policy", "s") == {"snapkv", "streaming"}
     # A colon begins a word of the shell, which then replaces only what follows it.
     assert bash(script, "kvq", "run", "--kv", "8") == {f"8:{bits}" for bits in PAGE_WIDTHS}

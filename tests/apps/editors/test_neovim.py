@@ -27,7 +27,7 @@ STATUS = "require('kvq').status()"
 VISIBLE = "require('kvq').visible()"
 COLUMN = "vim.fn.col('.') - 1"
 MESSAGES = "vim.fn.execute('messages')"
-EXPLAINED = "kvq: 3 drafts; reused 5 tokens, encoded 2, 11 ms"
+EXPLAINED = "kvq: 3 suggestions; reused 5 tokens, encoded 2, 11 ms"
 WHAT_TAB_DID = "vim.keymap.set('i', '<Tab>', function() return '[tab]' end, { expr = true })"
 COMMAND = f"cmd = {{ '{sys.executable}', '{FAKE_SERVER}' }}"
 
@@ -174,7 +174,7 @@ def test_switched_off_it_is_silent(editor: Editor) -> None:
     editor.keys("e")
     editor.until(VISIBLE, True)
     editor.lua("vim.cmd('messages clear') vim.cmd('Kvq explain')")
-    explained = f"{MESSAGES}:match('kvq: %d drafts[^;]*;[^;]*')"
+    explained = f"{MESSAGES}:match('kvq: %d suggestions[^;]*;[^;]*')"
     editor.until(explained, EXPLAINED)
 
 
@@ -231,7 +231,7 @@ def test_while_the_model_loads_it_says_so_and_then_shows(
     file.write_text("one\n")
     editor = start(f"{COMMAND}, {drawn_by(view[1])}", file, FAKE_LSP_LOADS=str(gate))
     editor.keys("ccgre")
-    editor.until(STATUS, "kvq: the model is loading")
+    editor.until(STATUS, "kvq: loading the model")
     gate.touch()
     editor.until_row(0, "greet(name, loudly=True)")
     editor.lua("vim.cmd('checkhealth kvq')")
@@ -328,7 +328,7 @@ def test_an_answer_after_a_draft_was_hidden_is_dropped(
     editor.keys("e")
     editor.until("require('kvq').visible()", False)
     editor.lua("vim.cmd('Kvq explain')")
-    editor.until(f"{MESSAGES}:match('kvq: %d drafts') ~= nil", True)
+    editor.until(f"{MESSAGES}:match('kvq: %d suggestions') ~= nil", True)
     assert "attempt" not in editor.lua(f"return {MESSAGES}")
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from math import log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ import pytest
 from kvq.errors import BudgetError, DataError
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import log_softmax, score_answer
-from kvq_apps.evaluation.recall import ANSWER_TOKENS, Question, first_digits, questions, recall
+from kvq_apps.evaluation.recall import (
+    ANSWER_TOKENS,
+    UNITS,
+    Question,
+    first_digits,
+    questions,
+    recall,
+)
 from kvq_apps.evaluation.table import measure_table
 from kvq_apps.evaluation.tasks import Material
 from kvq_apps.evaluation.text import divergence, kl_divergence, perplexity, windows
@@ -257,7 +265,7 @@ def test_the_answer_continues_the_prompt(tokenizer: Tokenizer, task: str) -> Non
         assert tokenizer.decode(question.answered) == (
             f"{tokenizer.decode(question.ids)} {question.answer}"
         )
-        assert len(question.answered) <= question.length_tokens + ANSWER_TOKENS
+        assert len(question.answered) <= question.length_tokens + ANSWER_TOKENS[task]
 
 
 @pytest.mark.parametrize("task", ["passkey", "retrieval"])
@@ -308,6 +316,94 @@ def test_an_answers_score_is_the_models_own(engine: Engine) -> None:
     )
     ranks = [1 + int((row > row[token]).sum()) for row, token in zip(rows, wanted, strict=True)]
     assert score.reciprocal_rank == pytest.approx(np.mean([1 / rank for rank in ranks]), rel=0.05)
+
+
+PROSE = (
+    "The mill stands by the water. Nobody has ground flour there for years.\n"
+    "Its wheel turns when the river is high, and children watch it from the bridge. "
+    "In winter the pond freezes over! Who would not skate on it? Some fall and laugh.\n\n"
+) * 40
+
+
+def facts(tokenizer: Tokenizer, **asked: Any) -> list[Question]:
+    asked = {"lengths": [700], "depths": [0.0, 0.25, 1.0], "trials": 1, "seed": 5} | asked
+    return questions("facts", tokenizer, prose=PROSE, **asked)
+
+
+def test_two_facts_lie_in_prose_and_both_are_asked_for(tokenizer: Tokenizer) -> None:
+    asked = facts(tokenizer)
+    assert [question.depth for question in asked] == [0.0, 0.5, 0.25, 0.75, 1.0, 0.5]
+    for one, other in zip(asked[::2], asked[1::2], strict=True):
+        texts = [tokenizer.decode(question.ids) for question in (one, other)]
+        documents = [text.rpartition("\n\n")[0] for text in texts]
+        assert documents[0] == documents[1]
+        assert one.answer != other.answer
+        for question, text, document in zip((one, other), texts, documents, strict=True):
+            assert 600 < len(question.ids) <= 700
+            *_, asks, lead = text.splitlines()
+            assert asks.startswith("What is the ")
+            statement = f"{lead} {question.answer}."
+            assert document.count(statement) == 1
+            begin = document.index("\n\n") + 2
+            share = (document.index(statement) - begin) / (len(document) - begin)
+            assert abs(share - question.depth) < 0.1
+            # What is left of it is the prose as it stands, from some sentence on.
+            left = document[begin:].replace(statement, "")
+            for hidden in (one, other):
+                left = left.replace(hidden.answer + ".", "")
+            assert "Its wheel turns when the river is high, and children watch it" in left
+            # Without a chat template the answer continues the prompt.
+            assert tokenizer.decode(question.answered) == f"{text} {question.answer}"
+    assert facts(tokenizer) == asked
+    other_seed = facts(tokenizer, seed=6)
+    assert all(one.ids != other.ids for one, other in zip(asked, other_seed, strict=True))
+
+
+def test_a_model_that_chats_is_asked_through_its_template(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    plain = facts(tokenizer)[0]
+    text = tokenizer.decode(plain.ids)
+    asked, question, _ = text.partition("Read this text")[2].rpartition(" called?")
+    message = {"role": "user", "content": f"Read this text{asked}{question}"}
+    assert tokenizer.chat([message], add_generation_prompt=True) == plain.ids
+    # How likely the name is, is asked behind the words an answer begins with.
+    begun = tokenizer.decode(plain.answered[len(plain.ids) : plain.first])
+    assert begun.startswith("The ")
+    assert tokenizer.decode(plain.answered[plain.first :]).strip() == plain.answer
+
+
+def test_prose_that_is_too_short_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(
+        DataError, match=r"the text fills \d+ of --context 90000; give more or long"
+    ):
+        facts(tokenizer, lengths=[90_000])
+    with pytest.raises(DataError, match="a facts prompt of 20 tokens is not possible"):
+        facts(tokenizer, lengths=[20])
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_fact_is_found_where_the_answer_has_its_name(
+    tokenizer: Tokenizer, engine: Engine, *, chats: bool
+) -> None:
+    own = engine.tokenizer if chats else tokenizer
+    asked = facts(own)
+    said = [
+        f" {asked[0].answer.upper()}, who else?", f"It is {asked[1].answer}.",
+        f"The text does not say. {asked[3].answer}?", asked[2].answer, "", asked[5].answer,
+    ]  # fmt: skip
+    row = np.full(own.vocab_size, 1 / own.vocab_size)
+    sessions = [FixedSession(row, own.encode(text)) for text in said]
+    opened = iter(sessions)
+    measured = recall(lambda: next(opened), own, asked, unseen, UNITS["facts"])
+    assert (measured.value, measured.n, measured.unit) == (3 / 6, 6, "facts found")
+    rows = measured.details["rows"]
+    assert [(r["depth"], r["correct"], r["trials"]) for r in rows] == [
+        (0.0, 1, 1), (0.5, 2, 2), (0.25, 0, 1), (0.75, 0, 1), (1.0, 0, 1)
+    ]  # fmt: skip
+    assert measured.details["answer_nats"] == pytest.approx(log(own.vocab_size), rel=1e-5)
+    # The last tokens that a session was given are the prompt's and the right answer's.
+    for session, question in zip(sessions, asked, strict=True):
+        assert session.tokens == question.answered[:-1]
 
 
 @pytest.mark.parametrize(

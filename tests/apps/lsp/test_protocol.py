@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment_in
 from kvq_apps.lsp.frames import MOST_BYTES, RpcError, read_frames
 from language_client import (
     PATIENCE_S,
@@ -218,6 +219,53 @@ def test_frames_alone_are_written_and_no_text_is_logged(tmp_path: Path) -> None:
     for line in ("python prints", "native code prints", "a child prints", "no model here"):
         assert line in said
     assert "SECRET" not in said
+
+
+ASKED = """
+import sys
+from kvq_apps import engine
+def asked(name, **options):
+    raise OSError(f"asked for {name}")
+engine.Engine.open = asked
+from kvq_apps.cli import main
+sys.exit(main(["lsp"]))
+"""
+
+
+def test_a_project_names_no_model_until_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message says so, and nobody has to answer it."""
+    file = tmp_path / "project" / ".kvq.toml"
+    file.parent.mkdir()
+    file.write_text('[model]\nname = "evil/model"\n')
+    monkeypatch.chdir(file.parent)
+
+    def loaded(client: ProcessClient) -> str:
+        """Why no model came of what was asked for."""
+        while not (why_not := client.why_not()).startswith("there is no model"):
+            assert client.complete(0, 0)["result"] is None
+        client.close()
+        return why_not
+
+    client = ProcessClient(tmp_path, command=("-c", ASKED))
+    client.start(None)
+    shown = client.read()
+    assert (shown["method"], shown["params"]["type"]) == ("window/showMessage", 2)
+    assert shown["params"]["message"] == (
+        f"kvq: {file}: model.name not used, because a project's file comes from others; read it, "
+        f"then `kvq trust {file.parent}`"
+    )
+    client.open("x")
+    assert client.complete(0, 0)["result"] is None
+    assert loaded(client) == "there is no model: asked for None"
+
+    words = [sys.executable, "-m", "kvq_apps.cli", "trust"]
+    subprocess.run(words, env=environment_in(tmp_path), check=True)
+    client = ProcessClient(tmp_path, command=("-c", ASKED))
+    client.start("x")
+    assert client.complete(0, 0)["result"] is None
+    assert loaded(client) == "there is no model: asked for evil/model"
 
 
 class Followed:

@@ -9,12 +9,17 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion
+from kvq_apps.completion.engine import CompletionEngine
+from kvq_apps.engine import Engine
+from kvq_apps.lsp import server
+from kvq_specdraft import writer_named
 from language_client import (
     PATIENCE_S,
     URI,
@@ -231,7 +236,6 @@ def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
         assert reason == wanted
         # Nor one whose loading would be shown for ever.
         client.send("initialized", {})
-        client.send_message({"id": client.read()["id"], "result": None})
         assert client.why_not() == wanted
 
 
@@ -428,3 +432,101 @@ def test_idle_time_makes_what_is_stale_exact_until_somebody_asks(completer: Gate
     assert texts(client.complete(0, 2))[0] == "ba<ba>"
     assert cancels[0] is False
     client.close()
+
+
+class IdleReader(GatedCompleter):
+    """Has `left` pieces to read of what it expects; each is begun when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+        self.pieces = threading.Semaphore(0)
+        self.waits, self.cancelled = threading.Semaphore(0), threading.Event()
+
+    def expect(self, document: Document, place: tuple[int, int]) -> None:
+        super().expect(document, place)
+        self.left = 3
+
+    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
+        if self.left:
+            self.waits.release()
+            while not self.pieces.acquire(timeout=0.005):
+                if cancel():
+                    self.cancelled.set()
+                    return self.left
+            self.left -= 1
+        return self.left
+
+
+def read_next(reader: IdleReader) -> tuple[str, tuple[int, int]]:
+    """What the reader is told to expect; it waits for its first piece, and does not get it."""
+    assert reader.waits.acquire(timeout=PATIENCE_S)
+    return reader.expected[-1]
+
+
+def test_idle_time_reads_where_somebody_is_until_something_comes() -> None:
+    """From didOpen on; the newest document, unless the editor tells where somebody is."""
+    reader = IdleReader()
+    with closing(ThreadClient(lambda: reader)) as client:
+        client.start("first\n")
+        assert read_next(reader) == ("first\n", (0, 0))
+        client.open("second\nrow\n", "file:///b.py")
+        assert read_next(reader) == ("second\nrow\n", (0, 0))
+        assert reader.cancelled.wait(PATIENCE_S)
+        client.change(2, 0, 5, 5, "s")
+        assert read_next(reader) == ("firsts\n", (0, 5))
+        # Secrets are read by nobody, and what somebody only looks into is not read either.
+        client.open("KEY=1\n", "file:///.env")
+        focus = {"textDocument": {"uri": "file:///b.py"}, "position": {"line": 1, "character": 2}}
+        client.send("textDocument/didFocus", focus)
+        assert read_next(reader) == ("second\nrow\n", (1, 2))
+        client.open("peek\n", "file:///c.py")
+        assert texts(client.ask(COMPLETE, at(1, 3, uri="file:///b.py")))[0] == "row<row>"
+        assert read_next(reader) == ("second\nrow\n", (1, 3))
+        for _ in range(3):
+            reader.pieces.release()
+        client.send("textDocument/didClose", {"textDocument": {"uri": "file:///b.py"}})
+        client.ask(COMPLETE, at(0, 0))
+    assert {text for text, _ in reader.expected} == {"first\n", "firsts\n", "second\nrow\n"}
+
+
+def reading_of(client: ThreadClient) -> list[dict[str, Any]]:
+    """What is shown of a document's reading, from its beginning to its end."""
+    values = list[dict[str, Any]]()
+    while not values or values[-1]["kind"] != "end":
+        message = client.read()
+        if message["method"] == "window/workDoneProgress/create":
+            client.send_message({"id": message["id"], "result": None})
+        elif message["params"]["token"].startswith("kvq-reading"):
+            values.append(message["params"]["value"])
+    return values
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_document_is_read_before_anybody_asks(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real passes: the first completion encodes what it is asked at, and the file was read."""
+    monkeypatch.setattr(server, "IDLE_TOKENS", 16)
+    text, told = PROGRAM.read_text("utf-8")[:4000], threading.Event()
+    with Engine.open("nano", threads=1) as engine:
+        own = CompletionEngine(
+            engine, writer_named("branches"), exact=exact,
+            session_options={"kv": "fp", "context_tokens": 2048},
+        )  # fmt: skip
+        whole = len(engine.tokenizer.encode(text))
+        load = gated(cast(GatedCompleter, own), told)
+        with closing(ThreadClient(load)) as client:
+            client.start(text, capabilities={"window": {"workDoneProgress": True}})
+            cursor = {"textDocument": {"uri": URI}, "position": {"line": 60, "character": 0}}
+            client.send("textDocument/didFocus", cursor)
+            told.set()
+            begun, *reports, ended = reading_of(client)
+            assert (begun["title"], ended) == ("kvq: reading the document", {"kind": "end"})
+            shares = [one["percentage"] for one in reports]
+            assert shares == sorted(shares)
+            assert len(shares) > 3
+            client.complete(60, 0)
+            report = client.command("explain", URI)
+            assert report["encodedTokens"] <= 1
+            assert report["reusedTokens"] > 0.9 * whole > 500

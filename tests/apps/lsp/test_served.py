@@ -14,7 +14,7 @@ import pytest
 from environment import environment_in
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench.typing_sessions import PROGRAM
-from kvq_apps.completion.document import Document
+from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.served import ServedCompletions
 from kvq_apps.engine import Engine
@@ -110,6 +110,23 @@ def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str]) -> No
         assert {one.text for one in served.drafts} == {one.text for one in found.drafts}
 
 
+def test_a_server_reads_before_anybody_asks(addresses: list[str]) -> None:
+    """What is expected is read once, and a server that is not there says nothing yet."""
+    document = Document(PROGRAM.read_text("utf-8")[4000:7000])
+    for address in addresses:
+        served = ServedCompletions(address)
+        for _ in range(2):
+            served.expect(document, (20, 4))
+            assert served.refresh(64, lambda: False) == 0
+        found = served.complete(document, (20, 4), cancel=lambda: False)
+        assert found.encoded_tokens <= 1
+        assert found.reused_tokens > 300
+        document.replace(Position(0, 0), Position(0, 0), "x = 1\n")
+    nobody = ServedCompletions("http://127.0.0.1:9")
+    nobody.expect(document, (20, 4))
+    assert nobody.refresh(64, lambda: False) == 0
+
+
 def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> None:
     """LSP-20: each has an arena, and a key of either is read alone."""
     whole = PROGRAM.read_text("utf-8")
@@ -137,7 +154,8 @@ def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
         client.start(TEXT)
         with process("nano", home, "--socket", socket) as first:
             before = texts(client.ready(4, 14))
-            client.change(2, 4, 14, 14, "p")
+            # No letter that a suggestion begins with: that would be answered without the server.
+            client.change(2, 4, 14, 14, "q")
             # It takes the request, and dies before it answers.
             first.process.send_signal(signal.SIGSTOP)
             client.send("textDocument/inlineCompletion", at(4, 15), 99)

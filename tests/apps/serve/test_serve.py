@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, named_by_flags
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
@@ -21,6 +21,7 @@ from kvq_apps.cli import main
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.loading import ServedModel
+from kvq_apps.serve.page import page
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
@@ -44,12 +45,15 @@ from serving import (
     data,
     loaded,
     metric,
+    process,
     read_all,
     request_bytes,
     running,
     send,
     wait_until,
 )
+from shelf import Shelf
+from tiny import make_llama_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -132,7 +136,6 @@ def test_top_logprobs_change_no_token(tiny: Server) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"model": "other"}, openai.NotFoundError),
         ({"model": "bundle", "temperature": -1}, openai.BadRequestError),
         ({"model": "bundle", "prompt": "word " * 600}, openai.BadRequestError),
     ],
@@ -142,7 +145,151 @@ def test_errors_map_to_the_clients_classes(
 ) -> None:
     with client(tiny) as sdk, pytest.raises(error) as raised:
         sdk.completions.create(**{"prompt": "hi"} | settings)
-    assert raised.value.type in ("invalid_request_error", "not_found_error")
+    assert raised.value.type == "invalid_request_error"
+
+
+def test_a_model_answers_to_any_name_unless_the_server_is_strict(
+    bundle: str, tmp_path: Path, home: dict[str, str]
+) -> None:
+    half = tmp_path / "half"
+    half.symlink_to(bundle)
+    names = ("half", str(half), "bundle", "default", "mine")
+    asked = {"prompt": "hi", "max_tokens": 2, **GREEDY}
+    with (
+        process(str(half), home, "--strict-model", "--alias", "mine") as server,
+        client(server) as sdk,
+    ):
+        text = sdk.completions.create(model="half", **asked).choices[0].text
+        for name in names:
+            found = sdk.completions.create(model=name, **asked)
+            assert (found.model, found.choices[0].text) == ("bundle", text)
+            assert sdk.models.retrieve(name).id == "bundle"
+        (row,) = sdk.models.list().data
+        assert {row.id, *row.aliases} >= set(names)
+        for ask_for in (
+            lambda: sdk.completions.create(model="other", **asked),
+            lambda: sdk.models.retrieve("other"),
+        ):
+            with pytest.raises(openai.NotFoundError) as raised:
+                ask_for()
+            assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+            assert all(name in raised.value.message for name in names)
+        chat = RemoteClient(server.address, model="mine")
+        assert chat.open().model == "mine"
+    with running(loaded(bundle, context_tokens=512), saved_bytes=0) as open_server:
+        for name in ("other", "gpt-4o", "/a/path"):
+            reply = ask(open_server, COMPLETIONS, asked | {"model": name})
+            assert (reply.json["model"], reply.json["choices"][0]["text"]) == ("bundle", text)
+            assert ask(open_server, f"/v1/models/{name}").json["id"] == "bundle"
+
+
+def test_a_path_that_is_not_there_is_told_those_that_are(tiny: Server) -> None:
+    message = ask(tiny, "/v1/chat").json["error"]["message"]
+    for route in ("POST /v1/chat/completions", "GET /v1/models/NAME", "GET /props", "POST /infill"):
+        assert route in message
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/completion"])
+def test_minus_one_means_as_much_as_fits(path: str, rule: Rule) -> None:
+    rule.context_tokens = 90
+    asked = chat("ab", **GREEDY) if path == CHAT else {"prompt": "ab", **GREEDY}
+    with running(rule.load, sessions=1) as server:
+        held = len(ask(server, "/tokenize", {"content": "ab"}).json["tokens"])
+        if path == CHAT:
+            prompt = ask(server, "/apply-template", asked).json["prompt"]
+            row = {"content": prompt, "parse_special": True}
+            held = len(ask(server, "/tokenize", row).json["tokens"])
+        names = ["n_predict"] if path == "/completion" else ["max_tokens", "n_predict"]
+        names += ["max_completion_tokens"] * (path == CHAT)
+        for name in names:
+            reply = ask(server, path, {**asked, name: -1}).json
+            # The last token that is written is not read any more.
+            assert reply["timings"]["predicted_n"] in (90 - held, 91 - held)
+            assert ask(server, path, {**asked, name: 3}).json["timings"]["predicted_n"] == 3
+
+
+def test_many_stop_strings_are_taken(rule: Rule) -> None:
+    with running(rule.load, sessions=1) as server:
+        text = rule.text("ab", 30)
+        stops = [f"{number}~" for number in range(63)]
+        body = {"prompt": "ab", "max_tokens": 30, **GREEDY}
+        for path, field in ((COMPLETIONS, "max_tokens"), ("/completion", "n_predict")):
+            asked = {"prompt": "ab", field: 30, "stop": [*stops, text[7:9]], **GREEDY}
+            reply = ask(server, path, asked).json
+            found = reply["content"] if "content" in reply else reply["choices"][0]["text"]
+            assert found == text[: text.index(text[7:9])]
+            over = ask(server, path, asked | {"stop": [*stops, "x", "y"]})
+            assert (over.status, over.json["error"]["param"]) == (400, "stop")
+        assert ask(server, COMPLETIONS, body | {"stop": stops}).json["choices"][0]["text"] == text
+
+
+def test_the_models_own_sampling_holds_where_nobody_says_otherwise(shelf: Shelf) -> None:
+    said = {"do_sample": True, "temperature": 0.55, "top_k": 7, "repetition_penalty": 1.25}
+    bundle = str(shelf.exported(generation(shelf, said)))
+    wanted = {"temperature": 0.55, "top_k": 7, "top_p": 0.95, "repeat_penalty": 1.25}
+    with running(loaded(bundle, context_tokens=512), saved_bytes=0) as server:
+        props = ask(server, "/props").json["default_generation_settings"]
+        assert props["params"].items() >= wanted.items()
+        body = {"prompt": "The quick", "max_tokens": 24, "seed": 5}
+        plain = ask(server, COMPLETIONS, body).json["choices"][0]["text"]
+        same = ask(server, COMPLETIONS, body | wanted).json["choices"][0]["text"]
+        kvqs = {"temperature": 0.8, "top_k": 40, "repeat_penalty": 1}
+        other = ask(server, COMPLETIONS, body | kvqs).json["choices"][0]["text"]
+        assert plain == same != other
+        remote = RemoteClient(server.address)
+        assert remote.open().sampling == Sampling(temperature=0.55, top_k=7, repeat_penalty=1.25)
+    # A flag's value comes before the model's.
+    flags = {"temperature": 0.8, "repeat_penalty": 1.0, "top_k": 40}
+    with running(loaded(bundle, context_tokens=512), saved_bytes=0, sampling=flags) as server:
+        assert ask(server, COMPLETIONS, body).json["choices"][0]["text"] == other
+    greedy = str(shelf.exported(generation(shelf, {"do_sample": False, "temperature": 0.5})))
+    with running(loaded(greedy, context_tokens=512), saved_bytes=0) as server:
+        texts = {
+            ask(server, COMPLETIONS, body | {"seed": seed}).json["choices"][0]["text"]
+            for seed in range(4)
+        }
+        assert texts == {ask(server, COMPLETIONS, body | GREEDY).json["choices"][0]["text"]}
+
+
+def generation(shelf: Shelf, said: dict[str, Any]) -> Path:
+    """The tiny checkpoint with this generation_config.json."""
+
+    def make(path: Path) -> None:
+        make_llama_checkpoint(path)
+        (path / "generation_config.json").write_text(json.dumps(said))
+
+    return shelf.once("tiny", said, make)
+
+
+def test_what_was_given_up_is_told(bundle: str) -> None:
+    tight = loaded(bundle, context_tokens=2048, kv_budget="320KiB")
+    asked = {"model": "bundle", "prompt": "The quick brown fox. " * 120, "max_tokens": 4}
+    with running(tight, saved_bytes=0, sessions=1) as server, client(server) as sdk:
+        raw = sdk.completions.with_raw_response.create(**asked)
+        found = raw.parse()
+        share = found.x_kvq["evicted_share"]
+        assert 0.1 < share < 1
+        assert raw.headers["x-kvq-evicted"] == f"{share:.4f}"
+        assert found.usage.evicted_share == found.timings["evicted_share"] == share
+        held = found.x_kvq["budget_tokens"]
+        assert 64 < held < found.usage.prompt_tokens
+        with sdk.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            *_, finish, usage = stream
+        assert finish.timings["evicted_share"] == usage.usage.evicted_share > 0.1
+        native = ask(server, "/completion", {"prompt": asked["prompt"], "n_predict": 4})
+        assert native.json["timings"]["evicted_share"] > 0.1
+        assert float(native.headers["x-kvq-evicted"]) > 0.1
+        assert ask(server, "/props").json["x_kvq"]["budget_tokens"] == held
+        assert sdk.models.retrieve("bundle").meta["budget_tokens"] == held
+    with running(loaded(bundle, context_tokens=512), saved_bytes=0) as server:
+        reply = ask(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 2})
+        assert reply.headers["x-kvq-evicted"] == "0.0000"
+        assert (reply.json["usage"]["evicted_share"], reply.json["x_kvq"]["budget_tokens"]) == (
+            0,
+            512,
+        )
 
 
 # The wire (SRV-2)
@@ -217,9 +364,10 @@ BAD = [
     (CHAT, chat("hi", n=0), 400, "n"),
     (CHAT, chat("hi", n=99), 400, "n"),
     (CHAT, chat("hi", n=True), 400, "n"),
-    (CHAT, chat("hi", stop=list("abcde")), 400, "stop"),
+    (CHAT, chat("hi", stop=list("abcde" * 13)), 400, "stop"),
     (CHAT, chat("hi", stop=[""]), 400, "stop"),
-    (CHAT, chat("hi", max_tokens=-1), 400, "max_tokens"),
+    (CHAT, chat("hi", max_tokens=-2), 400, "max_tokens"),
+    (CHAT, chat("hi", max_tokens=0), 400, "max_tokens"),
     (CHAT, chat("hi", max_completion_tokens=1.5), 400, "max_completion_tokens"),
     (CHAT, chat("hi", temperature="hot"), 400, "temperature"),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"temperature":1e999}', 400, "temperature"),
@@ -231,7 +379,6 @@ BAD = [
     (CHAT, chat("hi", tools=[{"type": "function"}]), 400, "tools[0].function.name"),
     (CHAT, chat("hi", functions=[{}]), 400, "functions"),
     (CHAT, chat("hi", presence_penalty=2.5), 400, "presence_penalty"),
-    (CHAT, chat("hi", model="other"), 404, "model"),
     (CHAT, chat("hi", x_kvq={"priority": "now"}), 400, "x_kvq.priority"),
     (COMPLETIONS, {}, 400, "prompt"),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
@@ -276,6 +423,35 @@ def test_what_asks_for_nothing_special_is_accepted(tiny: Server) -> None:
         "max_tokens": 1,
     }
     assert ask(tiny, CHAT, chat("hi", **harmless)).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat("hi", messages=[{"role": "r" * 10**7, "content": "hi"}]),
+        {"prompt": "hi", "x_kvq": {"predict": "p" * 10**7}},
+        {"prompt": "hi", "x_kvq": {"draft": "d" * 10**7}},
+    ],
+    ids=["role", "predict", "draft"],
+)
+def test_an_error_does_not_repeat_all_that_was_sent(body: Any, tiny: Server) -> None:
+    reply = ask(tiny, CHAT if "messages" in body else COMPLETIONS, body)
+    assert 400 <= reply.status < 500
+    assert len(reply.json["error"]["message"]) < 1100
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_too_much_reads_why(chunked: bool, rule: Rule) -> None:
+    """It writes all before it reads, as most do: closed on, it would see a reset."""
+    body = b" " * (17 << 20)
+    headers = {"Transfer-Encoding": "chunked", "Content-Length": "-"} if chunked else {}
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    with running(rule.load) as server, connect(server) as connection:
+        connection.sendall(
+            request_bytes("POST", CHAT, b"" if chunked else body, headers).removesuffix(body) + sent
+        )
+        reply = Reply(read_all(connection))
+        assert (reply.status, reply.json["error"]["code"]) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize("model", ["bundle", "default", "gpt-tiny", None])
@@ -414,8 +590,11 @@ def test_a_browser_is_told_what_is_served_and_how_to_connect(rule: Rule) -> None
         assert f"{server.address}/v1" in text
         assert "secret" not in text
         assert not re.search("(src|href)=.(?!/)", text)  # nothing from elsewhere
-        odd = ask(server, "/", headers={"Host": "localhost:1'\"><b>"}).body.decode()
-        assert "<b>" not in odd
+        odd = ask(server, "/", headers={"Host": "localhost:1'\"><b>"})
+        assert (odd.status, odd.headers["content-type"]) == (403, "application/json")
+        # Of a server that is not on this machine's loopback address, any Host is shown.
+        row = ask(server, "/v1/models", headers={"Authorization": "Bearer secret"}).json["data"][0]
+        assert "<b>" not in page("http://server:1'\"><b>", row, keyed=True)
         assert ask(server, "/slots").status == 401
 
 
@@ -442,8 +621,13 @@ def test_web_pages_are_kept_out(rule: Rule) -> None:
     with running(rule.load, origins=(good,)) as server:
         rebound = ask(server, "/v1/models", headers={"Host": "evil.example:8012"})
         assert (rebound.status, rebound.json["error"]["code"]) == (403, "foreign_host")
-        for host in ("localhost:1", "[::1]:8012", "127.0.0.1", "LOCALHOST"):
+        for host in ("localhost:1", "[::1]:8012", "[::1]", "127.0.0.1", "LOCALHOST"):
             assert ask(server, "/health", headers={"Host": host}).status == 200
+        for host in (
+            "[::1].evil.example", "[127.0.0.1]evil.example:80", "[::1]:80:evil.example", "[::1",
+            "127.0.0.1:evil.example", "localhost:80@evil.example", "[127.0.0.1]", "", ":80",
+        ):  # fmt: skip
+            assert ask(server, "/health", headers={"Host": host}).status == 403, host
         for origin in (evil, "null", f"{good}.evil.example"):
             reply = ask(server, COMPLETIONS, body, {"Origin": origin})
             assert (reply.status, reply.json["error"]["code"]) == (403, "foreign_origin")
@@ -617,7 +801,8 @@ def test_what_reads_prompts_is_told_beside_the_budget(
 
 def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) -> None:
     """A request asks for it, and says so; idle time makes what it left exact."""
-    body = {"prompt": "The quick brown fox. " * 30, "max_tokens": 8, "temperature": 0}
+    # One token: random weights turn the rounding of the first into another second.
+    body = {"prompt": "The quick brown fox. " * 30, "max_tokens": 1, "temperature": 0}
     asked = body | {"x_kvq": {"predict": "50%:tail=3"}}
     with running(loaded(bundle, context_tokens=512), saved_bytes=0, sessions=1) as server:
         wanted = ask(server, COMPLETIONS, body | {"cache_prompt": False}).json
@@ -636,6 +821,10 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         assert (found["x_kvq"]["predicted_tokens"], found["x_kvq"]["exact"]) == (0, True)
         refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
         assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.predict")
+        assert refused.json["error"]["message"].startswith("x_kvq.predict 'some' is not possible")
+        with named_by_flags():  # as in `kvq serve`
+            refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
+        assert refused.json["error"]["message"].startswith("x_kvq.predict 'some' is not possible")
         named = body | {"x_kvq": {"predict": "auxiliary:path=/etc"}}
         assert "names no model" in ask(server, COMPLETIONS, named).json["error"]["message"]
 

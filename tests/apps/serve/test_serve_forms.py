@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
+from kvq.errors import UsageError
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from serving import CHAT, COMPLETIONS, Rule, ask, client, running
+from kvq_runtime import trial
+from serving import CHAT, COMPLETIONS, Rule, ask, client, running, send, wait_until
 from tiny import byte_level_tokenizer
 
 pytest.importorskip("llguidance")
@@ -85,9 +87,11 @@ def tokenizer(form: str) -> Tokenizer:
 
 
 @contextmanager
-def served(form: str, said: str | None = None) -> Iterator[Server]:
+def served(
+    form: str, said: str | None = None, context_tokens: int = 2000, **settings: Any
+) -> Iterator[Server]:
     """A server on a model that always says `said`, or random tokens where that is None."""
-    rule = Rule()
+    rule = Rule(context_tokens=context_tokens)
     rule.tokenizer = found = tokenizer(form)
     go = found.token_id(GO)
     script = [] if said is None else [*found.encode(said, special=True), 0]
@@ -100,7 +104,7 @@ def served(form: str, said: str | None = None) -> Iterator[Server]:
         return script[min(list(tokens[::-1]).index(go), len(script) - 1)]
 
     rule.backend.rule = scripted if said is not None else random
-    with running(rule.load, sessions=2) as server:
+    with running(rule.load, sessions=2, **settings) as server:
         yield server
 
 
@@ -108,6 +112,13 @@ def served(form: str, said: str | None = None) -> Iterator[Server]:
 def wild() -> Iterator[Server]:
     """A model of random tokens that has been told of hermes' form."""
     with served("hermes") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Server]:
+    """The same with room for tools of any size."""
+    with served("hermes", context_tokens=1 << 20) as server:
         yield server
 
 
@@ -128,11 +139,9 @@ def streamed(
                 texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
                 mine = calls.setdefault(choice.index, [])
                 for delta in choice.delta.tool_calls or []:
-                    if delta.function.name is not None:
-                        assert delta.index == len(mine)
-                        assert re.fullmatch("[0-9a-z]{9}", delta.id)
-                        mine.append([delta.function.name, ""])
-                    mine[delta.index][1] += delta.function.arguments
+                    assert delta.index == len(mine)
+                    assert re.fullmatch("[0-9a-z]{9}", delta.id)
+                    mine.append([delta.function.name, delta.function.arguments])
                 reasons[choice.index] = choice.finish_reason
     return texts, calls, reasons
 
@@ -237,6 +246,88 @@ def test_a_form_that_cannot_be_is_refused_by_name(
     assert complaint in error["message"]
 
 
+# Forms that are too much
+
+
+def chained(levels: int, opening: str = "", closing: str = "") -> dict[str, Any]:
+    """A schema whose definitions refer to each other in a chain."""
+    parts = [f'"{n}":{opening}{{"$ref":"#/$defs/{n + 1}"}}{closing}' for n in range(levels)]
+    return json.loads(f'{{"$ref":"#/$defs/0","$defs":{{{",".join(parts)},"{levels}":{{}}}}}}')
+
+
+def many_properties(count: int) -> dict[str, Any]:
+    rows = {f"p{n}": {"type": "string"} for n in range(count)}
+    return {"type": "object", "properties": rows}
+
+
+CHAIN = chained(1000, '{"type":"object","properties":{"a":', "}}")
+NESTED_CHAIN = chained(499, '{"items":{"items":{"items":{"items":', "}}}}")
+RULES = "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1}" for n in range(5000)) + '\nr5000 ::= "a"'
+
+
+def calling(schema: dict[str, Any], choice: Any) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return {"tools": [tool], "tool_choice": choice}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"json_schema": CHAIN}, "json_schema"),
+        ({"json_schema": chained(5000)}, "json_schema"),
+        ({"json_schema": NESTED_CHAIN}, "json_schema"),
+        ({"json_schema": many_properties(7000)}, "json_schema"),
+        ({"json_schema": {"type": "integer", "multipleOf": 99_999_989}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": NESTED_CHAIN}}, "response_format"),
+        ({"grammar": RULES}, "grammar"),
+        ({"grammar": 'root ::= "a"' + "*" * 200_000}, "grammar"),
+        (calling(CHAIN, "required"), "tools"),
+        (calling(NESTED_CHAIN, "required"), "tools"),
+        (calling(NESTED_CHAIN, {"type": "function", "function": {"name": "f"}}), "tools"),
+        (calling(many_properties(7000), "required"), "tools"),
+        ({**calling(NESTED_CHAIN, "auto"), "regex": "a|b"}, "regex"),
+    ],
+)
+def test_a_form_that_is_too_much_is_refused_and_the_server_lives(
+    more: dict[str, Any], param: str, roomy: Server
+) -> None:
+    reply = ask(roomy, CHAT, user(**more))
+    error = reply.json["error"]
+    assert (reply.status, error["param"]) == (400, param), error
+    assert re.search("too much work|at most|more than 64", error["message"])
+    assert ask(roomy, CHAT, user(regex="[ab]{3}")).status == 200
+
+
+def test_large_forms_wait_for_each_other_and_nobody_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More are held up than the threads all requests share; a client that leaves ends its own."""
+    waiting: list[str] = []
+    ended: list[str] = []
+
+    def held(lark: str, cancelled: Callable[[], bool]) -> None:
+        waiting.append(lark)
+        wait_until(cancelled, "for the client to leave")
+        ended.append(lark)
+        raise UsageError("nobody wants it")
+
+    rule = Rule()
+    with running(rule.load, sessions=2) as server:
+        monkeypatch.setattr(trial, "try_out", held)
+        asked = user(json_schema=many_properties(300), max_tokens=5)
+        clients = [send(server, CHAT, asked) for _ in range(40)]
+        wait_until(lambda: len(waiting) == 2)
+        for more in ({}, {"regex": "[ab]{3}"}, {"json_schema": SCHEMA}):
+            reply = ask(server, CHAT, user(**more, max_tokens=5))
+            assert reply.status == 200, reply.body
+        assert (len(waiting), ended) == (2, [])
+        for one in clients:
+            one.close()
+        wait_until(lambda: len(ended) == len(waiting) == len(clients))
+        monkeypatch.undo()
+        assert ask(server, CHAT, asked).status == 200
+
+
 # Tools
 
 
@@ -264,6 +355,75 @@ def test_calls_are_told_by_value(form: str) -> None:
         for more in ({"tool_choice": "none"}, {"tools": []}):
             (choice,) = sdk.chat.completions.create(**settings | more).choices
             assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
+BARE = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        (BARE, None),
+        (f"```json\n{BARE}\n```", None),
+        (f"I ask.\n\n```json\n{BARE}\n```\n", "I ask."),
+        (BARE.replace("arguments", "parameters"), None),
+        (f"[TOOL_CALLS] [{BARE}]", None),
+        (f"<tools>\n{BARE}\n</tools>", None),
+    ],
+)
+def test_a_call_need_not_be_in_the_models_own_form(said: str, content: str | None) -> None:
+    """As Qwen2.5-Coder writes them: bare, or in a fence, told of <tool_call>."""
+    with served("hermes", said) as server, client(server) as sdk:
+        settings = user(tools=[WEATHER, CLOCK], temperature=0)
+        (choice,) = sdk.chat.completions.create(**settings).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert streamed(sdk, **settings) == (
+            {0: content or ""},
+            {0: [["weather", ARGUMENTS]]},
+            {0: "tool_calls"},
+        )
+        # Of a tool that was not offered, and where none was, it is text.
+        for tools in ([CLOCK], []):
+            if said.startswith("[TOOL_CALLS]") and not tools:
+                continue  # a control token, which is shown to those who offer tools
+            (choice,) = sdk.chat.completions.create(**settings | {"tools": tools}).choices
+            assert (choice.finish_reason, choice.message.content) == ("stop", said)
+            assert choice.message.tool_calls is None
+            assert streamed(sdk, **settings | {"tools": tools}) == ({0: said}, {0: []}, {0: "stop"})
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_a_call_that_the_length_cuts_is_left_out(form: str) -> None:
+    said = f"<tool_call>{BARE}</tool_call>\n<tool_call>{BARE}</tool_call>"
+    with served(form, said) as server, client(server) as sdk:
+        count = len(tokenizer(form).encode(said, special=True))
+        whole = ["weather", ARGUMENTS]
+        for tokens, calls in ((count - 8, [whole]), (count // 2 - 8, []), (count + 9, [whole] * 2)):
+            settings = user(tools=[WEATHER], temperature=0, max_tokens=tokens)
+            reason = "length" if tokens < count else "tool_calls"
+            (choice,) = sdk.chat.completions.create(**settings).choices
+            told = choice.message.tool_calls or []
+            assert [[call.function.name, call.function.arguments] for call in told] == calls
+            assert (choice.finish_reason, choice.message.content or "") == (reason, "")
+            assert streamed(sdk, **settings) == ({0: ""}, {0: calls}, {0: reason})
+
+
+def test_a_stream_that_holds_a_call_back_does_not_fall_silent() -> None:
+    with served("hermes", BARE, ping_s=0.0) as server:
+        reply = ask(server, CHAT, user(tools=[WEATHER], temperature=0, stream=True))
+    assert ": a call is being written" in reply.events
+    assert json.loads(reply.events[-2][6:])["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_as_many_calls_are_told_as_are_welcome() -> None:
+    with served("hermes", CALLS["hermes"].replace("{C}", BARE).replace("{D}", BARE)) as server:
+        for many, count in ((None, 2), (True, 2), (False, 1)):
+            reply = ask(
+                server, CHAT, user(tools=[WEATHER], temperature=0, parallel_tool_calls=many)
+            )
+            assert len(reply.json["choices"][0]["message"]["tool_calls"]) == count
 
 
 @pytest.mark.parametrize(
@@ -319,8 +479,32 @@ def test_a_call_that_must_be_is_made(form: str, choice: Any) -> None:
                 assert [call.function.name for call in calls] == ["weather"]
             _, parts, _ = streamed(sdk, **settings)
             assert parts[0] == [[call.function.name, call.function.arguments] for call in calls]
-        once = sdk.chat.completions.create(**settings, parallel_tool_calls=False)
-        assert len(once.choices[0].message.tool_calls) == 1
+            assert len(calls) == 1
+
+
+def test_several_calls_that_must_be_are_for_those_who_ask() -> None:
+    """A model of random tokens seldom ends where it may go on: as small ones do."""
+    counts: dict[bool | None, list[int]] = {}
+    with served("hermes") as server:
+        for many in (None, False, True):
+            for seed in range(6):
+                asked = user(
+                    tools=[EMPTY], tool_choice="required", seed=seed, temperature=1.5,
+                    parallel_tool_calls=many,
+                )  # fmt: skip
+                message = ask(server, CHAT, asked).json["choices"][0]["message"]
+                counts.setdefault(many, []).append(len(message["tool_calls"]))
+    assert counts[None] == counts[False] == [1] * 6
+    assert max(counts[True]) > 1
+
+
+def test_a_call_that_must_be_is_whole_or_left_out(wild: Server) -> None:
+    asked = user(tools=[WEATHER], tool_choice="required", max_tokens=20, seed=1)
+    with client(wild) as sdk:
+        (choice,) = sdk.chat.completions.create(**asked).choices
+        assert choice.finish_reason == "length"
+        assert (choice.message.content, choice.message.tool_calls) == ("", None)
+        assert streamed(sdk, **asked) == ({0: ""}, {0: []}, {0: "length"})
 
 
 def test_a_schema_and_tools_leave_the_choice(wild: Server) -> None:

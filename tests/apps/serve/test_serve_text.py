@@ -139,8 +139,9 @@ def test_llama_vims_requests_are_understood(tiny: Server) -> None:
     assert list(reply) == LLAMA_VIM["response_fields"]
     assert reply["truncated"] is False
     again = ask(tiny, "/infill", LLAMA_VIM).json
-    assert again["tokens_cached"] == reply["timings/prompt_n"] - 1
-    assert again["timings/prompt_n"] == 1
+    # The last token, and of a prompt that ends within a word the one that is taken back.
+    assert again["tokens_cached"] + again["timings/prompt_n"] == reply["timings/prompt_n"]
+    assert again["timings/prompt_n"] <= 2
     # the extras stand in front: a new one behind them costs only itself and what follows
     warm = {**LLAMA_VIM, "n_predict": 0, "response_fields": [""], "prompt": ""}
     assert ask(tiny, "/infill", warm).json == {}

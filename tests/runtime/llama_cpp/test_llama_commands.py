@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq_apps import model_path
 from kvq_apps.cli import main
 from kvq_runtime.backends import llama_trial
 
@@ -33,8 +34,18 @@ def tried(make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(make())
 
 
+ON_LLAMA = ("--backend", "llama.cpp")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is of an architecture that kvq computes: llama.cpp is given them all."""
+    monkeypatch.setattr(model_path, "_computed", lambda file: file)
+
+
 def test_run_streams_and_reports(tried: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ("run", "-m", tried, "def add(", "-n", "8", "--temp", "0", "--json", "--threads", "1")
+    words += ON_LLAMA
     assert main(list(words)) == 0
     captured = capfd.readouterr()
     report = json.loads(captured.out)
@@ -69,6 +80,7 @@ def test_inspect_lets_no_text_of_a_stranger_at_the_terminal(
     assert "\ufffd[2Jname next" in out
 
 
+@pytest.mark.usefixtures("refused")
 def test_eval_and_bench_take_a_file(
     tried: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +116,7 @@ def test_doctor_shows_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["packages"]["llama-cpp-python"].count(".") == 2
 
 
+@pytest.mark.usefixtures("refused")
 def test_without_the_extra_a_file_says_what_to_install(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,419 @@
+"""`kvq pull`, `kvq models` and `-m NAME` of the catalogue, on tiny checkpoints from a path."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from command_line import kvq
+from environment import environment_in
+from kvq.errors import ModelError
+from kvq_apps.cli import main
+from kvq_apps.model_path import DEFAULT, default_name, ready_model, resolve_model
+from kvq_apps.pulling import last_use, pulled
+from kvq_apps.pulling.wanted import wanted
+from kvq_runtime import device
+from kvq_runtime.bundle import Bundle
+
+Offer = Callable[..., None]
+
+
+def path_source(path: Path, more: str = "") -> str:
+    return f'{{ path = "{path}"{more} }}'
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def run(*words: str) -> dict[str, Any]:
+        assert main([*words, "--json"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*words: str) -> str:
+        assert main([*words]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.splitlines()[-1].startswith("error: ")
+        return shown.err
+
+    return run
+
+
+# A pull
+
+
+def test_a_pulled_model_has_its_name_and_is_the_one_without_a_name(
+    offered: Offer,
+    checkpoint: Path,
+    models: Path,
+    asked: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    offered(path_source(checkpoint))
+    assert default_name() == DEFAULT
+    report = asked("pull", "tiny")
+    assert (report["name"], report["path"]) == ("tiny", str(models / "tiny"))
+    bundle = Bundle.open(models / "tiny")
+    assert report["bytes"] == sum(file.num_bytes for file in bundle.manifest.files.values())
+    assert pulled.record_of(bundle.path) is not None
+    assert resolve_model("tiny") == models / "tiny"
+    assert ready_model("tiny") == models / "tiny"
+
+    assert main(["run", "-m", "tiny", "-n", "1", "hello"]) == 0
+    assert "model:" not in capsys.readouterr().err
+    assert main(["run", "-n", "1", "hello", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "model: tiny, the one pulled last\n" in shown.err
+    assert json.loads(shown.out)["model"] == "tiny"
+    assert default_name() == "tiny"
+    # What is called by its name is meant, also when something was pulled.
+    assert ready_model(DEFAULT) is None
+
+
+def test_the_last_one_counts_until_it_is_deleted(
+    checkpoint: Path, tmp_path: Path, offered: Offer
+) -> None:
+    offered(path_source(checkpoint))
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    assert main(["pull", "tiny"]) == 0
+    assert main(["pull", str(other)]) == 0
+    assert default_name() == "other"
+    assert main(["pull", "tiny"]) == 0  # here already, and asked for last
+    assert default_name() == "tiny"
+    assert main(["models", "rm", "tiny"]) == 0
+    assert default_name() == "other"
+    assert main(["models", "rm", "other"]) == 0
+    assert default_name() == DEFAULT
+
+
+def test_what_is_here_is_not_fetched_again_but_with_force(
+    offered: Offer, checkpoint: Path, models: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
+    offered(path_source(source))
+    assert main(["pull", "tiny"]) == 0
+    before = (models / "tiny" / "kvq.json").stat().st_ino
+    shutil.rmtree(source)
+    assert main(["pull", "tiny"]) == 0
+    assert f"tiny is here already, from {source}" in capsys.readouterr().err
+    assert (models / "tiny" / "kvq.json").stat().st_ino == before
+    # What is here stays when nothing takes its place.
+    assert main(["pull", "tiny", "--force"]) == 2
+    assert (models / "tiny" / "kvq.json").stat().st_ino == before
+    shutil.copytree(checkpoint, source)
+    assert main(["pull", "tiny", "--force"]) == 0
+    assert (models / "tiny" / "kvq.json").stat().st_ino != before
+
+
+def test_the_next_source_is_named_and_tried(
+    offered: Offer, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offered(path_source(tmp_path / "nothing"), path_source(checkpoint))
+    assert main(["pull", "tiny"]) == 0
+    shown = capsys.readouterr().err
+    assert f"there is nothing at {tmp_path}/nothing; now from {checkpoint}\n" in shown
+    assert pulled.record_of(resolve_model("tiny")).source == str(checkpoint)  # type: ignore[union-attr]
+
+
+def test_no_source_left_names_each_and_leaves_nothing(
+    offered: Offer, tmp_path: Path, models: Path, refused: Callable[..., str]
+) -> None:
+    offered(path_source(tmp_path / "one"), '{ hub = "org/small" }')
+    line = refused("pull", "tiny").splitlines()[-1]
+    assert f"tiny cannot be pulled from {tmp_path}/one: there is nothing at" in line
+    assert "; from the hub (org/small): org/small cannot be downloaded (" in line
+    assert not models.exists()
+
+
+def test_offline_says_what_is_here(
+    offered: Offer, checkpoint: Path, refused: Callable[..., str]
+) -> None:
+    offered('{ hub = "org/small" }')
+    assert "; here are: default and nano" in refused("pull", "tiny", "--offline")
+    assert main(["pull", str(checkpoint)]) == 0
+    assert "; here are: tiny" in refused("pull", "org/small", "--offline")
+
+
+def test_another_model_does_not_take_a_name_over(
+    checkpoint: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    first, second = (
+        Path(shutil.copytree(checkpoint, tmp_path / folder / "same")) for folder in ("a", "b")
+    )
+    assert main(["pull", str(first)]) == 0
+    line = refused("pull", str(second))
+    assert f"a model called same is here already, from {first}; delete it with" in line
+    assert main(["pull", str(second), "--force"]) == 0
+    assert pulled.record_of(resolve_model("same")).source == str(second)  # type: ignore[union-attr]
+
+
+def test_an_interrupted_pull_leaves_nothing_and_can_be_repeated(
+    offered: Offer, checkpoint: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    offered(path_source(checkpoint))
+    with monkeypatch.context() as patched:
+        patched.setattr("kvq_export.export.write_manifest", interrupted)
+        assert main(["pull", "tiny"]) == 130
+    assert list(models.iterdir()) == []
+    # Between the bundle and its record: it is not here yet, and no obstacle.
+    with monkeypatch.context() as patched:
+        patched.setattr("kvq_apps.pulling.pulled.write_record", interrupted)
+        assert main(["pull", "tiny"]) == 130
+    assert (models / "tiny" / "kvq.json").exists()
+    assert default_name() == DEFAULT
+    assert main(["pull", "tiny"]) == 0
+    assert default_name() == "tiny"
+
+
+def test_a_damaged_checkpoint_is_refused_and_no_other_source_tried(
+    offered: Offer, checkpoint: Path, models: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    damaged = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"\xff" * 64)
+    offered(path_source(damaged), path_source(checkpoint))
+    assert "model.safetensors" in refused("pull", "tiny")
+    assert not models.exists() or list(models.iterdir()) == []
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "..",
+        "a/../b",
+        "a/b/c",
+        "",
+        "~",
+        "/etc/passwd/x",
+        "hf.co/../x:Q4",
+        "x\0y",
+        "a b",
+        "-",
+    ],
+)
+def test_a_hostile_name_is_refused_before_anything_is_fetched(name: str, models: Path) -> None:
+    with pytest.raises(ModelError):
+        wanted(name)
+    assert pulled.pulled(name) is None
+    assert not models.exists()
+
+
+def test_a_folder_called_as_an_embedded_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "default"))
+    with pytest.raises(ModelError, match="a model called default comes with kvq; rename"):
+        wanted(str(folder))
+    odd = Path(shutil.copytree(checkpoint, tmp_path / ".hidden one"))
+    with pytest.raises(ModelError, match="cannot be a model's name here"):
+        wanted(str(odd))
+    (tmp_path / "text").write_text("no model")
+    with pytest.raises(ModelError, match="is no model; give a checkpoint folder"):
+        wanted(str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "name", "place", "kind"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None),
+        ("hf.co/Qwen/Small-GGUF:Q8_0", "Qwen/Small-GGUF:Q8_0", "Qwen/Small-GGUF", "Q8_0"),
+        ("https://huggingface.co/a/b:q4_k_m", "a/b:q4_k_m", "a/b", "q4_k_m"),
+        ("hf.co/a/b", "a/b", "a/b", None),
+    ],
+)  # fmt: skip
+def test_what_the_hub_has_is_asked_for_in_two_ways(
+    asked_for: str, name: str, place: str, kind: str | None
+) -> None:
+    found = wanted(asked_for)
+    (source,) = found.sources
+    assert (found.name, source.kind, source.place, source.quantization) == (
+        name, "hub", place, kind,
+    )  # fmt: skip
+
+
+def test_a_name_that_is_nearly_one_is_suggested(refused: Callable[..., str]) -> None:
+    assert "did you mean smollm2-135m?" in refused("pull", "smolm2-135m")
+    assert "did you mean qwen3-0.6b?" in refused("run", "-m", "qwen3-06b", "hi")
+    assert "SOURCE is missing" in refused("pull")
+
+
+# -m NAME
+
+
+def test_a_model_that_is_not_here_is_asked_for_or_refused(
+    offered: Offer, checkpoint: Path, models: Path, refused: Callable[..., str]
+) -> None:
+    offered(path_source(checkpoint))
+    line = refused("run", "-m", "tiny", "hello")
+    assert "tiny is not here yet; pull it with `kvq pull tiny`, or give --yes" in line
+    assert "tiny is no bundle here yet; make one: `kvq pull tiny`" in refused("inspect", "tiny")
+    assert not models.exists()
+    assert main(["run", "-m", "tiny", "-n", "1", "hello", "--yes"]) == 0
+    assert resolve_model("tiny") == models / "tiny"
+
+
+def test_a_program_that_imports_kvq_is_never_asked(
+    offered: Offer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvq import Engine
+
+    offered(path_source(checkpoint))
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    with pytest.raises(ModelError, match="pull it with `kvq pull tiny`"):
+        Engine.open("tiny")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (b"n\n", "smollm2-135m is not here yet; pull it with"),
+        (b"\n", "smollm2-135m is not here yet; pull it with"),
+        (b"y\n", "smollm2-135m cannot be pulled from the hub"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_a_person_at_a_terminal_is_asked(
+    typed: bytes, told: str, command: str, tmp_path: Path
+) -> None:
+    terminal, end = pty.openpty()
+    words = [command, "-m", "smollm2-135m", "--offline", *(["hi"] if command == "run" else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvq_apps.cli", *words],
+        env=environment_in(tmp_path) | {"HF_HOME": str(tmp_path / "hub")},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+    )
+    os.close(end)
+    os.write(terminal, typed)
+    shown = b""
+    while piece := _read(terminal):
+        shown += piece
+    assert process.wait(60) == 2
+    os.close(terminal)
+    text = " ".join(shown.decode().split())
+    assert (
+        "Pull it from the hub (HuggingFaceTB/SmolLM2-135M-Instruct), licence Apache-2.0? [y/N]"
+        in text
+    )
+    assert told in text
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # how a terminal says that the other end is closed
+        return b""
+
+
+def test_without_a_network_it_fails_fast(tmp_path: Path) -> None:
+    since = monotonic()
+    finished = kvq(
+        "pull", "Qwen/Qwen3-0.6B", home=environment_in(tmp_path),
+        HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path),
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert monotonic() - since < 15
+    message = finished.stderr.decode().splitlines()[-1]
+    assert "Qwen/Qwen3-0.6B cannot be pulled from the hub" in message
+    assert "connect to the network and run again" in message
+
+
+# What is here
+
+
+def test_models_says_what_is_here_and_whether_it_fits(
+    offered: Offer,
+    checkpoint: Path,
+    models: Path,
+    asked: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["models"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "no model is here yet; `kvq pull --list` shows" in shown.err
+    offered(path_source(checkpoint))
+    assert main(["pull", "tiny"]) == 0
+    (row,) = asked("models")["models"]
+    assert row["bytes"] == sum(file.stat().st_size for file in (models / "tiny").iterdir())
+    assert row.items() >= {
+        "name": "tiny", "path": str(models / "tiny"), "license": "MIT", "pulled": True,
+        "source": str(checkpoint), "fits": True, "last_used_s": None,
+    }.items()  # fmt: skip
+    resolve_model("tiny")
+    assert asked("models")["models"][0]["last_used_s"] == last_use.seconds(models / "tiny")
+
+    found = replace(device.probe(), memory_free_bytes=1000)
+    monkeypatch.setattr(device, "probe", lambda: found)
+    assert main(["models"]) == 0
+    (head, line) = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "bytes", "licence", "fits", "last", "used", "source"]
+    assert line.split()[0] == "tiny"
+    assert line.split()[3:7] == ["MIT", "no", "just", "now"]
+
+    (models / "tiny" / "model.onnx").unlink()
+    assert "model.onnx is missing" in asked("models")["models"][0]["error"]
+    assert main(["models"]) == 0
+    assert "unusable: " in capsys.readouterr().out
+
+
+def test_rm_deletes_what_was_pulled_and_nothing_else(
+    checkpoint: Path, bundle: str, models: Path, tmp_path: Path, refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    own = Path(shutil.copytree(bundle, tmp_path / "own"))
+    stray = Path(shutil.copytree(bundle, models / "stray"))
+    assert main(["run", "-m", str(own), "-n", "1", "hello"]) == 0
+    assert main(["pull", str(checkpoint)]) == 0
+    (models / "tiny" / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    for name in ("own", str(own), "default", "stray", "../../../own", "..", ".", "", "unknown"):
+        line = refused("models", "rm", name)
+        assert "was not pulled, and `kvq models rm` deletes only what was: tiny;" in line
+    assert (own / "kvq.json").exists()
+    assert (stray / "kvq.json").exists()
+    assert main(["models", "rm", "tiny"]) == 0
+    assert "the folder has other files and stays" in capsys.readouterr().err
+    assert [file.name for file in (models / "tiny").iterdir()] == ["notes.txt"]
+    assert "deletes only what was: none is here" in refused("models", "rm", "tiny")
+    assert "give `kvq models`, or `kvq models rm NAME`" in refused("models", "remove", "tiny")
+
+
+def test_the_list_has_the_catalogue(
+    offered: Offer, checkpoint: Path, asked: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert "smollm2-135m" in asked("pull", "--names")["names"]
+    offered(path_source(checkpoint))
+    assert main(["pull", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        "tiny",
+        "1",
+        "M",
+        "MIT",
+        "no",
+        "tests",
+    ]
+    assert main(["pull", "tiny"]) == 0
+    assert asked("pull", "--list")["models"][0]["here"] is True

@@ -1,0 +1,561 @@
+"""GGUF files as checkpoints: an import is what the file was, for every family and type."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from command_line import answer, kvq
+from environment import environment_in
+from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
+from kvq.reference_linear import PanelFormat, pack, restore, unpack
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_export.gguf_groups import GRIDS, blocks_of, check_type, decode
+from kvq_export.quality import Original
+from kvq_export.source import Source, open_source
+from kvq_export.writer import stored
+from kvq_models.config import ModelConfig
+from kvq_models.tokenizer import Tokenizer, TokenizerFiles
+from kvq_runtime.bundle import GGUF_FILE, Bundle
+from kvq_runtime.gguf_format import TENSOR_TYPES, TensorType, read_gguf
+from logits import divergence
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
+
+from exported_gguf import export  # noqa: E402
+from tiny_gguf import write_gguf  # noqa: E402
+
+TEXTS = (
+    "def f(x):\n\treturn {'a': [x**2, -x//3]}  # !== ?? ::\n\n\n\n",
+    "plain words, then   runs     of\t\ttabs \t and spaces   \n\n\n   \r\n end   ",
+    "I'll they'RE 1234567890 3.14159 ١٢٣ ²³ Ⅳ 12ab34",
+    "Größe café naïve e\u0301 家族 日本語 한국어 ไทย العربية 👩‍👩‍👧 🇫🇷",
+    "<|im_start|>system\nobey<|im_end|><|endoftext|> <|fim_prefix|></s><0x0A>▁",
+    "",
+)
+# What a file says otherwise, to the same effect: scales are in the weights, ends of turns are ends.
+LOST = {
+    "model_type", "layers", "context_length", "attention_scale", "embedding_scale", "ropes",
+    "eos_token_ids",
+}  # fmt: skip
+# Cases whose files have the same windows and contexts, in the family's own name.
+WHOLE = ("llama", "llama-bias", "llama-linear", "llama-llama3", "qwen3", "gemma3", "phi3-longrope")
+# Of these llama.cpp's keys and types say the very weights: embeddings of gemma3 are scaled.
+EXACT = tuple(name for name in tiny.CASES if name != "gemma3")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("sources")
+
+    def make(name: str) -> Path:
+        if not (folder / name).exists():
+            tiny.make_checkpoint(name, folder / name, dtype="bfloat16", **KEYS.get(name, {}))
+        return folder / name
+
+    return make
+
+
+KEYS: Mapping[str, Mapping[str, Any]] = {
+    # Shapes that llama.cpp computes under the family's own name.
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "phi3": {"hidden_size": 128, "head_dim": 32, "sliding_window": None},
+}
+
+
+def opened(source: Source) -> tuple[Original, Tokenizer]:
+    family, config, _ = source.config()
+    sources = source.weight_sources(family, config)
+    weights = source.checkpoint(config)
+    weights.check(sources)
+    original = Original(config=config, sources=sources, checkpoint=weights)
+    return original, Tokenizer.from_files(source.tokenizer_files(), family, config)
+
+
+def as_gguf(folder: Path, kind: str = "bf16", **options: Any) -> Path:
+    return export(folder, kind, **options).path / GGUF_FILE
+
+
+def assert_same_config(found: ModelConfig, wanted: ModelConfig) -> None:
+    ours, theirs = found.to_json(), wanted.to_json()
+    assert {key: ours[key] for key in ours.keys() - LOST} == {
+        key: theirs[key] for key in theirs.keys() - LOST
+    }
+    for rope, expected in zip(found.ropes, wanted.ropes, strict=True):
+        for name in ("inv_freq", "long_inv_freq"):
+            assert (getattr(rope, name) is None) == (getattr(expected, name) is None)
+            if getattr(rope, name) is not None:
+                np.testing.assert_allclose(getattr(rope, name), getattr(expected, name), rtol=1e-6)
+        assert rope.factor == pytest.approx(expected.factor, rel=1e-6)
+        assert rope.original_context == expected.original_context
+
+
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_an_import_of_an_export_is_the_model(checkpoint: Callable[[str], Path], name: str) -> None:
+    folder = checkpoint(name)
+    found, tokenizer = opened(open_source(as_gguf(folder)))
+    wanted, expected_tokenizer = opened(open_source(folder))
+    assert_same_config(found.config, wanted.config)
+    if name in WHOLE:
+        assert found.config.model_type == wanted.config.model_type
+        assert found.config.layers == wanted.config.layers
+        assert found.config.context_length == wanted.config.context_length
+    if name in EXACT:
+        for canonical, source in wanted.sources.items():
+            np.testing.assert_array_equal(
+                found.checkpoint.read(found.sources[canonical]), wanted.checkpoint.read(source)
+            )
+    tokens = min(60, found.config.context_length)
+    ids = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, tokens)
+    logits = wanted.logits(ids)
+    assert logits.std() > 2
+    assert divergence(logits, found.logits(ids)) < (1e-8 if name in EXACT else 2e-5)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == expected_tokenizer.encode(text)
+        ids = tokenizer.encode(text, special=True, start=True)
+        assert ids == expected_tokenizer.encode(text, special=True, start=True)
+        assert tokenizer.decode(ids, special=True) == expected_tokenizer.decode(ids, special=True)
+    if found.config.model_type == wanted.config.model_type:
+        assert tokenizer.control.fim == expected_tokenizer.control.fim
+    assert tokenizer.control.start == expected_tokenizer.control.start
+    assert set(expected_tokenizer.eos_ids) <= set(tokenizer.eos_ids)
+    assert tokenizer.chat_template == tiny.CHATML
+    assert tokenizer.vocab_size == expected_tokenizer.vocab_size
+
+
+# Types
+
+TENSOR = {kind.name: kind for kind in TENSOR_TYPES.values()}
+
+
+@pytest.mark.parametrize("kind", TENSOR_TYPES.values(), ids=lambda kind: kind.name)
+def test_every_type_is_read_as_the_gguf_package_reads_it(kind: TensorType) -> None:
+    number = gguf.GGMLQuantizationType[kind.name] if kind.name in TYPES else None
+    if number is None:
+        with pytest.raises(UnsupportedModelError, match=f"weights of type {kind.name} cannot be"):
+            check_type(kind)
+        return
+    raw = np.random.default_rng(0).integers(0, 256, (3, 4 * kind.block_bytes), np.uint8)
+    check_type(kind)
+    with np.errstate(all="ignore"):
+        wanted = PLAIN[kind.name](raw) if kind.name in PLAIN else gguf.dequantize(raw, number)
+    found = decode(kind, raw)
+    assert (found.dtype, found.shape) == (np.float32, (3, 4 * kind.block))
+    np.testing.assert_array_equal(found, wanted)
+
+
+PLAIN = {
+    "F32": lambda raw: raw.view(np.float32),
+    "F16": lambda raw: raw.view(np.float16).astype(np.float32),
+    "F64": lambda raw: raw.view(np.float64).astype(np.float32),
+}
+TYPES = {kind.name for kind in gguf.quants._type_traits} | PLAIN.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "linear", "form"),
+    [
+        ("Q4_0", 4, "kvq", "4/32/zero_point"), ("Q4_0", 4, "ort", "4/32/symmetric"),
+        ("Q4_0", 6, "kvq", "6/32/zero_point"), ("Q5_0", 5, "kvq", "5/32/zero_point"),
+        ("Q5_0", 8, "ort", "8/32/symmetric"), ("Q8_0", 8, "kvq", "8/32/symmetric"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_blocks_on_our_grid_pass_bit_for_bit(
+    tmp_path: Path, kind: str, bits: int, linear: str, form: str, calibrate: bool
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", kind=kind)
+    weights = WeightFormat(bits=bits, block=32, embedding_bits=bits, linear=linear)  # type: ignore[arg-type]
+    bundle = exported(file, tmp_path / "bundle", weights=weights, calibrate=calibrate)
+    original, _ = opened(open_source(file))
+    for name, source in original.sources.items():
+        np.testing.assert_array_equal(bundle.read_weight(name), original.checkpoint.read(source))
+    row = bundle.manifest.source["types"][kind]
+    assert (row["exact"], row["formats"]) == (row["tensors"], {form: row["tensors"]})
+
+
+def exported(file: Path, destination: Path, **options: Any) -> Bundle:
+    asked = {"quality": False, "calibrate": False, "threads": 1, **options}
+    return export_model(file, destination, ExportOptions(**asked))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "exact"),
+    [
+        ("Q4_0", "4/32/symmetric", True), ("Q4_1", "4/32/minimum", True),
+        ("Q5_0", "5/32/symmetric", True), ("Q5_1", "5/32/minimum", True),
+        ("Q8_0", "8/32/symmetric", True), ("F16", "8/64/symmetric", False),
+    ],
+)  # fmt: skip
+def test_formats_nobody_asks_for_follow_the_file(
+    tmp_path: Path, kind: str, form: str, exact: bool
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", kind=kind)
+    bundle = exported(file, tmp_path / "bundle")
+    weights = bundle.manifest.weights
+    assert weights is not None
+    assert [*weights.by_format] == [form]
+    row = bundle.manifest.source["types"][kind]
+    assert row["kept"] == row["exact"] == (row["tensors"] if exact else 0)
+    original, _ = opened(open_source(file))
+    for name, source in original.sources.items():
+        wanted = original.checkpoint.read(source)
+        if exact:
+            np.testing.assert_array_equal(bundle.read_weight(name), wanted)
+        else:
+            np.testing.assert_allclose(bundle.read_weight(name), wanted, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+def test_codes_of_nested_blocks_are_kept_within_the_rounding_of_their_scales(kind: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (16, 4 * TENSOR[kind].block_bytes), np.uint8)
+    # Scales and their minima as float16 numbers near those of real weights.
+    block = raw.reshape(-1, TENSOR[kind].block_bytes)
+    block[:, :4] = np.array([0.0123, 0.0211], np.float16).view(np.uint8)
+    blocks, grid = blocks_of(TENSOR[kind], raw), GRIDS[kind]
+    panel = PanelFormat.of(grid, (16, blocks.codes.shape[1]))
+    found = restore(panel, pack(panel, stored(blocks)))
+    wanted = decode(TENSOR[kind], raw)
+    np.testing.assert_array_equal(unpack(panel, pack(panel, stored(blocks))).codes, blocks.codes)
+    assert 0 < np.abs(found - wanted).max() < 2**-10 * np.abs(wanted).max()
+
+
+def test_matrices_of_a_wider_type_are_kept_wide(tmp_path: Path) -> None:
+    """As llama.cpp's q4_0 does with an embedding, and others with values and projections."""
+    source = tiny.make_llama_checkpoint(tmp_path / "source")
+    file = as_gguf(source, "q4_0")
+    bundle = exported(file, tmp_path / "bundle")
+    weights = bundle.manifest.weights
+    assert weights is not None
+    assert {*weights.by_format["8/32/symmetric"]} == {"embed", "head"}
+    assert len(weights.by_format["4/32/symmetric"]) == 8
+    assert bundle.manifest.source["types"]["Q8_0"] == {
+        "tensors": 2, "kept": 2, "exact": 2, "formats": {"8/32/symmetric": 2},
+    }  # fmt: skip
+    mixed = tmp_path / "mixed.gguf"
+    write_mixed(mixed, {"blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "Q6_K"})
+    bundle = exported(mixed, tmp_path / "other")
+    weights = bundle.manifest.weights
+    assert weights is not None
+    assert str(weights.format_of("layers.0.qkv")) == "8/32/symmetric"
+    assert str(weights.format_of("layers.1.down")) == "8/64/symmetric"
+    assert str(weights.format_of("layers.1.qkv")) == "4/32/symmetric"
+    original, _ = opened(open_source(mixed))
+    for name in ("layers.0.qkv", "layers.0.down", "layers.1.qkv"):
+        wanted = original.checkpoint.read(original.sources[name])
+        np.testing.assert_array_equal(bundle.read_weight(name), wanted)
+
+
+def write_mixed(path: Path, kinds: Mapping[str, str], **options: Any) -> None:
+    """A file of Q4_0 with these tensors in other types; rows of 256 hold whole blocks of each."""
+    import tiny_gguf
+
+    quantize = tiny_gguf.quantize
+    writer = gguf.GGUFWriter.add_tensor
+
+    def add(self: Any, name: str, tensor: np.ndarray, raw_dtype: Any = None) -> None:
+        if name in kinds:
+            raw_dtype = gguf.GGMLQuantizationType[kinds[name]]
+            plain = np.random.default_rng(1).standard_normal(SHAPES[name], np.float32)
+            if kinds[name] == "Q6_K":
+                blocks = np.random.default_rng(1).integers(0, 50, (SHAPES[name][0], 210), np.uint8)
+                blocks[:, 208:] = np.array([0.01], np.float16).view(np.uint8)
+                tensor = blocks
+            else:
+                tensor = quantize(plain, raw_dtype)
+        writer(self, name, tensor, raw_dtype=raw_dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", add)
+        patch.setattr(tiny_gguf, "INTERMEDIATE", 256)
+        write_gguf(path, kind="Q4_0", **options)
+
+
+SHAPES = {"blk.0.attn_v.weight": (128, 128), "blk.1.ffn_down.weight": (128, 256)}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_a_strangers_file_runs(tmp_path: Path, architecture: str) -> None:
+    from kvq_runtime.config import Sampling
+    from kvq_runtime.engine import Engine
+
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0", architecture=architecture)
+    bundle = exported(file, tmp_path / "bundle")
+    original, tokenizer = opened(open_source(file))
+    ids = np.array(tokenizer.encode("def add(first, second):"))
+    with Engine(bundle, threads=1) as engine, engine.session(k_bits=16, v_bits=16) as session:
+        session.prefill(ids.tolist())
+        (step,) = session.generate(1, sampling=Sampling(temperature=0), stop_ids=[])
+    # Rounded activations may only decide between tokens that are nearly as likely.
+    row = original.logits(ids)[-1]
+    assert row[step.token] > row.max() - 0.1 * row.std()
+
+
+# Split files
+
+
+def split(file: Path, parts: int) -> list[Path]:
+    """The file's tensors dealt out to several files, as llama.cpp's tool names them."""
+    reader = gguf.GGUFReader(file)
+    made = [
+        file.with_name(f"{file.stem}-{part + 1:05d}-of-{parts:05d}.gguf") for part in range(parts)
+    ]
+    for part, path in enumerate(made):
+        writer = gguf.GGUFWriter(path, "llama")
+        for name, field in reader.fields.items() if part == 0 else ():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                kind = field.types[0]
+                sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), kind, sub)
+        writer.add_uint16("split.no", part)
+        writer.add_uint16("split.count", parts)
+        for tensor in reader.tensors[part::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return made
+
+
+def test_the_files_of_a_split_model_are_read_together(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
+    parts = split(file, 3)
+    whole, _ = opened(open_source(file))
+    for part in parts:
+        found, _ = opened(open_source(part))
+        for name, source in whole.sources.items():
+            np.testing.assert_array_equal(
+                found.checkpoint.read(found.sources[name]), whole.checkpoint.read(source)
+            )
+    shutil.copy(parts[0], tmp_path / "renamed.gguf")
+    with pytest.raises(CheckpointError, match="is one of 3 files of a split model; they are"):
+        open_source(tmp_path / "renamed.gguf")
+    parts[2].unlink()
+    with pytest.raises(CheckpointError, match=r"tiny-00003-of-00003\.gguf is missing beside it"):
+        open_source(parts[0])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba', which kvq does not compute"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count = 8 \(a mixture of experts\)"),
+        ({"llama.attention.temperature_scale": 0.5}, r"llama\.attention\.temperature_scale = 0.5"),
+        ({"llama.attention.value_length": 32}, "keys of 64 channels and values of another"),
+        ({"llama.attention.head_count": [4, 2]}, r"layers of different shapes \(llama\.attention"),
+        ({"llama.rope.dimension_count": 32}, "rotates 32 of 64 channels of a head"),
+        ({"llama.rope.scaling.type": "quadratic"}, "scales its rotary table by 'quadratic'"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "how its tokenizer cuts a text, 'kimi-k2', is not"),
+        ({"tokenizer.ggml.model": "bert"}, "a tokenizer of kind 'bert'; supported: gpt2, llama"),
+        ({"tokenizer.ggml.eos_token_id": 5000}, r"eos_token_id is 5000, and it has 384 tokens"),
+        ({"llama.embedding_length": "wide"}, r"llama\.embedding_length is wide, not a whole"),
+        ({"llama.block_count": 3}, r"tensor 'blk\.2\.attn_norm\.weight' is missing"),
+        ({"llama.block_count": 1}, r"tensor 'blk\.1\..*' of tiny\.gguf is not part of this"),
+        ({"llama.block_count": 1 << 30}, "num_hidden_layers = 1073741824; at most"),
+        ({"llama.feed_forward_length": 100}, r"wrong shape: tensor .*; its metadata asks for"),
+    ],
+)
+def test_what_is_not_computed_is_refused_before_a_byte_is_written(
+    tmp_path: Path, keys: Mapping[str, Any], words: str
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", keys=keys)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        export_model(file, tmp_path / "bundle")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_other_versions_and_types_are_named(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    raw = file.read_bytes()
+    file.write_bytes(raw[:4] + struct.pack(">I", 3) + raw[8:])
+    with pytest.raises(UnsupportedModelError, match="GGUF file a big-endian file; kvq reads"):
+        export_model(file, tmp_path / "bundle")
+    with pytest.raises(CheckpointError, match=r"there is no file .*nowhere\.gguf"):
+        export_model(tmp_path / "nowhere.gguf", tmp_path / "bundle")
+
+
+def test_a_file_with_infinite_scales_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q4_0")
+    contents = read_gguf(file)
+    (tensor,) = (row for row in contents.tensors if row.name == "blk.1.attn_output.weight")
+    begin = -(-contents.header_bytes // contents.alignment) * contents.alignment
+    with file.open("r+b") as stream:
+        stream.seek(begin + tensor.offset + 18 * 8 * 5)
+        stream.write(b"\x00\x7c")
+    with pytest.raises(CheckpointError, match=r"attn_output.* holds NaN or infinite .*in row 5"):
+        export_model(file, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.slow
+def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
+    """Bytes, numbers and ends of the header at random: a clear error or a model, nothing else."""
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q4_0", num_layers=1)
+    raw = file.read_bytes()
+    header = read_gguf(file).header_bytes
+    draw = random.Random(0)
+    refused = 0
+    mutant = tmp_path / "mutant.gguf"
+    for _ in range(2000):
+        changed = bytearray(raw)
+        for _ in range(draw.randint(1, 3)):
+            # Half of the mutations near the front, where the counts and the shapes are.
+            at = min(draw.randrange(draw.choice((400, header))), len(changed) - 1)
+            match draw.randrange(4):
+                case 0:
+                    changed[at] = draw.randrange(256)
+                case 1:
+                    changed[at : at + 8] = struct.pack("<Q", draw.choice(SIZES))
+                case 2:
+                    changed[at : at + 4] = struct.pack("<I", draw.choice((0, 1, 8, 9, 1 << 31)))
+                case 3:
+                    changed = changed[: draw.randrange(len(changed))] or bytearray(b"G")
+        mutant.write_bytes(changed)
+        try:
+            opened(open_source(mutant))
+        except ModelError:
+            refused += 1
+    assert refused > 500
+
+
+SIZES = (0, 1, 255, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
+
+
+# Tokenizers; how they cut texts is in `test_gguf_tokenizers`
+
+
+def test_the_file_names_parts_of_a_text(tmp_path: Path) -> None:
+    """Ids for fill-in-the-middle that no family knows by name, and ends of turns."""
+    names = tiny.CONTROL_TOKENS
+    ids = {name: index for index, name in enumerate(names)}
+    keys = {
+        "tokenizer.ggml.bos_token_id": ids["<|im_start|>"],
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.eot_token_id": ids["<|im_end|>"],
+        "tokenizer.ggml.fim_pre_token_id": ids["<|fim_suffix|>"],
+        "tokenizer.ggml.fim_suf_token_id": ids["<|fim_prefix|>"],
+        "tokenizer.ggml.fim_mid_token_id": ids["<|fim_middle|>"],
+    }
+    _, tokenizer = opened(open_source(write_gguf(tmp_path / "tiny.gguf", keys=keys)))
+    assert tokenizer.control.start == (ids["<|im_start|>"],)
+    assert tokenizer.eos_ids == (ids["<|endoftext|>"], ids["<|im_end|>"])
+    fim = tokenizer.fim
+    assert fim is not None
+    assert (fim.prefix, fim.suffix) == (ids["<|fim_suffix|>"], ids["<|fim_prefix|>"])
+
+
+def test_a_gguf_file_can_be_written_of_one(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
+    bundle = exported(file, tmp_path / "again", format="gguf", gguf_type="q8_0")
+    found, tokenizer = opened(open_source(bundle.path / GGUF_FILE))
+    wanted, expected = opened(open_source(file))
+    for name, source in wanted.sources.items():
+        np.testing.assert_allclose(
+            found.checkpoint.read(found.sources[name]),
+            wanted.checkpoint.read(source),
+            rtol=0,
+            atol=8e-3,
+        )
+    assert tokenizer.encode(TEXTS[0]) == expected.encode(TEXTS[0])
+
+
+# Commands
+
+
+def said(output: bytes) -> list[str]:
+    return [line for line in output.decode().splitlines() if "exporting" not in line]
+
+
+def test_a_file_runs_on_our_kernels_and_says_so(tmp_path: Path) -> None:
+    home = environment_in(tmp_path)
+    file = str(write_gguf(tmp_path / "tiny.gguf", kind="Q8_0"))
+    words = ("run", "-m", file, "--temp", "0", "-n", "4", "--json", "def add")
+    first, again = (kvq(*words, home=home) for _ in range(2))
+    assert answer(first)["text"] == answer(again)["text"]
+    assert b"exporting" in first.stderr
+    assert said(again.stderr) == [
+        "tiny.gguf runs on kvq's own kernels; --backend llama.cpp gives it to llama.cpp"
+    ]
+    found = kvq("export", file, "-o", str(tmp_path / "made"), "--json", "--no-quality", home=home)
+    assert answer(found)["source"]["types"]["Q8_0"]["formats"] == {"8/32/symmetric": 16}  # type: ignore[index]
+
+
+def test_llama_cpp_is_given_the_file_itself(tmp_path: Path) -> None:
+    from kvq_apps.model_path import resolve_model
+
+    file = write_gguf(tmp_path / "tiny.gguf")
+    assert resolve_model(str(file), "llama.cpp") == file
+
+
+def test_what_kvq_does_not_compute_is_left_to_llama_cpp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvq_apps.model_path import resolve_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "tiny.gguf", keys={"llama.expert_count": 4})
+    assert resolve_model(str(file)) == file
+    assert "llama.cpp is to run tiny.gguf, kvq cannot" in capsys.readouterr().err
+
+
+# Real files
+
+REAL = Path(os.environ.get("KVQ_REAL_MODELS", "nowhere"))
+# What the checkpoints of these models do, and what transformers leaves out of a GGUF file's.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "smollm2": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": True,
+                },
+            ],
+        }
+    },
+    "qwen-coder": {"normalizer": {"type": "NFC"}},
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_real_file_is_the_checkpoint(name: str) -> None:
+    if not (REAL / name / "tokenizer.json").exists():
+        pytest.skip(f"KVQ_REAL_MODELS names no folder with {name}.gguf and the checkpoint {name}")
+    found, tokenizer = opened(open_source(REAL / f"{name}.gguf"))
+    family, config, _ = open_source(REAL / name).config()
+    wanted, _ = opened(open_source(REAL / name))
+    for canonical in ("layers.0.qkv", "layers.1.down", "layers.0.attn_norm", "final_norm"):
+        np.testing.assert_array_equal(
+            found.checkpoint.read(found.sources[canonical]),
+            wanted.checkpoint.read(wanted.sources[canonical]),
+        )
+    made = TokenizerFiles.read(REAL / name)
+    definition = json.dumps(json.loads(made.definition) | PUBLISHED[name])
+    expected = Tokenizer.from_files(replace(made, definition=definition), family, config)
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    for text in (*TEXTS, *lines[::8]):
+        for special in (False, True):
+            ids = expected.encode(text, special=special)
+            assert tokenizer.encode(text, special=special) == ids, repr(text)
