@@ -54,8 +54,8 @@ EXTRAS = {
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
-# How the system's loader says that a library found no room in memory.
-_UNMAPPED = re.compile(r"failed to map segment|[Cc]annot allocate memory")
+# How the system and its loader say that memory had no room.
+_UNMAPPED = re.compile(r"failed to map segment|[Cc]annot allocate memory|can't start new thread")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -112,7 +112,7 @@ def _explained(error: Exception) -> Exception:
     """A full disk and a full memory are nobody's fault, and say so."""
     if isinstance(error, MemoryError) or _UNMAPPED.search(str(error)):
         return UsageError(
-            f"there is not enough memory for this ({error or 'none is left'}); close other "
+            f"there is not enough memory for this ({str(error) or 'none is left'}); close other "
             "programs, raise the limit (`ulimit -v`), or use a smaller model, --ctx-size or "
             "--kv-budget"
         )

@@ -74,7 +74,7 @@ def test_a_full_disk_is_named(words: list[str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what a process maps")
-@pytest.mark.parametrize("limit_mib", [100, 150])
+@pytest.mark.parametrize("limit_mib", [150, 200])
 def test_too_little_memory_is_named(limit_mib: int, tmp_path: Path) -> None:
     limit_bytes = limit_mib << 20
     done = subprocess.run(

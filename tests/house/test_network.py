@@ -144,5 +144,5 @@ def test_onnx_runtime_is_imported_in_one_place() -> None:
 def test_the_readme_promises_it() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "kvq sends nothing" in text
-    assert "downloads a model that you named" in text
+    assert "download a model that you named" in text
     assert "keeps ONNX Runtime from reporting" in text

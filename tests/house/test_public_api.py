@@ -54,7 +54,7 @@ def test_an_engine_opens_a_checkpoint_a_bundle_and_refuses_other_names(
         with kvq.Engine.open(path, threads=1, backend="reference") as engine:
             shown.append(repr(engine))
             assert isinstance(engine, kvq.Engine)
-            assert len(list(engine.complete("the", 3, stream=True))) == 3
+            assert len(list(engine.complete("the", 3, stop_ids=(), stream=True))) == 3
     assert [text.split()[1] for text in shown] == ["'tiny':", "'bundle':"]
     assert [made.name.split("-")[0] for made in (tmp_path / "kvq/bundles").iterdir()] == ["tiny"]
     with pytest.raises(ModelError, match="there is no model at no-such-folder; give a bundle"):

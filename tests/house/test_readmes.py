@@ -191,6 +191,8 @@ def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.Monkey
         if "-c" in words:
             assert main(["chat"]) == 0
             monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
+        if words[0] == "trust":
+            Path(".kvq.toml").write_text('model = "nano"\n')
         # An editor that goes without a word is no success of a language server.
         assert main(words) == (words[0] == "lsp")
 

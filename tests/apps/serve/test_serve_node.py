@@ -46,7 +46,7 @@ def test_the_official_node_client(
         return replace(served, tokenizer=told)
 
     script = Path(__file__).with_name("openai_client.mjs")
-    with running(load, saved_bytes=0, api_key="right") as server:
+    with running(load, saved_bytes=0, api_key="right", strict_model=True) as server:
         finished = subprocess.run(
             ["node", str(script), modules, f"{server.address}/v1"],
             capture_output=True, text=True, check=False, timeout=120,
