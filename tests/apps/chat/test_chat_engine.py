@@ -728,9 +728,7 @@ def test_a_server_killed_in_the_middle_is_found_again(
                 await pilot.press("enter")
                 await until(pilot, lambda: app.controller.conversation.messages[-1].text == partial)
 
-        app = run(
-            script, RemoteClient(url), folder=tmp_path, max_tokens=60000, asked=GREEDY_ASKED
-        )
+        app = run(script, RemoteClient(url), folder=tmp_path, max_tokens=60000, asked=GREEDY_ASKED)
     assert app.controller.conversation.messages[-1].state == "failed"
 
 
