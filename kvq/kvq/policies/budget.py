@@ -1,9 +1,8 @@
 """The default: key bits, value bits and eviction in one currency, spent where they cost least.
 
-Every page can be read at (K, V) widths of {8, 6, 4, 2} each, or be gone: seventeen rungs, each
-with its bytes and its damage. Of each page the lower convex hull of (bytes, damage) remains, and
-the step with the least damage per byte freed is taken first, over all pages, layers and heads: for
-one error currency that is the least total damage for the bytes, up to one step.
+Every page can be read at (K, V) widths of {8, 6, 4, 2} each, or be gone: seventeen rungs, each with
+its bytes and its damage. Steps down the pages' convex hulls are taken where they cost least per
+byte, over all pages, layers and heads (`kvq.hull`).
 
 Damage is the squared change of the attention output. Two terms make it up. What the probes see: to
 first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of
@@ -26,8 +25,8 @@ newest of its stream are, and enters at the widths that price affords. Room for 
 be taken from pages that need it more (0.0068 nats with it, 0.0051 without, at a quarter of the
 bytes).
 
-Sensitivities after QAQ (arXiv 2403.04643); convex-hull allocation as in rate-distortion theory
-(Shoham and Gersho, 1988); the prior, the calibration in nats and the price of what enters are ours.
+Sensitivities after QAQ (arXiv 2403.04643); the prior, the calibration in nats and the price of what
+enters are ours.
 """
 
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.formats import CODE_SPAN
+from kvq.hull import hull_descent
 from kvq.policies import Evidence, Relief
 from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
 
@@ -146,29 +146,9 @@ def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Ste
 
     `pages` int32 [P, 5] with present widths, `costs` float64 [P, rungs], `rung_bytes` [rungs].
     """
-    freed = rung_bytes[:, None] - rung_bytes[None]
-    lower = (RUNGS[None] <= RUNGS[:, None]).all(axis=-1) & (freed > 0)
-    freed = np.maximum(freed, 1)
+    lower = (RUNGS[None] <= RUNGS[:, None]).all(axis=-1)
     at = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
-    rows = np.flatnonzero(at < len(RUNGS) - 1)
-    at, costs = at[rows], costs[rows]
-    slopes = np.full(len(rows), -np.inf)
-    taken: list[tuple[Costs, NDArray[np.intp], NDArray[np.intp]]] = []
-    while len(rows):
-        place = np.arange(len(rows))
-        slope = np.where(lower[at], (costs - costs[place, at][:, None]) / freed[at], np.inf)
-        at = np.argmin(slope, axis=1)
-        # A step is never taken before the page's earlier ones, whatever rounding says.
-        slopes = np.maximum(slopes, slope[place, at])
-        taken.append((slopes, rows, at))
-        moving = at < len(RUNGS) - 1
-        rows, at, slopes, costs = rows[moving], at[moving], slopes[moving], costs[moving]
-    if not taken:
-        return pages[:0]
-    price, page, rung = (np.concatenate(parts) for parts in zip(*taken, strict=True))
-    # Stable: among equals the page's earlier step, then the older page.
-    order = np.argsort(price, kind="stable")
-    page, rung = page[order], rung[order]
+    page, rung = hull_descent(costs, rung_bytes, at, lower)
     return np.column_stack([pages[page, :3], RUNGS[rung]]).astype(np.int32)
 
 
