@@ -8,7 +8,7 @@ an embedding is used by itself, and a head of 8 bits loses nothing.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial, reduce
 from importlib import resources
 from itertools import chain
@@ -18,14 +18,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvq.config import AttentionParams
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
 from kvq_export.gptq import factor, quantize_with
 from kvq_export.quality import Original
+from kvq_export.stand_ins import Product, Rows, SegmentedAttention
 from kvq_export.weights import joined
 from kvq_export.writer import CheckpointWeights
 from kvq_models.config import ModelConfig
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import forward
 from kvq_models.tokenizer import Tokenizer
 
 # Tokens that are read together; texts are cut there.
@@ -118,7 +118,7 @@ class CalibratedWeights:
     def _compute(self) -> None:
         config, segments = self._original.config, self._segments
         positions = np.tile(np.arange(segments.shape[1]), len(segments))
-        attend = _Segments(len(segments))
+        attend = SegmentedAttention(len(segments))
         try:
             # The last layer's output is of no use: no row of it is asked for.
             forward(config, self._weight, segments.ravel(), positions, attend, slice(0, 0))
@@ -128,12 +128,12 @@ class CalibratedWeights:
             self._give(error)
 
     def _weight(self, name: str) -> np.ndarray:
-        source = self._original.sources[name]
+        checkpoint, source = self._original.checkpoint, self._original.sources[name]
         if len(source.shape) == 1:
-            return self._original.checkpoint.read(source)
+            return checkpoint.read(source)
         if name in ENDS:
-            return cast(np.ndarray, _Rows(self._original, name))
-        return cast(np.ndarray, _Product(partial(self._multiply, name)))
+            return cast(np.ndarray, Rows(partial(checkpoint.read_rows, source), _no_logits))
+        return cast(np.ndarray, Product(partial(self._multiply, name)))
 
     def _multiply(self, name: str, x: np.ndarray) -> np.ndarray:
         """Rounds a matrix for its inputs, hands it over, and multiplies by what it became."""
@@ -159,62 +159,9 @@ class CalibratedWeights:
         raise _NobodyWaitsError
 
 
+def _no_logits(x: np.ndarray) -> np.ndarray:
+    return np.zeros((len(x), 1), np.float32)
+
+
 class _NobodyWaitsError(Exception):
     """Nobody waits for the run any more."""
-
-
-class _Product:
-    """Stands in for a matrix in `forward`: only `x @ matrix.T` is possible."""
-
-    # Makes `array @ self` call `__rmatmul__` here instead of treating self as a scalar.
-    __array_ufunc__ = None
-
-    def __init__(self, multiply: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._multiply = multiply
-
-    @property
-    def T(self) -> "_Product":  # noqa: N802  numpy's name
-        return self
-
-    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
-        return self._multiply(x)
-
-
-class _Rows:
-    """Stands in for the embedding: rows by index, and no logits."""
-
-    __array_ufunc__ = None
-
-    def __init__(self, original: Original, name: str) -> None:
-        self._original, self._source = original, original.sources[name]
-
-    @property
-    def T(self) -> "_Rows":  # noqa: N802  numpy's name
-        return self
-
-    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        return self._original.checkpoint.read_rows(self._source, ids)
-
-    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
-        return np.zeros((len(x), self._source.shape[0]), np.float32)
-
-
-class _Segments:
-    """Exact attention within each of `count` segments of equal length."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __call__(
-        self,
-        params: AttentionParams,
-        qkv: np.ndarray,
-        positions: np.ndarray,
-        inv_freq: np.ndarray,
-        q_norm: np.ndarray | None,
-        k_norm: np.ndarray | None,
-    ) -> np.ndarray:
-        parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
-        return np.concatenate(
-            [plain_attention()(params, part, at, inv_freq, q_norm, k_norm) for part, at in parts]
-        )

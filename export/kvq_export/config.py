@@ -10,6 +10,9 @@ from kvq.errors import UsageError
 from kvq.policies import policy_named
 from kvq.reference_linear import BLOCKS, WIDTHS, BlockFormat, Grid
 
+# Of a checkpoint's weights where nothing is asked for.
+MEAN_BITS = 5.0
+
 # Of ONNX Runtime's product.
 STANDARD_WIDTHS = (4, 8)
 
@@ -25,16 +28,18 @@ class WeightFormat:
 
     `embedding_bits` is the width of the token embedding and of the output head, whether the
     two are tied or not. `linear` names the op that multiplies them: ours, or ONNX Runtime's
-    MatMulNBits, kept to compare with. `sensitive` is how many matrices of the layers are kept at
-    8 bits, those that lose most at fewer; an export fills `others` with the formats of matrices, by
-    canonical name, that are not stored as these say.
+    MatMulNBits, kept to compare with. `mean_bits` instead mixes widths: so many bits per code over
+    all matrices, more for those that are worth it; `size_bytes` does so until the data file has
+    that size (`damage`). An export fills `others` with the formats of matrices, by canonical name,
+    that are not stored as these say.
     """
 
     bits: int = 4
     block: int = 64
     embedding_bits: int = 8
     linear: Linear = "kvq"
-    sensitive: int = 0
+    mean_bits: float | None = None
+    size_bytes: int | None = None
     others: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
 
     def __post_init__(self) -> None:
@@ -48,10 +53,20 @@ class WeightFormat:
             raise UsageError(f"--group {self.block} is not possible: choose 32, 64 or 128")
         if self.linear not in get_args(Linear):
             raise UsageError(f"--linear {self.linear} is not possible: choose kvq or ort")
-        if self.sensitive < 0:
-            raise UsageError(f"--sensitive {self.sensitive} is not possible: give 0 or more")
-        if self.sensitive and self.bits == max(WIDTHS):
-            raise UsageError("--sensitive keeps some matrices at 8 bits; --wbits 8 keeps all there")
+        if self.mean_bits is not None and not min(WIDTHS) <= self.mean_bits <= max(WIDTHS):
+            raise UsageError(f"--wbits {self.mean_bits:g} is not possible: choose 4 to 8")
+        if self.mixed and self.embedding_bits != 8:
+            raise UsageError(
+                "--embedding-bits is for --wbits 4, 5, 6 or 8; where widths are mixed, embedding "
+                "and head get what they are worth"
+            )
+        if self.mixed and self.linear == "ort":
+            raise UsageError("--linear ort has one width for all matrices: --wbits 4 or 8")
+
+    @property
+    def mixed(self) -> bool:
+        """Whether widths of matrices are to be found by what they are worth."""
+        return self.mean_bits is not None or self.size_bytes is not None
 
     def format_of(self, name: str) -> BlockFormat:
         """How the canonical matrix `name` is stored."""

@@ -18,6 +18,7 @@ from kvq_export import auxiliary, calibration, prediction, quality
 from kvq_export.calibrated import CalibratedWeights, calibration_segments
 from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.damage import mixed_formats
 from kvq_export.gguf_export import GgufExport
 from kvq_export.gguf_groups import ROUNDED
 from kvq_export.gguf_model import gguf_model
@@ -25,7 +26,6 @@ from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub_files import unseen
 from kvq_export.layout import Layout, plan_layout
 from kvq_export.quality import Original
-from kvq_export.sensitive import most_sensitive
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
@@ -183,20 +183,23 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
 
 def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress) -> WeightFormat:
     """What the options ask for, with the names of the matrices that are kept wide."""
-    weights = options.weights
+    weights, original = options.weights, model.original
     if weights is None:
-        return model.source.weight_format(model.original.checkpoint, model.original.sources)
-    if not (weights.sensitive and options.onnx):
+        weights = model.source.weight_format(original.checkpoint, original.sources)
+        # Without a text to measure on, or the wish to, a mix of widths becomes one.
+        if weights.mixed and (model.tokenizer is None or not options.calibrate):
+            weights = WeightFormat()
+    if not (weights.mixed and options.onnx):
         return weights
     if model.tokenizer is None:
         raise UsageError(
-            "--sensitive is measured on a text, and a checkpoint without tokenizer.json reads "
-            "none; leave it out, or choose --wbits 8"
+            "which matrices are worth more bits is measured on a text, and a checkpoint without "
+            "tokenizer.json reads none; choose --wbits 4, 5, 6 or 8"
         )
-    progress(0, 1, "what each matrix loses at 4 bits")
-    ids = _quality_ids(model.tokenizer, model.original.config)
-    wide = most_sensitive(model.original, ids, weights)
-    return replace(weights, others=dict.fromkeys(wide, weights.at(max(WIDTHS))))
+    segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
+    return replace(
+        weights, others=mixed_formats(original, segments, weights, options.threads, progress)
+    )
 
 
 def _quality_ids(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:

@@ -20,6 +20,7 @@ import numpy as np
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.gguf_llama import context_tokens, file_logits, llama_missing
+from kvq_export.stand_ins import Rows
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource
 from kvq_models.reference import forward, plain_attention
@@ -27,9 +28,6 @@ from kvq_runtime.bundle import Bundle
 
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]
 """(plan of the cache, ids int64 [T]) -> logits float32 [T, V] of the bundle."""
-
-Watch = Callable[[str, np.ndarray, np.ndarray], None]
-"""Hears of products: a matrix's name, inputs float32 [T, K], some of its rows float32 [N, K]."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +47,28 @@ class Original:
     sources: Mapping[str, WeightSource]
     checkpoint: Checkpoint
 
-    def logits(
-        self, ids: np.ndarray, *, long_rope: bool = False, watch: "Watch | None" = None
-    ) -> np.ndarray:
-        """Logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk.
-
-        `watch` hears of every product that is computed.
-        """
+    def logits(self, ids: np.ndarray, *, long_rope: bool = False) -> np.ndarray:
+        """Logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk."""
         positions = np.arange(len(ids))
 
         def weight(name: str) -> np.ndarray:
             source = self.sources[name]
             if len(source.shape) == 1:
                 return self.checkpoint.read(source)
-            told = None if watch is None else partial(watch, name)
-            return cast(np.ndarray, _StreamedMatrix(self.checkpoint, source, told))
+            read = partial(self.checkpoint.read_rows, source)
+            return cast(np.ndarray, Rows(read, partial(self.product, name)))
 
         return forward(self.config, weight, ids, positions, plain_attention(), long_rope=long_rope)
+
+    def product(self, name: str, x: np.ndarray) -> np.ndarray:
+        """`x` float32 [T, K] times a matrix, float32 [T, N]; a few of its rows are in memory."""
+        source = self.sources[name]
+        out = np.empty((len(x), source.shape[0]), np.float32)
+        row = 0
+        for chunk in self.checkpoint.chunks(source):
+            out[:, row : row + len(chunk)] = x @ chunk.T
+            row += len(chunk)
+        return out
 
 
 def measure(
@@ -186,41 +189,3 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
         yield run
     finally:
         backend.close()
-
-
-class _StreamedMatrix:
-    """Stands in for a float32 matrix in `forward`: rows by index, and `x @ matrix.T`.
-
-    Only a few row chunks of it are ever in memory.
-    """
-
-    # Makes `array @ self` call `__rmatmul__` here instead of treating self as a scalar.
-    __array_ufunc__ = None
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        source: WeightSource,
-        told: Callable[[np.ndarray, np.ndarray], None] | None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._source = source
-        self._told = told
-
-    @property
-    def T(self) -> "_StreamedMatrix":  # noqa: N802  numpy's name
-        """Only `x @ matrix.T` is possible, so nothing has to be turned."""
-        return self
-
-    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        return self._checkpoint.read_rows(self._source, ids)
-
-    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
-        out = np.empty((len(x), self._source.shape[0]), np.float32)
-        column = 0
-        for chunk in self._checkpoint.chunks(self._source):
-            out[:, column : column + len(chunk)] = x @ chunk.T
-            column += len(chunk)
-            if self._told is not None:
-                self._told(x, chunk)
-        return out

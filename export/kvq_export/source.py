@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvq.errors import CheckpointError, UsageError
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import WeightFormat
+from kvq_export.config import MEAN_BITS, WeightFormat
 from kvq_export.hub import Located, locate
 from kvq_export.hub_files import unseen
 from kvq_export.writer import Progress
@@ -119,7 +119,7 @@ class FolderSource:
         self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
     ) -> WeightFormat:
         """The project's default: a checkpoint's floats are on no grid."""
-        return WeightFormat()
+        return WeightFormat(mean_bits=MEAN_BITS)
 
     def sampling(self) -> Mapping[str, Any]:
         """As generation_config.json has them; one that cannot be is left out, with a warning."""

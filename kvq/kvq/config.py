@@ -159,12 +159,17 @@ def parse_budget(text: str | int) -> Budget:
 
 def parse_offload(text: str | int) -> int:
     """Bytes of the host's memory, as `"8GiB"` or a number. Raises `UsageError` for all else."""
+    return parse_bytes("--kv-offload", text)
+
+
+def parse_bytes(flag: str, text: str | int) -> int:
+    """What `flag` was given, as `"8GiB"` or a number. Raises `UsageError` for all else."""
     try:
         found = parse_budget(text).num_bytes
     except UsageError:
         found = None
     if found is None:
-        raise UsageError(f"--kv-offload {text!r} is not possible: give bytes (8GiB, 536870912)")
+        raise UsageError(f"{flag} {text!r} is not possible: give bytes (8GiB, 536870912)")
     return found
 
 

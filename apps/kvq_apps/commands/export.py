@@ -13,7 +13,7 @@ from kvq_apps import flags, options, output, text_input
 from kvq_runtime.gguf_format import SUFFIX
 
 if TYPE_CHECKING:
-    from kvq_export.config import ExportOptions
+    from kvq_export.config import ExportOptions, WeightFormat
     from kvq_runtime.bundle import Bundle
 
 # The share of first choices below which weights of more bits are advised.
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(
         parser,
-        "out", "format", "gguf-type", "wbits", "sensitive", "group", "embedding-bits", "linear",
+        "out", "format", "gguf-type", "wbits", "size", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
         "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate", "force",
         "threads", "offline",
@@ -81,13 +81,13 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
     """What the flags ask for."""
     from kvq.config import KvPlan
     from kvq_apps.model_path import resolve_model
-    from kvq_export.config import ExportOptions, WeightFormat
+    from kvq_export.config import ExportOptions
     from kvq_runtime.device import default_threads
 
     weights = options.given(
         arguments,
-        bits="wbits",
-        sensitive="sensitive",
+        wbits="wbits",
+        size="size",
         block="group",
         embedding_bits="embedding-bits",
         linear="linear",
@@ -102,7 +102,7 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
             predict="kv-predict",
         ),
         predict_with=None if reader is None else resolve_model(reader),
-        weights=WeightFormat(**weights) if weights else None,
+        weights=_weight_format(weights) if weights else None,
         kv=KvPlan(**options.kv_bits(arguments)),
         force=arguments.force,
         quality=not arguments.no_quality,
@@ -110,6 +110,24 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
         calibration_text=_calibration_text(arguments),
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
+
+
+def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
+    """What the flags of the weights ask for. Raises `UsageError` for two that contradict."""
+    from kvq.config import parse_bytes
+    from kvq_export.config import MEAN_BITS, WeightFormat
+
+    bits, size = asked.pop("wbits", None), asked.pop("size", None)
+    if size is not None:
+        if bits is not None:
+            raise UsageError("--size finds the widths itself; leave --wbits out")
+        asked["size_bytes"] = parse_bytes("--size", size)
+    elif bits is None and not {"embedding_bits", "linear"} & asked.keys():
+        asked["mean_bits"] = MEAN_BITS
+    elif bits is not None:
+        whole = bits == int(bits)
+        asked["bits" if whole else "mean_bits"] = int(bits) if whole else bits
+    return WeightFormat(**asked)
 
 
 def _calibration_text(arguments: Namespace) -> str | None:
@@ -150,7 +168,7 @@ def _refuse_unused(arguments: Namespace) -> None:
         unused["gguf-type"] = "is of the GGUF file; add --format gguf or both"
     if chosen == "gguf":
         unused |= dict.fromkeys(
-            ("wbits", "sensitive", "group", "linear"),
+            ("wbits", "size", "group", "linear"),
             "is of the ONNX graph; choose --gguf-type, or --format both",
         )
         if kind != "q4_0":

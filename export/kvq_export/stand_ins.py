@@ -1,0 +1,64 @@
+"""What stands in for matrices and for attention where a checkpoint is run over texts in numpy.
+
+`kvq_models.reference.forward` asks for weights by name and multiplies by them. What it gets here
+computes products by a function, so that a matrix need not be in memory, or not be itself.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvq.config import AttentionParams
+from kvq_models.reference import plain_attention
+
+Multiply = Callable[[np.ndarray], np.ndarray]
+"""Inputs float32 [T, K] -> their products with a matrix [N, K], float32 [T, N]."""
+
+
+class Product:
+    """Stands in for a matrix: only `x @ matrix.T` is possible."""
+
+    # Makes `array @ self` call `__rmatmul__` here instead of treating self as a scalar.
+    __array_ufunc__ = None
+
+    def __init__(self, multiply: Multiply) -> None:
+        self._multiply = multiply
+
+    @property
+    def T(self) -> "Product":  # noqa: N802  numpy's name
+        return self
+
+    def __rmatmul__(self, x: np.ndarray) -> np.ndarray:
+        return self._multiply(x)
+
+
+class Rows(Product):
+    """Stands in for the embedding: rows by index, and as a tied head products."""
+
+    def __init__(self, read: Callable[[np.ndarray], np.ndarray], multiply: Multiply) -> None:
+        super().__init__(multiply)
+        self._read = read
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        return self._read(ids)
+
+
+class SegmentedAttention:
+    """Exact attention within each of `count` segments of equal length."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(
+        self,
+        params: AttentionParams,
+        qkv: np.ndarray,
+        positions: np.ndarray,
+        inv_freq: np.ndarray,
+        q_norm: np.ndarray | None,
+        k_norm: np.ndarray | None,
+    ) -> np.ndarray:
+        parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
+        return np.concatenate(
+            [plain_attention()(params, part, at, inv_freq, q_norm, k_norm) for part, at in parts]
+        )
