@@ -82,6 +82,12 @@ def ollama_folder() -> Path:
     return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
 
 
+def llama_folder() -> Path | None:
+    """Folder of llama.cpp's libraries where it is not llama-cpp-python's, by its own variable."""
+    named = os.environ.get("LLAMA_CPP_LIB_PATH")
+    return Path(named) if named else None
+
+
 def terminal_is_plain() -> bool:
     """Whether the user asked for output without escape codes (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR")) or terminal_is_dumb()

@@ -28,7 +28,7 @@ def probe() -> Device:
     """Reads the machine once; a source that this system lacks leaves its field empty."""
     cpuinfo = _processors()
     first = cpuinfo[0] if cpuinfo else {}
-    flags = set((first.get("flags") or first.get("Features") or "").split())
+    flags = _instructions(cpuinfo)
     memory = _memory()
     return Device(
         machine=platform.machine(),
@@ -41,6 +41,11 @@ def probe() -> Device:
     )
 
 
+def instructions() -> frozenset[str]:
+    """All instruction sets that the processor announces, by Linux's names; empty elsewhere."""
+    return _instructions(_processors())
+
+
 def default_threads() -> int:
     """Physical cores this process may use: a second thread on a core slows both down."""
     return _cores(_processors())
@@ -50,6 +55,11 @@ def _allowed() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _instructions(cpuinfo: list[dict[str, str]]) -> frozenset[str]:
+    first = cpuinfo[0] if cpuinfo else {}
+    return frozenset((first.get("flags") or first.get("Features") or "").split())
 
 
 def _cores(cpuinfo: list[dict[str, str]]) -> int:

@@ -16,6 +16,7 @@ from threading import RLock
 from typing import Any
 
 from kvq.errors import BackendError, ModelError
+from kvq_runtime.backends import llama_probe
 
 INSTALL = "pip install 'kvq-runtime[gguf]'"
 _LOG_ERROR = 4
@@ -25,10 +26,11 @@ _REMEMBERED_ERRORS = 4
 
 
 def missing() -> str | None:
-    """Why llama.cpp cannot be used here, or None."""
-    if importlib.util.find_spec("llama_cpp") is None:
+    """Why llama.cpp cannot be used here, or None; asked before `library`, which it may end."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None:
         return f"llama-cpp-python is not installed; {INSTALL}"
-    return None
+    return llama_probe.fault(Path(next(iter(spec.submodule_search_locations or ()), "")))
 
 
 def why_no_gpu() -> str | None:
@@ -36,8 +38,7 @@ def why_no_gpu() -> str | None:
     if library().functions.llama_supports_gpu_offload():
         return None
     return (
-        "llama-cpp-python was built without CUDA; CMAKE_ARGS=-DGGML_CUDA=on pip install "
-        "--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python"
+        f"llama-cpp-python was built without CUDA; CMAKE_ARGS=-DGGML_CUDA=on {llama_probe.REBUILD}"
     )
 
 

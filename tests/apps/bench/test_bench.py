@@ -1,6 +1,5 @@
 """`kvq bench`: the peers compute the same model on the same weights, and what it reports."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ from kvq.cache import Cache
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import bandwidth, engine_kvq, gguf_file, shapes
+from kvq_apps.bench.engine_llamacpp import LlamaCppEngine
 from kvq_apps.bench.engines import (
     ENGINES,
     PEERS,
@@ -36,6 +36,7 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.random_bundle import random_bundle
 from kvq_models.config import LayerConfig
 from kvq_models.registry import family_for
+from kvq_runtime import gpu
 from kvq_runtime.bundle import Bundle
 from tiny_shape import COMMON
 
@@ -284,7 +285,7 @@ def test_every_engine_is_measured(
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     bundle, peers = make("qwen2"), ["onnxruntime"]
-    if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
+    if LlamaCppEngine.missing(gpu.PROCESSOR) is None:
         peers.append("llama.cpp")
     picture = tmp_path / "decode.png"
     data = bench(

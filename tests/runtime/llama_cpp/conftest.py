@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+from kvq_runtime.backends import llama_library
 from kvq_runtime.engine import Engine
 from shelf import Shelf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _computing() -> None:
+    """A build that would end this process skips, and says so."""
+    if reason := llama_library.missing():
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)
