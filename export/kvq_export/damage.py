@@ -56,15 +56,14 @@ def allocated(
 ) -> dict[str, BlockFormat]:
     """As `mixed_formats`, for these damages at 4 bits by canonical name."""
     forms = [weights.at(bits) for bits in reversed(WIDTHS)]
-    sizes = np.array([[_num_bytes(original, name, form) for form in forms] for name in damage])
     steps = np.array([1 / ((1 << form.bits) - 1) for form in forms])
     left = [nats * (1 if name in ENDS else FEEDBACK) for name, nats in damage.items()]
     costs = np.outer(left, np.square(steps / steps[-1]))
-    room, least = _room(original, weights, forms[-1], damage), int(sizes[:, -1].sum())
-    if room < least:
+    sizes, room = _sizes(original, weights, forms, [*damage])
+    if room < sizes[:, -1].sum():
         raise UsageError(
             f"--size {weights.size_bytes} bytes is not possible: with 4 bits everywhere it is "
-            f"{least - room} bytes more; ask for those too, or take a smaller model"
+            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
         )
     at, used = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum())
     finer = np.tri(len(forms), dtype=bool).T
@@ -83,23 +82,24 @@ def allocated(
     return {name: forms[rung] for name, rung in zip(damage, at, strict=True)}
 
 
-def _num_bytes(original: Original, name: str, form: BlockFormat) -> int:
-    matrix = PanelFormat.of(form, original.sources[name].shape)
-    return matrix.panels * matrix.panel_bytes
+def _sizes(
+    original: Original, weights: WeightFormat, forms: Sequence[BlockFormat], names: Sequence[str]
+) -> tuple[np.ndarray, int]:
+    """What matrices take in each form, int64 [n, forms], and may take together.
 
-
-def _room(
-    original: Original, weights: WeightFormat, narrowest: BlockFormat, names: Mapping[str, float]
-) -> int:
-    """Bytes that all matrices may take."""
-    least = sum(_num_bytes(original, name, narrowest) for name in names)
-    if weights.size_bytes is None:
-        assert weights.mean_bits is not None
-        count = sum(int(np.prod(original.sources[name].shape)) for name in names)
-        return least + int(count * (weights.mean_bits - narrowest.bits) / 8)
-    narrow = WeightFormat(block=weights.block, others=dict.fromkeys(names, narrowest))
+    Bits of codes where a mean of them is asked for, else bytes of the file.
+    """
+    shapes = [original.sources[name].shape for name in names]
+    if weights.mean_bits is not None:
+        counts = np.prod(shapes, axis=1)
+        sizes = np.outer(counts, [form.bits for form in forms])
+        return sizes, int(weights.mean_bits * counts.sum())
+    assert weights.size_bytes is not None
+    panels = [[PanelFormat.of(form, shape) for form in forms] for shape in shapes]
+    sizes = np.array([[one.panels * one.panel_bytes for one in row] for row in panels])
+    narrow = WeightFormat(block=weights.block, others=dict.fromkeys(names, forms[-1]))
     layout = plan_layout(original.config, original.sources, narrow)
-    return weights.size_bytes - (layout.num_bytes - least)
+    return sizes, weights.size_bytes - (layout.num_bytes - int(sizes[:, -1].sum()))
 
 
 def damages(

@@ -16,7 +16,6 @@ from kvq import native
 from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
 from kvq.native_linear import weight_bytes_read
-from kvq.reference import normalize
 from kvq.reference_linear import (
     WIDTHS,
     BlockFormat,
@@ -27,20 +26,18 @@ from kvq.reference_linear import (
     pack,
     restore,
 )
-from kvq_export import quality, sensitive
+from kvq_export import quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.hub import locate
 from kvq_export.random_bundle import random_bundle
 from kvq_export.staging import staged
-from kvq_export.standard_bundle import standard_bundle
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_export.writer import stored
 from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
-from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -624,7 +621,7 @@ def test_an_existing_bundle_is_replaced_with_force_only(tmp_path: Path) -> None:
         export_model(source, tmp_path / "bundle", PLAIN)
     # Before anything is measured.
     said: list[object] = []
-    wide = ExportOptions(weights=WeightFormat(sensitive=True))
+    wide = ExportOptions(weights=WeightFormat(mean_bits=4.5))
     with pytest.raises(BundleError, match="already holds a bundle"):
         export_model(source, tmp_path / "bundle", wide, lambda *news: said.append(news))
     assert said == []
@@ -785,57 +782,3 @@ def test_graph_file_is_small_and_names_the_data_file(tmp_path: Path) -> None:
     assert len(raw) < 32 << 10
     assert DATA_FILE.encode() in raw
     assert str(tmp_path).encode() not in raw
-
-
-# Matrices that are kept wide
-
-
-def test_the_matrices_that_lose_most_are_kept_at_8_bits(tmp_path: Path) -> None:
-    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
-    plain = export_model(source, tmp_path / "plain", ExportOptions(calibrate=False))
-    wanted = ExportOptions(calibrate=False, weights=WeightFormat(sensitive=3))
-    mixed = export_model(source, tmp_path / "mixed", wanted)
-    told = mixed.manifest.weights
-    assert told is not None
-    assert {"embed", "head"} < set(told.by_format["8/64/symmetric"])
-    wide = [name for name in told.by_format["8/64/symmetric"] if name.startswith("layers.")]
-    assert len(wide) == 3
-    family, config, _ = read_checkpoint(source)
-    original = quality.Original(
-        config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
-    )
-    tokenizer = Tokenizer.from_checkpoint(source, family, config)
-    ids = np.array(tokenizer.encode(quality.quality_text(), start=True)[: quality.MAX_TOKENS])
-    losses = sensitive.relative_losses(original, ids, WeightFormat())
-    assert len(losses) == 4 * config.num_layers
-    assert set(wide) == set(sorted(losses, key=lambda name: losses[name])[-3:])
-    # The first of them by hand.
-    exact = checkpoint_weights(source)
-    x = normalize(exact("embed")[ids], exact("layers.0.attn_norm"), config.norm_eps)
-    blocks = quantize(exact("layers.0.qkv"), BlockFormat(grid=Grid.ZERO_POINT))
-    rounded = dequantize(blocks, 4)[:, : config.hidden_size]
-    right, found = x @ exact("layers.0.qkv").T, x @ rounded.T
-    by_hand = np.square(found - right).sum() / np.square(right).sum()
-    assert losses["layers.0.qkv"] == pytest.approx(by_hand, rel=1e-3)
-    for name in losses:
-        errors = [np.abs(bundle.read_weight(name) - exact(name)).max() for bundle in (plain, mixed)]
-        assert (errors[1] < errors[0] / 8) if name in wide else (errors[1] == errors[0])
-    before, after = plain.manifest.quality, mixed.manifest.quality
-    assert before is not None
-    assert after is not None
-    assert after["weights"]["mean_kld"] < before["weights"]["mean_kld"]
-    twin = standard_bundle(mixed, tmp_path / "twin")
-    name = wide[0]
-    np.testing.assert_array_equal(twin.read_weight(name), mixed.read_weight(name))
-
-
-def test_wishes_for_wide_matrices_that_cannot_be(tmp_path: Path) -> None:
-    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
-    options = ExportOptions(quality=False, weights=WeightFormat(sensitive=99))
-    with pytest.raises(UsageError, match=r"--sensitive 99 .* have 8 matrices"):
-        export_model(source, tmp_path / "bundle", options)
-    with pytest.raises(UsageError, match="--wbits 8 keeps all there"):
-        WeightFormat(bits=8, sensitive=1)
-    untold = ExportOptions(tokenizer=False, weights=WeightFormat(sensitive=1))
-    with pytest.raises(UsageError, match="measured on a text"):
-        export_model(source, tmp_path / "bundle", untold)

@@ -1,0 +1,154 @@
+"""What matrices lose at 4 bits, and how bits are spent on them."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq.errors import UsageError
+from kvq.reference_linear import WIDTHS, BlockFormat, Grid, dequantize
+from kvq_apps.cli import main
+from kvq_export import damage, quality
+from kvq_export.checkpoint import Checkpoint
+from kvq_export.config import MEAN_BITS, ExportOptions, WeightFormat
+from kvq_export.damage import FEEDBACK, allocated, damages
+from kvq_export.export import export_model
+from kvq_export.layout import plan_layout
+from kvq_export.quality import Original
+from kvq_export.weights import quantize
+from kvq_models.reference import forward, plain_attention
+from kvq_models.registry import read_checkpoint
+from tiny import checkpoint_weights, make_checkpoint, make_llama_checkpoint
+
+FORM = BlockFormat(grid=Grid.ZERO_POINT)
+QUIET = ExportOptions(quality=False, threads=1)
+
+
+def original_of(source: Path) -> Original:
+    family, config, _ = read_checkpoint(source)
+    return Original(
+        config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
+    )
+
+
+def unseen(done: int, total: int, label: str) -> None:
+    """Nobody watches."""
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, one matrix after the other; here in passes of four lanes and a clean one."""
+    source = make_checkpoint(case, tmp_path / "source")
+    original = original_of(source)
+    exact, config = checkpoint_weights(source), original.config
+    texts = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12))
+    monkeypatch.setattr(damage, "_PASS_TOKENS", 5 * texts.size)
+    found = damages(original, texts, WeightFormat(), 1, unseen)
+    assert list(found) == [name for name in original.sources if exact(name).ndim == 2]
+    assert ("head" in found) == (not config.tied_head)
+
+    def answers(changed: str) -> np.ndarray:
+        def weight(name: str) -> np.ndarray:
+            rows = exact(name)
+            if name != changed:
+                return rows
+            return dequantize(quantize(rows, FORM), 4)[:, : rows.shape[1]]
+
+        parts = [
+            forward(config, weight, ids, np.arange(len(ids)), plain_attention()) for ids in texts
+        ]
+        return quality.log_softmax(np.concatenate(parts))
+
+    clean = answers("")
+    for name in found:
+        by_hand = quality.compare(clean, answers(name))["mean_kld"]
+        assert found[name] == pytest.approx(by_hand, rel=2e-2, abs=1e-7), name
+
+
+def test_bits_are_spent_where_they_take_most_damage_away(tmp_path: Path) -> None:
+    """Against brute force over all widths of four matrices, for the bytes that were spent."""
+    original = original_of(make_llama_checkpoint(tmp_path / "source"))
+    random = np.random.default_rng(3)
+    names = ["embed", "layers.0.qkv", "layers.1.gate_up", "head"]
+    lost = dict(zip(names, random.lognormal(0, 2, 4), strict=True))
+    for mean in (4.0, 4.7, 5.5, 6.6, 8.0):
+        weights = WeightFormat(mean_bits=mean)
+        chosen = allocated(original, lost, weights)
+        counts = np.array([np.prod(original.sources[name].shape) for name in names])
+        bits = np.array([chosen[name].bits for name in names])
+        assert (bits * counts).sum() <= mean * counts.sum() + 1e-6
+        assert all(form == weights.at(form.bits) for form in chosen.values())
+        share = np.array([1, FEEDBACK, FEEDBACK, 1]) * [*lost.values()]
+
+        def total(widths: tuple[int, ...], share: np.ndarray = share) -> float:
+            return float((share * [(15 / ((1 << width) - 1)) ** 2 for width in widths]).sum())
+
+        # No other choice of as many bytes, less a step of the smallest kind, does better.
+        spent = (bits * counts).sum() - counts.max() * 2
+        best = min(
+            total(widths)
+            for widths in product(WIDTHS, repeat=4)
+            if (np.array(widths) * counts).sum() <= spent or widths == tuple(bits)
+        )
+        assert total(tuple(bits.tolist())) <= best * 1.0001
+
+
+def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    original = original_of(source)
+    narrow = WeightFormat(embedding_bits=4)
+    least = plan_layout(original.config, original.sources, narrow).num_bytes
+    most = plan_layout(original.config, original.sources, WeightFormat(bits=8)).num_bytes
+    for size in (least, (least + most) // 2, most):
+        options = ExportOptions(quality=False, weights=WeightFormat(size_bytes=size), force=True)
+        bundle = export_model(source, tmp_path / "bundle", options)
+        written = (bundle.path / "model.onnx.data").stat().st_size
+        assert size - 8192 <= written <= size
+    formats = bundle.manifest.weights.by_format
+    assert [*formats] == ["8/64/symmetric"]
+    short = ExportOptions(weights=WeightFormat(size_bytes=least - 100), force=True)
+    with pytest.raises(UsageError, match=r"with 4 bits everywhere it is 100 bytes more"):
+        export_model(source, tmp_path / "bundle", short)
+    # What was there is still there.
+    assert [*export_model(source, tmp_path / "b", QUIET).manifest.weights.by_format] != [*formats]
+
+
+def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
+    bundle = export_model(source, tmp_path / "mixed", QUIET)
+    formats = bundle.manifest.weights.formats
+    counts = {name: np.prod(original_of(source).sources[name].shape) for name in formats}
+    mean = sum(formats[name].bits * counts[name] for name in formats) / sum(counts.values())
+    assert MEAN_BITS - 0.5 < mean <= MEAN_BITS
+    assert len({form.bits for form in formats.values()}) > 1
+    words = ["export", str(source), "-o", str(tmp_path / "four"), "--wbits", "4", "--no-quality"]
+    assert main(words) == 0
+    assert main([*words[:-2], "4.6", "--no-quality", "--force"]) == 0
+    plain = ExportOptions(quality=False, calibrate=False)
+    told = export_model(source, tmp_path / "plain", plain).manifest.weights.by_format
+    assert sorted(told) == ["4/64/zero_point", "8/64/symmetric"]
+    bare = ExportOptions(tokenizer=False, weights=WeightFormat(mean_bits=4.6))
+    with pytest.raises(UsageError, match="is measured on a text"):
+        export_model(source, tmp_path / "bare", bare)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--wbits", "9"), "--wbits 9 is not possible: choose 4, 5, 6 or 8"),
+        (("--wbits", "3.5"), "--wbits 3.5 is not possible: choose 4 to 8"),
+        (("--wbits", "5", "--size", "1MB"), "--size finds the widths itself; leave --wbits out"),
+        (("--size", "much"), "--size 'much' is not possible: give bytes"),
+        (("--size", "1MB", "--embedding-bits", "4"), "get what they are worth"),
+        (("--wbits", "4.5", "--linear", "ort"), "--linear ort has one width for all matrices"),
+    ],
+)
+def test_widths_that_cannot_be(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    assert main(["export", str(source), "-o", str(tmp_path / "bundle"), *words]) == 2
+    assert said in capsys.readouterr().err
