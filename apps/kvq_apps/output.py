@@ -6,12 +6,16 @@ Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from time import monotonic
 from typing import Any, Self, TextIO
 
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
+from kvq.reference_linear import WIDTHS, BlockFormat
 from kvq.settings import terminal_is_plain
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_json(value: Any) -> None:
@@ -108,11 +112,35 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{len(names)} matrices {spelled}" for spelled, names in weights["formats"].items()
         )
         rows.append(("weights", f"{format_bytes(weights['bytes'])}: {kinds}"))
+        rows += _bits_by_layer(weights["formats"])
     if gguf is not None:
         num_bytes = manifest["files"]["model.gguf"]["bytes"]
         text = f"{format_bytes(num_bytes)}: {gguf['type']}, architecture {gguf['architecture']}"
         rows.append(("GGUF", f"{text}, {gguf['context_length']} tokens of context"))
     return rows
+
+
+def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """A bar for the mean bits of each layer's matrices, where they are not all the same."""
+    layers: dict[int, list[int]] = {}
+    ends: dict[str, int] = {}
+    for spelled, names in formats.items():
+        bits = BlockFormat.parse(spelled).bits
+        for name in names:
+            first, _, rest = name.partition(".")
+            if first == "layers":
+                layers.setdefault(int(rest.partition(".")[0]), []).append(bits)
+            else:
+                ends[name] = bits
+    if len({bits for found in layers.values() for bits in found}) < 2:
+        return []
+    low, high = min(WIDTHS), max(WIDTHS)
+    bars = "".join(
+        BARS[round((fmean(layers[layer]) - low) / (high - low) * (len(BARS) - 1))]
+        for layer in sorted(layers)
+    )
+    others = ", ".join(f"{name} {bits}" for name, bits in ends.items())
+    return [("bits by layer", f"{bars}  from {BARS[0]} {low} to {BARS[-1]} {high}; {others}")]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

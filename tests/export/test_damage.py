@@ -1,5 +1,6 @@
 """What matrices lose at 4 bits, and how bits are spent on them."""
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from kvq.errors import UsageError
 from kvq.reference_linear import WIDTHS, BlockFormat, Grid, dequantize
 from kvq_apps.cli import main
+from kvq_apps.output import weight_rows
 from kvq_export import damage, quality
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import MEAN_BITS, ExportOptions, WeightFormat
@@ -124,12 +126,17 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     mean = sum(formats[name].bits * counts[name] for name in formats) / sum(counts.values())
     assert MEAN_BITS - 0.5 < mean <= MEAN_BITS
     assert len({form.bits for form in formats.values()}) > 1
+    told = dict(weight_rows(bundle.manifest.to_json()))
+    assert re.fullmatch(
+        r"[▁▂▃▄▅▆▇█]{2}  from ▁ 4 to █ 8; (embed|head) \d, (embed|head) \d", told["bits by layer"]
+    )
     words = ["export", str(source), "-o", str(tmp_path / "four"), "--wbits", "4", "--no-quality"]
     assert main(words) == 0
     assert main([*words[:-2], "4.6", "--no-quality", "--force"]) == 0
     plain = ExportOptions(quality=False, calibrate=False)
-    told = export_model(source, tmp_path / "plain", plain).manifest.weights.by_format
-    assert sorted(told) == ["4/64/zero_point", "8/64/symmetric"]
+    manifest = export_model(source, tmp_path / "plain", plain).manifest
+    assert sorted(manifest.weights.by_format) == ["4/64/zero_point", "8/64/symmetric"]
+    assert "bits by layer" not in dict(weight_rows(manifest.to_json()))
     bare = ExportOptions(tokenizer=False, weights=WeightFormat(mean_bits=4.6))
     with pytest.raises(UsageError, match="is measured on a text"):
         export_model(source, tmp_path / "bare", bare)

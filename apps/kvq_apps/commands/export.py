@@ -3,6 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -314,7 +315,7 @@ def _advice(bundle: "Bundle", report: dict[str, Any]) -> str | None:
     if weights is None or "weights" not in quality:
         return None
     kept = quality["weights"]["top1_agreement"]
-    bits = min(form.bits for form in weights.formats.values())
+    bits = fmean(form.bits for form in weights.formats.values())
     wider = next((width for width in WIDTHS if width > bits), None)
     if kept >= WEIGHTS_KEEP or wider is None:
         return None
