@@ -12,7 +12,6 @@ from typing import Any, Self, TextIO
 
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
-from kvq.reference_linear import WIDTHS, BlockFormat
 from kvq.settings import terminal_is_plain
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -122,6 +121,8 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     """A bar for the mean bits of each layer's matrices, where they are not all the same."""
+    from kvq.reference_linear import WIDTHS, BlockFormat
+
     layers: dict[int, list[int]] = {}
     ends: dict[str, int] = {}
     for spelled, names in formats.items():

@@ -37,7 +37,7 @@ from kvq.formats import NEWEST_PROBES, PAGE_VERSION, PROBE_STRIDE
 from kvq.policies import MEASURED_WIDTHS, Sensitivity
 from kvq.sizing import CacheSpec
 from kvq_export import quality
-from kvq_export.config import WeightFormat
+from kvq_export.config import MEAN_BITS, WeightFormat
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
@@ -105,11 +105,16 @@ def keep(checkpoint: Path, weights: WeightFormat | None, found: Calibration) -> 
 
 
 def _identity(checkpoint: Path, weights: WeightFormat | None) -> dict[str, Any]:
-    """What prices are true of: pages, widths (None: the default) and the checkpoint's weights."""
+    """What prices are true of: pages, widths (None: the default) and the checkpoint's weights.
+
+    Where widths are mixed, which matrix has which follows from the rest.
+    """
     files = sorted(checkpoint.glob("*.safetensors"))
+    asked = weights or WeightFormat(mean_bits=MEAN_BITS)
+    asked = replace(asked, others={}) if asked.mixed else asked
     return {
         "pages": PAGE_VERSION,
-        "weights": json.loads(json.dumps(asdict(weights or WeightFormat()))),
+        "weights": json.loads(json.dumps(asdict(asked))),
         "sha256": {file.name: file_sha256(file) for file in files},
     }
 

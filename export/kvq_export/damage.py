@@ -71,7 +71,7 @@ def allocated(
     for item, rung in zip(*hull_descent(costs, sizes, at, finer), strict=True):
         if used <= room:
             break
-        taken.append((item, at[item], rung))
+        taken.append((int(item), int(at[item]), int(rung)))
         used -= int(sizes[item, at[item]] - sizes[item, rung])
         at[item] = rung
     # The last step may have freed much more than was short.

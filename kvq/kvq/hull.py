@@ -9,11 +9,12 @@ total for the bytes, up to one step (Shoham and Gersho, 1988).
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.float64] | NDArray[np.int64]
-
 
 def hull_descent(
-    costs: NDArray[np.float64], sizes: Numbers, at: NDArray[np.intp], lower: NDArray[np.bool_]
+    costs: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    at: NDArray[np.intp],
+    lower: NDArray[np.bool_],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Items and the rungs they step to, [steps] each, the cheapest per byte first.
 
@@ -21,7 +22,7 @@ def hull_descent(
     `lower` [R, R] which rungs may follow which. A rung that frees nothing is never stepped to.
     """
     sizes = np.broadcast_to(sizes, costs.shape)
-    rows = np.arange(len(costs))
+    rows = np.arange(len(costs), dtype=np.intp)
     slopes = np.full(len(rows), -np.inf)
     taken: list[tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp]]] = []
     while True:
@@ -31,9 +32,9 @@ def hull_descent(
         moving = possible.any(axis=1)
         if not moving.any():
             break
-        rows, at, slopes, costs, sizes, freed, possible = (
-            part[moving] for part in (rows, at, slopes, costs, sizes, freed, possible)
-        )
+        rows, at, slopes = rows[moving], at[moving], slopes[moving]
+        costs, sizes, freed = costs[moving], sizes[moving], freed[moving]
+        possible = possible[moving]
         place = np.arange(len(rows))
         risen = costs - costs[place, at][:, None]
         slope = np.where(possible, risen / np.where(possible, freed, 1), np.inf)

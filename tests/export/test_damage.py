@@ -121,6 +121,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
 def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
     bundle = export_model(source, tmp_path / "mixed", QUIET)
+    assert bundle.manifest.weights is not None
     formats = bundle.manifest.weights.formats
     counts = {name: np.prod(original_of(source).sources[name].shape) for name in formats}
     mean = sum(formats[name].bits * counts[name] for name in formats) / sum(counts.values())

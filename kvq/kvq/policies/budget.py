@@ -146,7 +146,7 @@ def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Ste
 
     `pages` int32 [P, 5] with present widths, `costs` float64 [P, rungs], `rung_bytes` [rungs].
     """
-    lower = (RUNGS[None] <= RUNGS[:, None]).all(axis=-1)
+    lower = np.asarray((RUNGS[None] <= RUNGS[:, None]).all(axis=-1))
     at = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
     page, rung = hull_descent(costs, rung_bytes, at, lower)
     return np.column_stack([pages[page, :3], RUNGS[rung]]).astype(np.int32)
