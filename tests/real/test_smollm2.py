@@ -1,0 +1,132 @@
+"""A model that people use, SmolLM2-135M-Instruct, as `kvq pull smollm2-135m` makes it.
+
+`KVQ_REAL_MODEL` names the bundle. Everything is greedy; what is asserted was seen with room to
+spare.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq import Engine, Sampling
+from kvq_apps.cli import main
+from kvq_runtime.constraint import Constraint
+
+pytestmark = pytest.mark.real
+
+GREEDY = Sampling(temperature=0)
+ROOT = Path(__file__).parents[2]
+CODE = '''def parse_line(line):
+    """Splits "name = value" and drops the spaces around both."""
+    name, _, value = line.partition("=")
+    return name.strip(), value.strip()
+
+
+def parse_lines(text):
+    """A dictionary of all lines of a text that hold an equals sign."""
+    found = {}
+    for line in text.splitlines():
+'''
+
+
+@pytest.fixture(scope="module")
+def name() -> str:
+    named = os.environ.get("KVQ_REAL_MODEL")
+    if named is None:
+        pytest.skip("KVQ_REAL_MODEL names no bundle; `kvq pull smollm2-135m` makes one")
+    return named
+
+
+@pytest.fixture(scope="module")
+def engine(name: str) -> Iterator[Engine]:
+    with Engine.open(name) as opened:
+        yield opened
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_answers_sensibly_and_keeps_to_a_form(engine: Engine) -> None:
+    said = engine.chat("Explain gravity in two sentences.", 40, sampling=GREEDY)
+    assert "force" in said
+    pattern = engine.chat(
+        "How many legs does a cat have? Answer with a digit.",
+        8,
+        sampling=GREEDY,
+        constraint=Constraint.regex("[0-9] legs"),
+    )
+    assert pattern.endswith(" legs")
+
+
+def test_it_expects_the_text_of_a_readme(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("eval", "-m", name, "--task", "ppl", "--context", "1024", "--max-tokens", "2048")
+    found = asked(capsys, *words, "--kv", "fp", str(ROOT / "README.md"))
+    assert 10 < found["value"] < 40
+
+
+def test_a_cache_of_few_bits_stays_near_an_unquantised_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("eval", "-m", name, "--task", "kld", "--context", "1024", str(ROOT / "README.md"))
+    wide = asked(capsys, *words, "--kv", "8:8", "--max-tokens", "1024")
+    narrow = asked(capsys, *words, "--kv", "4:2", "--max-tokens", "1024")
+    assert wide["value"] < 0.01
+    assert wide["value"] < narrow["value"] < 0.3
+    assert wide["same_top_1"] > 0.95
+
+
+@pytest.mark.parametrize("context", [4096, 8192])
+def test_pass_keys_are_found_in_a_long_text(
+    context: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("eval", "-m", name, "--task", "passkey", "--context", str(context - 64))
+    found = asked(capsys, *words, "--trials", "1", "--depths", "0.2,0.8")
+    assert found["value"] >= 0.5
+
+
+def test_guessed_tokens_change_nothing(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+    words = ("run", "-m", name, "-n", "48", "--temp", "0", "--kv", "fp", CODE)
+    plain = asked(capsys, *words, "--draft", "none")
+    for drafter in ("auto", "lookup", "quantspec"):
+        assert asked(capsys, *words, "--draft", drafter)["text"] == plain["text"], drafter
+    assert "line" in plain["text"]
+
+
+def test_an_edited_text_goes_on_as_one_that_was_read_whole(engine: Engine) -> None:
+    """Edits that are read again whole are exact; what moved is near."""
+    ids = engine.tokenizer.encode(CODE * 6, start=True)
+    start = 40
+    new = engine.tokenizer.encode(" and comments", start=False)
+    changed = [*ids[:start], *new, *ids[start:]]
+    with engine.session(kv="8:8") as fresh:
+        fresh.prefill(changed)
+        expected = [step.token for step in fresh.generate(24, sampling=GREEDY)]
+    with engine.session(kv="8:8") as moved:
+        moved.prefill(ids)
+        assert moved.edit(start, start, new) > 0
+        moved.prefill()
+        found = [step.token for step in moved.generate(24, sampling=GREEDY)]
+    same = np.array(found) == np.array(expected)
+    assert same[:8].mean() >= 0.5
+
+
+def test_a_saved_session_goes_on_where_it_was(engine: Engine, tmp_path: Path) -> None:
+    with engine.session() as first:
+        first.prefill(CODE)
+        first.save(tmp_path / "session")
+        expected = [step.token for step in first.generate(24, sampling=GREEDY)]
+    with engine.session() as second:
+        second.load(tmp_path / "session")
+        assert [step.token for step in second.generate(24, sampling=GREEDY)] == expected
