@@ -20,7 +20,7 @@ import numpy as np
 
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
 from kvq_export.gptq import factor, quantize_with
-from kvq_export.quality import Original
+from kvq_export.quality import Original, token_limit
 from kvq_export.stand_ins import Product, Rows, SegmentedAttention
 from kvq_export.weights import joined
 from kvq_export.writer import CheckpointWeights
@@ -33,6 +33,8 @@ SEGMENT_TOKENS = 512
 MOST_TOKENS = 8192
 # Fewer do for narrow models: so many times the widest matrix's inputs.
 TOKENS_PER_COLUMN = 8
+# That a bundle is measured on, of all kinds together.
+REPORT_TEXTS = 6
 # Matrices that are rounded plainly.
 ENDS = ("embed", "head")
 _WAIT_S = 0.2
@@ -51,10 +53,31 @@ def calibration_segments(
     kinds = _shipped(tokenizer) if text is None else [tokenizer.encode(text, start=True)]
     found: list[np.ndarray] = []
     for ids in kinds:
-        # A text shorter than a segment is read over and over.
-        whole = np.resize(ids, max(len(ids) // segment, 1) * segment).reshape(-1, segment)
-        found.append(whole[: max(1, -(-wanted // len(kinds)))])
-    return np.concatenate(found).astype(np.int64)
+        found.append(_cut(ids, segment)[: max(1, -(-wanted // len(kinds)))])
+    return _begun(np.concatenate(found), tokenizer)
+
+
+def report_texts(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
+    """Token ids int64 [S, T] that a bundle is measured on: the ends of the texts that ship.
+
+    Calibration reads their beginnings.
+    """
+    tokens = min(token_limit(config.vocab_size), config.context_length)
+    kinds = _shipped(tokenizer)
+    ends = [_cut(ids[-REPORT_TEXTS * tokens :], tokens) for ids in kinds]
+    return _begun(np.concatenate([end[: REPORT_TEXTS // len(kinds)] for end in ends]), tokenizer)
+
+
+def _cut(ids: list[int], tokens: int) -> np.ndarray:
+    """Pieces int64 [n, tokens]; a text shorter than one is read over and over."""
+    return np.resize(ids, max(len(ids) // tokens, 1) * tokens).reshape(-1, tokens).astype(np.int64)
+
+
+def _begun(pieces: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Each with the token that a text begins with: some models are lost without it."""
+    begin = tokenizer.encode("", start=True)
+    pieces[:, : len(begin)] = begin
+    return pieces
 
 
 def _shipped(tokenizer: Tokenizer) -> list[list[int]]:

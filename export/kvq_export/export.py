@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvq.errors import CheckpointError, UsageError
 from kvq.reference_linear import WIDTHS
 from kvq_export import auxiliary, calibration, prediction, quality
-from kvq_export.calibrated import CalibratedWeights, calibration_segments
+from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.damage import mixed_formats
@@ -29,7 +27,6 @@ from kvq_export.quality import Original
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
 from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import rope_settings
 from kvq_models.keys import read_keys
 from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
@@ -202,12 +199,6 @@ def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress)
     )
 
 
-def _quality_ids(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
-    """The tokens that the quality report is measured on, int64 [T]."""
-    ids = tokenizer.encode(quality.quality_text(), start=True)
-    return np.array(ids[: min(quality.token_limit(config.vocab_size), config.context_length)])
-
-
 def _measured(
     manifest: Manifest,
     model: OpenModel,
@@ -310,20 +301,16 @@ def _measure(
     step: Callable[[str], None],
 ) -> Mapping[str, Any]:
     bundle = Bundle.open(folder, verify="size")
-    ids = _quality_ids(tokenizer, bundle.config)
-    step("the checkpoint's answers")
-    expected = quality.log_softmax(model.original.logits(ids))
-    report: dict[str, Any] = {"text": "quality.txt", "tokens": len(ids)}
+    texts = report_texts(tokenizer, bundle.config)
+    report: dict[str, Any] = {"text": "prose, code, chats", "tokens": texts.size}
     if bundle.has_onnx:
         with quality.engine_run(bundle, options.threads) as run:
-            report |= quality.measure(expected, options.kv, run, ids, step)
+            report |= quality.measure(model.original.logits, options.kv, run, texts, step)
     if model.gguf is not None:
-        step("llama.cpp's answers")
+        step("what the GGUF file loses")
         # Beyond its context llama.cpp computes something else where it has no window.
-        within = ids[: model.gguf.model.context_length]
-        found = quality.measure_gguf(
-            model.original, expected[: len(within)], folder / GGUF_FILE, within, options.threads
-        )
+        within = texts[0, : model.gguf.model.context_length]
+        found = quality.measure_gguf(model.original, folder / GGUF_FILE, within, options.threads)
         report["gguf"] = {"type": options.gguf_type} | found
     return report
 

@@ -1,4 +1,4 @@
-"""How far a bundle is from the checkpoint it came from, on one short text.
+"""How far a bundle is from the checkpoint it came from, on short texts.
 
 Owns the comparison of logits: mean and 99.9 % Kullback-Leibler divergence (nats per token) and
 how often the likeliest token is the same: with unquantised keys and values (what the weights
@@ -71,39 +71,66 @@ class Original:
         return out
 
 
+class Comparison:
+    """What was found of many tokens, beside what was expected."""
+
+    def __init__(self) -> None:
+        self._nats: list[np.ndarray] = []
+        self._same: list[np.ndarray] = []
+
+    def add(self, expected: np.ndarray, found: np.ndarray) -> None:
+        """Log-probabilities of the same tokens, both float32 [T, V]."""
+        self._nats.append(divergences(expected, found))
+        self._same.append(expected.argmax(axis=1) == found.argmax(axis=1))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Divergence of all tokens together, and how often the likeliest one is the same."""
+        nats = np.concatenate(self._nats)
+        return {
+            "mean_kld": float(nats.mean()),
+            "kld_99_9": float(np.quantile(nats, 0.999)),
+            "top1_agreement": float(np.concatenate(self._same).mean()),
+        }
+
+
 def measure(
-    expected: np.ndarray, plan: KvPlan, run: Run, ids: np.ndarray, step: Callable[[str], None]
+    original: Callable[[np.ndarray], np.ndarray],
+    plan: KvPlan,
+    run: Run,
+    texts: np.ndarray,
+    step: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What the graph costs, against the log-probabilities `expected` [T, V] for `ids` int64 [T].
+    """What the graph costs, on `texts` int64 [S, T]; `original` gives logits [T, V] of one.
 
     `step` hears what is computed next.
     """
     exact = KvPlan(k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH, sink_tokens=plan.sink_tokens)
-    found: list[np.ndarray] = []
-    for kv in (exact, plan):
-        step(f"the bundle's answers, kv {kv_name(kv)}")
-        found.append(log_softmax(run(kv, ids)))
-    weights, both = found
+    weights, cache, both = Comparison(), Comparison(), Comparison()
+    for index, ids in enumerate(texts, 1):
+        step(f"what was lost, text {index} of {len(texts)}")
+        expected = log_softmax(original(ids))
+        unquantized, found = (log_softmax(run(kv, ids)) for kv in (exact, plan))
+        weights.add(expected, unquantized)
+        cache.add(unquantized, found)
+        both.add(expected, found)
     return {
-        "weights": {"kv": kv_name(exact)} | compare(expected, weights),
-        "kv": {"kv": kv_name(plan)} | compare(weights, both),
-        "weights_and_kv": {"kv": kv_name(plan)} | compare(expected, both),
+        "weights": {"kv": kv_name(exact)} | weights.figures,
+        "kv": {"kv": kv_name(plan)} | cache.figures,
+        "weights_and_kv": {"kv": kv_name(plan)} | both.figures,
     }
 
 
-def measure_gguf(
-    original: Original, expected: np.ndarray, path: Path, ids: np.ndarray, threads: int
-) -> dict[str, Any]:
+def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) -> dict[str, Any]:
     """What a GGUF file costs, run by llama.cpp with a float16 cache, for `ids` int64 [T].
 
-    `expected` is as in `measure`, with the short rotary table of a model that has two. Without
-    llama.cpp the entry says why nothing was measured.
+    Without llama.cpp the entry says why nothing was measured.
     """
     reason = llama_missing()
     if reason is not None:
         return {"not_measured": reason}
-    if original.config.needs_long_rope(context_tokens(len(ids))):
-        expected = log_softmax(original.logits(ids, long_rope=True))
+    long_rope = original.config.needs_long_rope(context_tokens(len(ids)))
+    expected = log_softmax(original.logits(ids, long_rope=long_rope))
     found = file_logits(path, ids, original.config.vocab_size, threads)
     return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(found))
 
@@ -117,13 +144,9 @@ def divergences(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 def compare(expected: np.ndarray, found: np.ndarray) -> dict[str, float]:
     """Divergence of log-probabilities `found` from `expected`, both float32 [T, V]."""
-    divergence = divergences(expected, found)
-    same = expected.argmax(axis=1) == found.argmax(axis=1)
-    return {
-        "mean_kld": float(divergence.mean()),
-        "kld_99_9": float(np.quantile(divergence, 0.999)),
-        "top1_agreement": float(same.mean()),
-    }
+    comparison = Comparison()
+    comparison.add(expected, found)
+    return comparison.figures
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -135,12 +158,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def quality_text() -> str:
-    """The text every bundle is measured on."""
+    """A short text of prose and code."""
     return resources.files("kvq_export").joinpath("quality.txt").read_text(encoding="utf-8")
 
 
 def token_limit(vocab_size: int) -> int:
-    """How many tokens of the text are used with this vocabulary."""
+    """How many tokens of a text are measured with this vocabulary."""
     return min(MAX_TOKENS, MAX_LOGITS // vocab_size)
 
 

@@ -754,9 +754,9 @@ def test_report_compares_weights_alone_and_everything(tmp_path: Path) -> None:
         return exact[: len(asked)] + (noise if plan.quantized else 0)
 
     steps: list[str] = []
-    expected = quality.log_softmax(streamed)
-    report = quality.measure(expected, KvPlan(), run, ids, steps.append)
-    assert [step.split("'")[0] for step in steps] == ["the bundle", "the bundle"]
+    texts = np.stack([ids, ids])
+    report = quality.measure(original.logits, KvPlan(), run, texts, steps.append)
+    assert [step[-6:] for step in steps] == ["1 of 2", "2 of 2"]
     assert report["weights"]["kv"] == "fp"
     assert abs(report["weights"]["mean_kld"]) < 1e-5
     assert report["weights"]["top1_agreement"] == 1.0
@@ -770,7 +770,7 @@ def test_an_export_reports_its_own_quality(tmp_path: Path) -> None:
     report = export_model(source, tmp_path / "bundle", options).manifest.quality
     assert report == json.loads((tmp_path / "bundle" / "kvq.json").read_text())["quality"]
     assert report is not None
-    assert report["tokens"] == quality.MAX_TOKENS
+    assert report["tokens"] == 6 * quality.MAX_TOKENS > 2000
     assert report["weights_and_kv"]["kv"] == "4:2"
     assert 0 <= report["weights"]["mean_kld"] < 0.05
     assert report["weights"]["mean_kld"] < report["weights_and_kv"]["mean_kld"] < 2

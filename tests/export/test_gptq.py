@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvq.reference_linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
-from kvq_export.calibrated import CalibratedWeights, calibration_segments
+from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
@@ -126,6 +126,16 @@ def test_segments_are_of_every_kind(opened: tuple[Original, Tokenizer]) -> None:
     given = calibration_segments(tokenizer, original.config, "one two three")
     assert given.shape == (1, segments.shape[1])
     assert tokenizer.decode(given[0].tolist()).count("one two three") > 2
+
+
+def test_a_report_reads_what_no_calibration_has(opened: tuple[Original, Tokenizer]) -> None:
+    original, tokenizer = opened
+    texts = report_texts(tokenizer, original.config)
+    assert texts.shape == (6, 384)
+    read = calibration_segments(tokenizer, original.config).ravel().tolist()
+    known = tokenizer.decode(read)
+    for row in texts:
+        assert tokenizer.decode(row[150:200].tolist()) not in known
 
 
 def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
