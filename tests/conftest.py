@@ -60,6 +60,15 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return Shelf((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shelf")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_data(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Models and chats of whoever runs the tests are not seen; a real model lies among them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "KVQ_REAL_MODEL" not in os.environ:
+            patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 @pytest.fixture
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs and notes about running servers stay here."""
