@@ -124,6 +124,7 @@ class Grammars:
         text fits, that is too much work or was cancelled, `BackendError` where llguidance is not
         installed. The first call takes about a second for 150,000 tokens.
         """
+        _check_kind(constraint)
         library = _library()
         digest = sha256(constraint.lark.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
@@ -274,6 +275,14 @@ class Guide:
 
         within = self._beginning.within
         return np.array([one for one in opening.tolist() if one in within or fits(one)], np.int64)
+
+
+def _check_kind(given: object) -> None:
+    if not isinstance(given, Constraint):
+        raise UsageError(
+            "constraint is a Constraint, such as Constraint.regex(pattern), .json(schema) or "
+            f".grammar(text); {type(given).__name__} was given"
+        )
 
 
 def _library() -> Any:

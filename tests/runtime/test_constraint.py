@@ -194,6 +194,11 @@ def test_drawn_drafts_keep_to_the_grammar_too() -> None:
         jsonschema.validate(json.loads(text), schema)
 
 
+def test_what_is_no_constraint_is_refused_with_how_to_make_one() -> None:
+    with pytest.raises(UsageError, match=r"such as Constraint\.regex.*; dict was given"):
+        answer({"regex": "[0-9]"})  # type: ignore[arg-type]
+
+
 def test_what_the_model_wants_is_taken_where_it_fits() -> None:
     schema = {"type": "object", "properties": {"é": {"type": "string"}}, "required": ["é"]}
     wanted = '{"é": "any text, \\"quoted\\" or ünlike"}'
