@@ -167,8 +167,8 @@ FLAGS: dict[str, Flag] = {
     "revoke": Flag("trust the project's file no more", switch=True),
     # evaluating
     "task": Flag("what to measure",
-        choices=("ppl", "kld", "passkey", "retrieval", "facts", "fim", "drafts", "edit",
-            "predict")),
+        choices=("ppl", "kld", "passkey", "retrieval", "facts", "fim", "program", "math",
+            "drafts", "edit", "predict")),
     "context": Flag("context lengths in tokens", metavar="N,.."),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
@@ -177,10 +177,10 @@ FLAGS: dict[str, Flag] = {
     "drafts-method": Flag("how several drafts are written: auto, branches, superposed, spliced; "
         "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True,
         suggests=Owned("kvq_specdraft:WRITERS")),
-    "limit": Flag("lines to fill in at most",
+    "limit": Flag("lines to fill in, or problems to solve, at most",
         "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
         "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),
-    "execute": Flag("run the tests of filled-in lines: programs a model wrote, no sandbox",
+    "execute": Flag("run the tests of lines and programs that a model wrote, no sandbox",
         switch=True),
     "baseline": Flag("also fill in by n-grams of this text or of these records (.jsonl, .gz, .xz)",
         metavar="FILE", repeats=True),

@@ -46,7 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="*",
         metavar="[MODEL] FILE",
         help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
-        ".xz), for facts prose to hide them in; a first word that is no file is the model",
+        ".xz), for program HumanEval's records, for math GSM8K's, for facts prose to hide "
+        "them in; a first word that is no file is the model",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
@@ -57,9 +58,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default: {kvq_apps.evaluation.asked:Asked.seed})",
     )  # fmt: skip
     flags.add_flags(
-        parser.add_argument_group("filling in lines"),
+        parser.add_argument_group("filling in lines, solving problems"),
         "limit", "predict", "execute", "baseline",
-        predict="tokens of a line at most (default: {kvq_apps.evaluation.asked:Asked.line_tokens})",
+        predict="tokens of a line or a solution at most (default: "
+        "{kvq_apps.evaluation.asked:Asked.line_tokens}, program: "
+        "{kvq_apps.evaluation.problems:PROGRAM_TOKENS}, math: "
+        "{kvq_apps.evaluation.problems:MATH_TOKENS})",
     )  # fmt: skip
     flags.add_flags(
         parser.add_argument_group("several drafts"),
@@ -87,8 +91,8 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, drafts, edit or "
-            "predict"
+            "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, program, math, "
+            "drafts, edit or predict"
         )
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
@@ -111,7 +115,7 @@ def _check_before_loading(arguments: Namespace) -> None:
     """Refuses what needs no model to be refused."""
     owners = {
         "baseline": ("fim",),
-        "execute": ("fim", "sweep"),
+        "execute": ("fim", "program", "sweep"),
         "out": ("sweep",),
         "plot": ("sweep", "predict"),
     }
@@ -119,6 +123,11 @@ def _check_before_loading(arguments: Namespace) -> None:
     for name, takers in owners.items():
         if mode not in takers and options.written(arguments, name):
             raise UsageError(f"--{name} is for {' and '.join(takers)} only; leave it out")
+    if mode == "program" and not arguments.execute:
+        raise UsageError(
+            "--task program judges programs by running them; add --execute, which runs what the "
+            "model wrote on this machine, with limits but no sandbox"
+        )
     if arguments.execute:
         from kvq_apps.evaluation import execution
 
@@ -141,12 +150,15 @@ def _check_before_loading(arguments: Namespace) -> None:
 
 
 def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    from kvq_apps.evaluation import problems
     from kvq_apps.evaluation.cache_setting import UNQUANTIZED
     from kvq_apps.evaluation.recall import ANSWER_TOKENS
     from kvq_apps.evaluation.tasks import RECALL_TASKS
     from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
 
     task = arguments.task
+    solution_tokens = problems.ANSWER_TOKENS.get(task)
+    answers = {} if solution_tokens is None else {"line_tokens": solution_tokens}
     room = ANSWER_TOKENS.get(task, 0)
     several = task in RECALL_TASKS
     lengths = _lengths(engine, arguments, room) if several else (_one_length(engine, arguments),)
@@ -158,7 +170,7 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     }
     open_session = partial(engine.session, **(cache | options.session_options(arguments)))
     exact = UNQUANTIZED.opener(engine.session, context_tokens)
-    asked = _asked(arguments, files)
+    asked = _asked(arguments, files, **answers)
     with output.Progress() as progress:
         # An impossible setting is refused before any work.
         with open_session() as session:
@@ -453,7 +465,8 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
         if file != "-" and not Path(file).exists():
             raise UsageError(f"{file}: no such file")
     if arguments.task and not makes_own and not files:
-        needed = "source files or records" if arguments.task in ("fim", "edit") else "a text"
+        takes_records = arguments.task in ("fim", "edit", "program", "math")
+        needed = "source files or records" if takes_records else "a text"
         raise UsageError(f"--task {arguments.task} needs {needed}: kvq eval -m MODEL FILE")
     if arguments.table and not files:
         raise UsageError("--table needs a text: kvq eval --table -m MODEL FILE")

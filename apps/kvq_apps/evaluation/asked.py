@@ -6,10 +6,10 @@ from typing import Any
 
 from kvq.errors import DataError, UsageError
 from kvq_apps import text_input
-from kvq_apps.evaluation import documents, editing, infilling, ngram, recall, text
+from kvq_apps.evaluation import documents, editing, infilling, ngram, problems, recall, text
 from kvq_apps.evaluation.editing import EditCase
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
-from kvq_apps.evaluation.tasks import RECALL_TASKS, TEXT_TASKS, Material
+from kvq_apps.evaluation.tasks import PROBLEM_TASKS, RECALL_TASKS, TEXT_TASKS, Material
 from kvq_apps.output import Shown
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import check_seed
@@ -21,7 +21,7 @@ class Asked:
 
     `files` are texts, source files and records; `max_tokens` cuts the text (None: all of it);
     `depths` and `trials` are of the look-ups; `limit` lines of `line_tokens` at most are filled
-    in, `passes` runs their tests.
+    in, or so many problems solved, `passes` runs their tests.
     """
 
     files: tuple[str, ...] = ()
@@ -101,6 +101,20 @@ class Asked:
             answer_tokens=self.line_tokens,
             passes=self.passes,
             edits=self._edits(tokenizer, programs, context_tokens) if "edit" in tasks else (),
+            problems=[
+                problem
+                for task in tasks
+                if task in PROBLEM_TASKS
+                for problem in problems.problems(
+                    task,
+                    tokenizer,
+                    programs,
+                    limit=self.limit,
+                    seed=self.seed,
+                    most_tokens=context_tokens - self.line_tokens,
+                    passes=self.passes,
+                )
+            ],
         )
 
     def baseline(

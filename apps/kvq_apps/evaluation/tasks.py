@@ -6,21 +6,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvq.errors import BudgetError
-from kvq_apps.evaluation import editing, infilling, recall, text
+from kvq_apps.evaluation import editing, infilling, problems, recall, text
 from kvq_apps.evaluation.editing import EditCase
 from kvq_apps.evaluation.infilling import Gap, Passes
 from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
+from kvq_apps.evaluation.problems import Problem
 from kvq_apps.evaluation.recall import Question
 from kvq_models.tokenizer import Tokenizer
 
-TASKS = ("ppl", "kld", "passkey", "retrieval", "facts", "fim", "edit")
+TASKS = ("ppl", "kld", "passkey", "retrieval", "facts", "fim", "program", "math", "edit")
 TEXT_TASKS = ("ppl", "kld")
 RECALL_TASKS = tuple(recall.ANSWER_TOKENS)
+PROBLEM_TASKS = tuple(problems.UNITS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """Windows of text in ids, questions by task, edits, gaps to fill with `answer_tokens` each."""
+    """Windows of text in ids, questions by task, problems of one task, edits, gaps.
+
+    Gaps and problems are answered with `answer_tokens` at most.
+    """
 
     tokenizer: Tokenizer
     windows: Sequence[Sequence[int]] = ()
@@ -29,6 +34,7 @@ class Material:
     answer_tokens: int = 1
     passes: Passes | None = None
     edits: Sequence[EditCase] = ()
+    problems: Sequence[Problem] = ()
 
     def sequences(self, task: str) -> list[list[int]]:
         """What each cache reads in a task."""
@@ -38,6 +44,8 @@ class Material:
             return [question.answered for question in self.questions[task]]
         if task == "edit":
             return [[*case.before, *case.after, *case.following] for case in self.edits]
+        if task in PROBLEM_TASKS:
+            return [problem.ids for problem in self.problems]
         return [gap.answered for gap in self.gaps]
 
     def digest(self, task: str) -> str:
@@ -60,6 +68,9 @@ class Material:
             return recall.recall(open_session, self.tokenizer, asked, progress, unit)
         if task == "edit":
             return editing.editing(open_session, open_exact, self.edits, progress)
+        if task in PROBLEM_TASKS:
+            unit = problems.UNITS[task]
+            return problems.solving(open_session, self.problems, self.answer_tokens, progress, unit)
         return infilling.infilling(
             open_session, self.tokenizer, self.gaps, self.answer_tokens, progress, self.passes
         )

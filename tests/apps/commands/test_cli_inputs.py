@@ -197,8 +197,8 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
         return refused("eval", "-m", bundle, *words)
 
     assert (
-        "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, drafts, edit or "
-        "predict" in evaluate(file)
+        "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, program, math, "
+        "drafts, edit or predict" in evaluate(file)
     )
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")

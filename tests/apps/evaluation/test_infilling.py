@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import DataError, ModelError
+from kvq_apps.evaluation import execution
 from kvq_apps.evaluation.documents import training_texts
 from kvq_apps.evaluation.execution import passes
 from kvq_apps.evaluation.infilling import (
@@ -25,6 +26,7 @@ from kvq_apps.evaluation.infilling import (
     read_samples,
 )
 from kvq_apps.evaluation.ngram import BACKOFF, LineBaseline, NGram
+from kvq_apps.evaluation.problems import Problem, last_number, problems, solving
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
@@ -312,6 +314,157 @@ def test_infilling_asks_greedily_to_the_lines_end_and_scores(tokenizer: Tokenize
         assert writer.asked["stop_strings"] == ["\n"]
         assert sorted(writer.asked["stop_ids"]) == sorted({0, PREFIX, SUFFIX, MIDDLE})
         assert writer.asked["sampling"].greedy
+
+
+# Problems
+
+
+PROGRAMS = [
+    {
+        "task_id": f"HumanEval/{at}",
+        "prompt": f"def f{at}(x):\n",
+        "canonical_solution": f"    return x + {at}\n",
+        "test": f"def check(f):\n    assert f(1) == {at + 1}\n",
+        "entry_point": f"f{at}",
+    }
+    for at in range(3)
+]
+LINE_MISSING = PROGRAMS[0] | {
+    "prompt": "def f0(x):\n    return x",
+    "canonical_solution": " + 0\n",
+    "suffix": "",
+}
+SUMS = [
+    {"question": f"How much is {at} and 1?", "answer": f"It is {at}+1=<<{at}+1=6>>.\n#### {at + 1}"}
+    for at in range(10)
+]
+
+
+def records_file(folder: Path, rows: Sequence[dict[str, str]]) -> str:
+    path = folder / "problems.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 and then 1,234.50 dollars", 1234.5),
+        ("it is -7.", -7),
+        ("12", 12),
+        ("none", None),
+        ("$1,000,000", 1_000_000),
+    ],
+)
+def test_the_last_number_of_an_answer_counts(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_a_program_is_asked_for_once_without_its_body(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = records_file(tmp_path, [LINE_MISSING, *PROGRAMS])
+    found = problems(
+        "program", tokenizer, [path], limit=9, seed=1, most_tokens=99, passes=execution.passes
+    )
+    assert sorted(one.name for one in found) == ["HumanEval/0", "HumanEval/1", "HumanEval/2"]
+    one = next(one for one in found if one.name == "HumanEval/1")
+    assert tokenizer.decode(one.ids) == "def f1(x):\n"
+    assert one.solves("    return 1 + x")
+    assert not one.solves("    return 2 + x")
+    assert not one.solves("    return")
+    few = problems(
+        "program", tokenizer, [path], limit=2, seed=1, most_tokens=99, passes=execution.passes
+    )
+    assert [one.name for one in few] == [one.name for one in found][:2]
+
+
+def test_a_sum_is_asked_after_the_first_ones_as_examples(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = records_file(tmp_path, SUMS)
+    found = problems("math", tokenizer, [path], limit=9, seed=0, most_tokens=9999)
+    assert sorted(one.name for one in found) == [f"{path}:10", f"{path}:9"]
+    last = next(one for one in found if one.name.endswith(":10"))
+    text = tokenizer.decode(last.ids)
+    assert text.startswith(
+        "Question: How much is 0 and 1?\nAnswer: It is 0+1=.\nThe answer is 1\n\nQuestion: "
+    )
+    assert text.endswith("The answer is 8\n\nQuestion: How much is 9 and 1?\nAnswer:")
+    assert last.solves(" 9 + 1 is 10.\nThe answer is 10")
+    assert not last.solves("The answer is 10, or 11")
+    assert not last.solves("no idea")
+
+
+def test_a_model_that_chats_is_asked_in_turns(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    control = ControlTokens(eos=(0,), fim=FIM)
+    chats = Tokenizer.from_json(byte_level_tokenizer().to_str(), control, template)
+    path = records_file(tmp_path, SUMS[:9])
+    (asked,) = problems("math", chats, [path], limit=9, seed=0, most_tokens=9999)
+    text = chats.decode(asked.ids)
+    assert text.startswith(
+        "[user]How much is 0 and 1?[assistant]It is 0+1=.\nThe answer is 1[user]"
+    )
+    assert text.endswith("[user]How much is 8 and 1?[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        ("program", PROGRAMS, "no problem has 2 tokens or less; --task program needs records"),
+        ("program", SUMS, "problems.jsonl:1 has no text 'prompt'"),
+        ("math", PROGRAMS, "problems.jsonl:1 has no text 'question'"),
+        (
+            "math",
+            SUMS[:8],
+            "--task math needs records (.jsonl, .jsonl.gz) with question and answer",
+        ),
+    ],
+)
+def test_files_without_problems_are_refused(
+    tokenizer: Tokenizer, tmp_path: Path, task: str, rows: list[dict[str, str]], message: str
+) -> None:
+    path = records_file(tmp_path, rows)
+    with pytest.raises(DataError) as refusal:
+        problems(task, tokenizer, [path], limit=9, seed=0, most_tokens=2, passes=execution.passes)
+    assert message in str(refusal.value)
+
+
+class Solver(Writer):
+    """Goes on from what another session read."""
+
+    def capture(self) -> list[int]:
+        return list(self.tokens)
+
+    def restore(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+
+def test_problems_are_solved_one_by_one_after_what_they_share(tokenizer: Tokenizer) -> None:
+    asked = [
+        Problem(name=text, ids=tokenizer.encode(f"shared {text}"), stops=("!",), solves="7".__eq__)
+        for text in ("first", "second", "third")
+    ]
+    writers = [Solver(tokenizer, text) for text in ("", "7", "8", "7")]
+    left = iter(writers)
+    found = solving(lambda: next(left), asked, 16, unseen, "right answers")
+    assert (found.value, found.n, found.unit) == (2 / 3, 3, "right answers")
+    assert found.details["outcomes"] == "101"
+    assert found.details["standard_error"] == pytest.approx((2 / 9 / 3) ** 0.5)
+    assert tokenizer.decode(writers[0].tokens).startswith("shared")
+    for writer, problem in zip(writers[1:], asked, strict=True):
+        assert writer.tokens[: len(problem.ids)] == problem.ids
+        assert writer.asked["stop_strings"] == ["!"]
+
+
+def test_problems_that_share_nothing_are_read_whole(tokenizer: Tokenizer) -> None:
+    asked = [
+        Problem(name=text, ids=tokenizer.encode(text), stops=(), solves="7".__eq__)
+        for text in ("one", "two")
+    ]
+    writers = [Solver(tokenizer, "7"), Solver(tokenizer, "7")]
+    left = iter(writers)
+    assert solving(lambda: next(left), asked, 16, unseen, "right answers").value == 1
+    assert tokenizer.decode(writers[1].tokens) == "two7"
 
 
 # The baseline
