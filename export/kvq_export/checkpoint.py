@@ -57,6 +57,11 @@ class Tensor(Protocol):
         """The narrowest format of a bundle that holds its codes as they are, where one does."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether that format holds its very weights: whether its constants need no rounding."""
+        ...
+
     def check(self) -> None:
         """Raises `CheckpointError` or `BackendError` for a type that cannot be read."""
         ...
@@ -80,6 +85,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     grid: None = None
+    exact: bool = True
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"
@@ -159,7 +165,11 @@ class Checkpoint:
                 "tie it to the head (tie_word_embeddings): the weights are incomplete"
             )
         known = set(wanted)
-        extra = [name for name in self.tensors if name not in known and not _ignorable(name)]
+        extra = [
+            name
+            for name, tensor in self.tensors.items()
+            if not (name in known or _ignorable(name) or _adds_nothing(name, tensor))
+        ]
         if extra:
             raise CheckpointError(
                 f"{self.tensors[extra[0]]} is not part of this architecture{_and_more(extra)}; "
@@ -181,7 +191,8 @@ class Checkpoint:
         """
         for tensor, start, stop in self._runs(source, max_weights, rows, multiple):
             values = _finite(tensor, start, tensor.read(start, stop))
-            yield values + np.float32(source.offset) if source.offset else values
+            values = values + np.float32(source.offset) if source.offset else values
+            yield values * np.float32(source.scale) if source.scale != 1 else values
 
     def stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks] | None:
         """Row chunks of a canonical matrix with the codes that the file has, as `form` keeps them.
@@ -198,7 +209,7 @@ class Checkpoint:
             blocks = tensor.read_blocks(start, stop)
             _finite(tensor, start, blocks.scales)
             assert tensor.grid is not None
-            yield _as_kept(blocks, tensor.grid, form)
+            yield _scaled(_as_kept(blocks, tensor.grid, form), form.grid, source.scale)
 
     def format_of(self, source: WeightSource) -> BlockFormat | None:
         """The narrowest format that holds all of a canonical matrix as the file has it."""
@@ -289,7 +300,7 @@ def _finite(tensor: Tensor, start: int, rows: np.ndarray) -> np.ndarray:
 
 
 def holds(form: BlockFormat, grid: BlockFormat) -> bool:
-    """Whether `form` can keep the very weights that lie on `grid`, symmetric or of minima."""
+    """Whether `form` can keep the very weights on `grid`, whose zero points are whole codes."""
     known = grid.grid is Grid.SYMMETRIC or form.grid is grid.grid
     return form.block == grid.block and form.bits >= grid.bits and known
 
@@ -298,12 +309,27 @@ def _as_kept(blocks: Blocks, grid: BlockFormat, form: BlockFormat) -> Blocks:
     """The same weights in a format that `holds` them."""
     if grid.grid is Grid.MINIMUM:
         return blocks
+    if grid.grid is Grid.ZERO_POINT:
+        assert blocks.offsets is not None
+        # The same code is a smaller part of a wider range.
+        parts = blocks.offsets.astype(np.uint8) >> np.uint8(form.bits - grid.bits)
+        return blocks._replace(offsets=parts)
     middle = 1 << (grid.bits - 1)
     if form.grid is Grid.MINIMUM:
         return blocks._replace(offsets=-blocks.scales * np.float32(middle))
     codes = blocks.codes + np.uint8((1 << (form.bits - 1)) - middle)
     zeros = np.full(blocks.scales.shape, ZERO_PARTS // 2, np.uint8)
     return Blocks(codes, blocks.scales, zeros if form.grid is Grid.ZERO_POINT else None)
+
+
+def _scaled(blocks: Blocks, grid: Grid, scale: float) -> Blocks:
+    """The weights times `scale`, which is in the constants alone."""
+    if scale == 1:
+        return blocks
+    offsets = blocks.offsets
+    if grid is Grid.MINIMUM and offsets is not None:
+        offsets = np.float32(scale) * offsets.astype(np.float32)
+    return blocks._replace(scales=blocks.scales * np.float32(scale), offsets=offsets)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -385,6 +411,12 @@ def _weight_files(folder: Path) -> dict[Path, Sequence[str]]:
 def _ignorable(name: str) -> bool:
     """Buffers some exporters save; the output head of a model that ties it."""
     return name.endswith(("rotary_emb.inv_freq", "attn.masked_bias")) or name == _HEAD
+
+
+def _adds_nothing(name: str, tensor: Tensor) -> bool:
+    """A bias of zeros: GPTQ's tools save one for every matrix, whatever the model has."""
+    vector = name.endswith(".bias") and len(tensor.shape) == 1 and tensor.dtype in FLOAT_DTYPES
+    return vector and not tensor.read(0, tensor.shape[0]).any()
 
 
 def _and_more(names: Sequence[str]) -> str:

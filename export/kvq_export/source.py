@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvq.errors import CheckpointError, UsageError
+from kvq.reference_linear import WIDTHS
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import MEAN_BITS, WeightFormat
 from kvq_export.hub import Located, locate
 from kvq_export.hub_files import unseen
+from kvq_export.packed import unpacked
 from kvq_export.writer import Progress
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
@@ -27,6 +29,8 @@ from kvq_runtime.gguf_format import is_gguf
 
 logger = logging.getLogger(__name__)
 
+# The key of config.json that says how weights were quantised before.
+_QUANTIZATION = "quantization_config"
 # What generation_config.json calls fields of `Sampling`.
 _SAMPLING_KEYS = {
     **{key: key for key in ("temperature", "top_k", "top_p", "min_p")},
@@ -100,16 +104,17 @@ class FolderSource:
         return self.located.name
 
     def config(self) -> tuple[Family, ModelConfig, dict[str, Any]]:
-        """See `Source.config`."""
-        return read_checkpoint(self.path)
+        """See `Source.config`; how weights are quantised is read with them."""
+        return read_checkpoint(self.path, apart=_QUANTIZATION)
 
     def weight_sources(self, family: Family, config: ModelConfig) -> Mapping[str, WeightSource]:
         """See `Source.weight_sources`."""
         return family.weights(config)
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
-        """See `Source.checkpoint`."""
-        return Checkpoint.open(self.path)
+        """See `Source.checkpoint`; matrices that were quantised before are one tensor each."""
+        opened, said = Checkpoint.open(self.path), self._quantization
+        return opened if said is None else unpacked(opened, said)
 
     def tokenizer_files(self) -> TokenizerFiles:
         """See `Source.tokenizer_files`."""
@@ -118,8 +123,14 @@ class FolderSource:
     def weight_format(
         self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
     ) -> WeightFormat:
-        """The project's default: a checkpoint's floats are on no grid."""
-        return WeightFormat(mean_bits=MEAN_BITS)
+        """The project's default where all are floats, else what the file has."""
+        if self._quantization is None:
+            return WeightFormat(mean_bits=MEAN_BITS)
+        return format_of_file(checkpoint, sources)
+
+    @property
+    def _quantization(self) -> object:
+        return read_json(self.path / "config.json").get(_QUANTIZATION)
 
     def sampling(self) -> Mapping[str, Any]:
         """As generation_config.json has them; one that cannot be is left out, with a warning."""
@@ -166,6 +177,14 @@ class FolderSource:
             lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
             return next((line.strip() for line in lines if line.strip()), "unknown")
         return "unknown"
+
+
+def format_of_file(checkpoint: Checkpoint, sources: Mapping[str, WeightSource]) -> WeightFormat:
+    """Every matrix as the file has it where a format holds that; 8 bits elsewhere."""
+    matrices = {name: source for name, source in sources.items() if len(source.shape) == 2}
+    known = {name: checkpoint.format_of(source) for name, source in matrices.items()}
+    kept = {name: form for name, form in known.items() if form is not None}
+    return WeightFormat(bits=max(WIDTHS), others=kept)
 
 
 def open_source(source: str | Path, progress: Progress = unseen) -> Source:

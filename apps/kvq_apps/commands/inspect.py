@@ -179,9 +179,10 @@ def _sampling(fields: dict[str, float]) -> str:
 
 
 def _shape(config: dict[str, Any]) -> str:
+    mixer = config["layers"][0]["mixer"]
     return (
-        f"{config['num_layers']} layers, {config['num_heads']} heads over "
-        f"{config['num_kv_heads']} KV heads of {config['head_dim']}, hidden "
+        f"{len(config['layers'])} layers, {mixer['heads']} heads over "
+        f"{mixer['kv_heads']} KV heads of {mixer['head_dim']}, hidden "
         f"{config['hidden_size']}, vocabulary {config['vocab_size']}"
     )
 
@@ -285,12 +286,12 @@ def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
     """A checkpoint that every tensor of its architecture was found in."""
-    from kvq_export.checkpoint import Checkpoint
-    from kvq_models.registry import read_checkpoint
+    from kvq_export.source import open_source
 
-    family, config, _ = read_checkpoint(folder)
-    checkpoint = Checkpoint.open(folder)
-    checkpoint.check(family.weights(config))
+    source = open_source(folder)
+    family, config, _ = source.config()
+    checkpoint = source.checkpoint(config)
+    checkpoint.check(source.weight_sources(family, config))
     tensors = checkpoint.tensors.values()
     shape = config.cache_shape
     report = {

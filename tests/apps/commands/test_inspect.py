@@ -219,10 +219,10 @@ def test_a_saved_session(
 ) -> None:
     report = inspect(saved)
     assert (report["format"], report["tokens"]) == ("kvq-session", 150)
-    assert report["plan"].items() >= {"k_bits": 4, "v_bits": 2, "sink_tokens": 4}.items()
+    assert report["plan"].items() >= {"k_bits": 4, "v_bits": 4, "sink_tokens": 4}.items()
     shown = table(saved)
     assert "tokens 150, of a context of 256" in shown
-    assert "KV plan 4:2" in shown
+    assert "KV plan 4:4" in shown
     assert "--estimate is of a model" in refused(saved, "--estimate")
 
 
@@ -309,13 +309,13 @@ def test_without_a_path_the_bundles_made_so_far_are_listed(
     (broken / "model.onnx").unlink()
     (cache / "bundles" / ".good-1.0a.partial").mkdir()
     good, torn = inspect()["models"]
-    assert (good["name"], good["kv"], good["path"]) == (str(made), "4:2", str(made))
+    assert (good["name"], good["kv"], good["path"]) == (str(made), "4:4", str(made))
     assert good["context_length"] == 512
     assert torn["name"] == str(broken)
     assert "model.onnx is missing" in torn["error"]
     shown = table()
     assert f"{made} llama" in shown
-    assert f"4:2, 209 bytes a token 512 {made}" in shown
+    assert f"4:4, 273 bytes a token 512 {made}" in shown
     assert f"{broken} - - - - unusable: {broken}/model.onnx is missing" in shown
 
 
