@@ -47,7 +47,7 @@ def calibration_segments(
 
     Those are prose, code and, where the tokenizer has a chat template, conversations in it.
     """
-    columns = max(config.hidden_size, config.intermediate_size)
+    columns = max(config.hidden_size, config.widest_feed)
     segment = min(SEGMENT_TOKENS, config.context_length)
     wanted = min(MOST_TOKENS, TOKENS_PER_COLUMN * columns) // segment
     kinds = _shipped(tokenizer) if text is None else [tokenizer.encode(text, start=True)]

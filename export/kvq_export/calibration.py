@@ -138,7 +138,7 @@ class _Reading:
             chunk_tokens=CHUNK_TOKENS,
             threads=threads,
             policy="oldest",
-            windows=tuple(layer.window_tokens for layer in bundle.config.layers),
+            windows=tuple(layer.mixer.window_tokens for layer in bundle.config.layers),
             observed=True,
             forms=forms,
         )

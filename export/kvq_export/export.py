@@ -18,7 +18,6 @@ from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.damage import mixed_formats
 from kvq_export.gguf_export import GgufExport
-from kvq_export.gguf_groups import ROUNDED
 from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub_files import unseen
@@ -349,13 +348,14 @@ def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
     for name, source in original.sources.items():
         form = layout.matrices.get(name)
         spelled = "float32" if form is None else str(form.format)
-        grids = [original.checkpoint.tensors[part].grid for part in source.parts]
-        kept = form is None or all(grid and holds(form.format, grid) for grid in grids)
-        for part in source.parts:
-            kind = original.checkpoint.tensors[part].dtype
-            row = types.setdefault(kind, {"tensors": 0, "kept": 0, "exact": 0, "formats": {}})
+        tensors = [original.checkpoint.tensors[part] for part in source.parts]
+        kept = form is None or all(one.grid and holds(form.format, one.grid) for one in tensors)
+        for tensor in tensors:
+            row = types.setdefault(
+                tensor.dtype, {"tensors": 0, "kept": 0, "exact": 0, "formats": {}}
+            )
             row["tensors"] += 1
             row["kept"] += kept
-            row["exact"] += kept and kind not in ROUNDED
+            row["exact"] += kept and tensor.exact and source.scale == 1
             row["formats"][spelled] = row["formats"].get(spelled, 0) + 1
     return {"types": types}

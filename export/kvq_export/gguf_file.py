@@ -158,7 +158,7 @@ def _add_model(gguf: ModuleType, writer: Any, model: GgufModel) -> None:
     writer.add_context_length(model.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(config.widest_feed)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)

@@ -145,7 +145,7 @@ _ARCHITECTURES = {
     )
 }
 # The first that computes the model is taken: the family's own name, then the plainest one.
-_CANDIDATES: Mapping[str, tuple[str, ...]] = {
+CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "llama": ("llama",),
     "mistral": ("llama",),
     "qwen2": ("qwen2", "llama"),
@@ -161,7 +161,7 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
     Raises `UnsupportedModelError` naming what llama.cpp does not compute of it.
     """
     refusals: list[str] = []
-    for name in _CANDIDATES.get(config.model_type, ()):
+    for name in CANDIDATES.get(config.model_type, ()):
         architecture = _ARCHITECTURES[name]
         missing = [trait for trait, has in _traits(config).items() if has]
         missing = [trait for trait in missing if trait not in architecture.computes]
@@ -182,44 +182,45 @@ def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]
 
 
 def _traits(config: ModelConfig) -> dict[str, bool]:
+    """What some architecture there does not compute, and whether any layer has it."""
+    mixers = [layer.mixer for layer in config.layers]
+    feeds = [layer.feed for layer in config.layers]
     return {
-        _QK_NORM: config.qk_norm,
-        _SANDWICH: config.sandwich_norms,
-        _GELU: config.activation != "silu",
+        _QK_NORM: any(mixer.qk_norm for mixer in mixers),
+        _SANDWICH: any(layer.norms == "both" for layer in config.layers),
+        _GELU: any(feed.activation != "silu" for feed in feeds),
         _FINAL_CAP: config.final_softcap > 0,
-        _ATTENTION_CAP: config.attention_softcap > 0,
-        _QKV_BIAS: config.qkv_bias,
-        _OUTPUT_BIAS: config.output_bias,
-        _MLP_BIAS: config.mlp_bias,
+        _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),
+        _QKV_BIAS: any(mixer.qkv_bias for mixer in mixers),
+        _OUTPUT_BIAS: any(mixer.output_bias for mixer in mixers),
+        _MLP_BIAS: any(feed.bias for feed in feeds),
         _WIDTH: config.num_heads * config.head_dim != config.hidden_size,
         _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in config.ropes),
         _LONG_ROPE: config.has_long_rope,
         _SCALED: config.embedding_scale != 1,
         _TWO_ROPES: len(config.ropes) > 1,
-        "its scale of attention": not config.qk_norm
-        and not math.isclose(config.attention_scale, config.head_dim**-0.5, rel_tol=1e-6),
+        "its scale of attention": any(
+            not mixer.qk_norm and not math.isclose(mixer.scale, mixer.head_dim**-0.5, rel_tol=1e-6)
+            for mixer in mixers
+        ),
     }
 
 
 def _describe(config: ModelConfig, architecture: _Architecture, rope: GgufRope) -> GgufModel:
-    windowed = tuple(layer.window_tokens > 0 for layer in config.layers)
-    window_tokens = max(layer.window_tokens for layer in config.layers)
+    windows = [layer.mixer.window_tokens for layer in config.layers]
+    windowed = tuple(tokens > 0 for tokens in windows)
     context_length = config.context_length
     if not architecture.windows and any(windowed):
-        context_length = min(context_length, _smallest_window(config))
+        context_length = min(context_length, *filter(None, windows))
     return GgufModel(
         architecture=architecture.name,
         config=config,
         rope=rope,
         tensors=tuple(_tensors(config, architecture)),
         context_length=context_length,
-        window_tokens=window_tokens,
+        window_tokens=max(windows),
         windowed=windowed if architecture.windows and any(windowed) else (),
     )
-
-
-def _smallest_window(config: ModelConfig) -> int:
-    return min(layer.window_tokens for layer in config.layers if layer.window_tokens)
 
 
 # Tensors
@@ -239,9 +240,9 @@ def _tensors(config: ModelConfig, architecture: _Architecture) -> Iterator[GgufT
         shape=(hidden,),
         factor=1 / gain if config.tied_head else 1.0,
     )
-    shapes = layer_shapes(config)
     for layer in range(config.num_layers):
-        for source, parts in _parts(config, architecture).items():
+        shapes = layer_shapes(config, layer)
+        for source, parts in _parts(config, layer, architecture).items():
             row = 0
             for name, rows, interleave in parts:
                 is_query_norm = source == "q_norm"
@@ -251,21 +252,22 @@ def _tensors(config: ModelConfig, architecture: _Architecture) -> Iterator[GgufT
                     shape=(rows, *shapes[source][1:]),
                     start=row,
                     interleave=interleave,
-                    factor=_query_gain(config, architecture) if is_query_norm else 1.0,
+                    factor=_query_gain(config, layer, architecture) if is_query_norm else 1.0,
                 )
                 row += rows
             assert row == shapes[source][0]
 
 
 def _parts(
-    config: ModelConfig, architecture: _Architecture
+    config: ModelConfig, layer: int, architecture: _Architecture
 ) -> dict[str, tuple[tuple[str, int, int], ...]]:
     """Canonical weight of a layer -> (tensor, its rows, interleave) in the order of its rows."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    mixer, inner = config.layers[layer].mixer, config.layers[layer].feed.width
+    hidden = config.hidden_size
+    query, key, head = mixer.width, mixer.kv_width, mixer.head_dim
     turned = head if architecture.interleaved else 0
-    query, key = config.num_heads * head, config.num_kv_heads * head
     if architecture.fused:
-        qkv = (("attn_qkv", config.qkv_width, 0),)
+        qkv = (("attn_qkv", mixer.qkv_width, 0),)
         gate_up = (("ffn_up", 2 * inner, 0),)
     else:
         qkv = (("attn_q", query, turned), ("attn_k", key, turned), ("attn_v", key, 0))
@@ -286,7 +288,7 @@ def _parts(
         "down_bias": (("ffn_down", hidden, 0),),
         "post_mlp_norm": (("post_ffw_norm", hidden, 0),),
     }
-    return {name: names[name] for name in layer_shapes(config)}
+    return {name: names[name] for name in layer_shapes(config, layer)}
 
 
 def _embedding_gain(config: ModelConfig, architecture: _Architecture) -> float:
@@ -297,12 +299,12 @@ def _embedding_gain(config: ModelConfig, architecture: _Architecture) -> float:
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
 
 
-def _query_gain(config: ModelConfig, architecture: _Architecture) -> float:
+def _query_gain(config: ModelConfig, layer: int, architecture: _Architecture) -> float:
     """The model's attention scale over llama.cpp's; the norm of a query can carry it."""
     theirs = config.head_dim**-0.5
     if architecture.name == "gemma3" and config.num_layers == GEMMA3_27B_LAYERS:
         theirs = (config.hidden_size // config.num_heads) ** -0.5
-    gain = config.attention_scale / theirs
+    gain = config.layers[layer].mixer.scale / theirs
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference_linear import WIDTHS, BlockFormat, Blocks
+from kvq.reference_linear import BlockFormat, Blocks
 from kvq_export.checkpoint import Checkpoint, read_bytes
 from kvq_export.config import WeightFormat
 from kvq_export.gguf_config import ROPE_TENSORS, GgufShapes, Metadata, read_config
-from kvq_export.gguf_groups import GRIDS, blocks_of, check_type, decode
+from kvq_export.gguf_groups import GRIDS, ROUNDED, blocks_of, check_type, decode
 from kvq_export.gguf_model import tensors_of
 from kvq_export.gguf_tokenizer import read_tokenizer, read_tokens
+from kvq_export.source import format_of_file
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
 from kvq_models.tokenizer import TokenizerFiles
@@ -59,6 +60,11 @@ class GgufRows:
     def grid(self) -> BlockFormat | None:
         """See `Tensor.grid`; a vector is never asked for one."""
         return GRIDS.get(self.kind.name)
+
+    @property
+    def exact(self) -> bool:
+        """See `Tensor.exact`."""
+        return self.kind.name not in ROUNDED
 
     def check(self) -> None:
         """See `Tensor.check`."""
@@ -196,11 +202,8 @@ class GgufSource:
     def weight_format(
         self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
     ) -> WeightFormat:
-        """Every matrix as the file has it where a format holds that; 8 bits elsewhere."""
-        matrices = {name: source for name, source in sources.items() if len(source.shape) == 2}
-        known = {name: checkpoint.format_of(source) for name, source in matrices.items()}
-        kept = {name: form for name, form in known.items() if form is not None}
-        return WeightFormat(bits=max(WIDTHS), others=kept)
+        """See `format_of_file`."""
+        return format_of_file(checkpoint, sources)
 
     def sampling(self) -> Mapping[str, Any]:
         """A GGUF file says none."""

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from kvq.reference_linear import ACTIVATIONS
 from kvq_export.layout import Layout
-from kvq_models.config import ModelConfig
+from kvq_models.config import Activation, ModelConfig
+from kvq_models.products import Product, head_product, layer_products
 from kvq_runtime.bundle import DATA_FILE
+from kvq_runtime.graph_check import linear_attributes, node_path
 
 OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10
@@ -117,25 +118,20 @@ class _Builder:
     def layers(self, hidden: ir.Value) -> ir.Value:
         """All layers: [T, hidden] -> [R, hidden]."""
         for layer in range(self.config.num_layers):
-            path, weights = f"/model/layers.{layer}", f"layers.{layer}"
-            qkv = self._linear(
-                f"{path}/attn/qkv", hidden, f"{weights}.qkv", norm=f"{weights}.attn_norm"
-            )
-            attended = self._attention(layer, qkv)
+            path = f"/model/layers.{layer}"
+            qkv, o, gate_up, down = layer_products(self.config, layer)
+            attended = self._attention(layer, self._linear(qkv, hidden))
             if layer == self.config.num_layers - 1:
                 rows = self.logit_rows
                 attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
                 hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
-            hidden = self._branch(f"{path}/attn/o", attended, f"{weights}.o", hidden)
-            inner = self._linear(
-                f"{path}/mlp/gate_up", hidden, f"{weights}.gate_up", norm=f"{weights}.mlp_norm"
-            )
-            hidden = self._branch(f"{path}/mlp/down", inner, f"{weights}.down", hidden)
+            hidden = self._branch(o, attended, hidden)
+            hidden = self._branch(down, self._linear(gate_up, hidden), hidden)
         return hidden
 
     def logits(self, hidden: ir.Value) -> ir.Value:
         """The final norm and the output head, with its soft cap where the model has one."""
-        logits = self._linear("/model/head", hidden, "head", norm="final_norm")
+        logits = self._linear(head_product(self.config), hidden)
         if self.config.final_softcap > 0:
             cap = self._scalar(self.config.final_softcap)
             logits = self._node("/model/head/softcap/Div", [logits, cap])
@@ -145,9 +141,9 @@ class _Builder:
 
     def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
-        inv_freq = self._inv_freq(self.config.layers[layer].rope)
-        inputs = [qkv, self.positions, self.cache, self.sequence_rows, inv_freq]
-        if self.config.qk_norm:
+        mixer = self.config.layers[layer].mixer
+        inputs = [qkv, self.positions, self.cache, self.sequence_rows, self._inv_freq(mixer.rope)]
+        if mixer.qk_norm:
             inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
         attributes = asdict(self.config.attention(layer))
         # An integral value read from JSON must not turn a float attribute into an integer.
@@ -155,100 +151,76 @@ class _Builder:
         out = self._node(f"{path}/Attention", inputs, domain="kvq", **attributes)
         # No shape inference knows this op, so its output is declared.
         out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["T", self.config.num_heads * self.config.head_dim])
+        out.shape = ir.Shape(["T", mixer.width])
         return out
 
-    def _branch(self, path: str, x: ir.Value, weight: str, hidden: ir.Value) -> ir.Value:
+    def _branch(self, product: Product, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Hidden + the last product of a branch, with the norm between that some models have."""
-        gated = weight.endswith(".down")
-        if not self.config.sandwich_norms:
-            return self._linear(path, x, weight, gated=gated, residual=hidden)
-        kind = "mlp" if gated else "attn"
-        branch = self._linear(path, x, weight, gated=gated)
-        place, _ = weight.rsplit(".", 1)
-        branch = self._rms(f"/model/{place}/post_{kind}_norm", branch, f"{place}.post_{kind}_norm")
-        return self._node(f"/model/{place}/post_{kind}_norm/Add", [hidden, branch])
+        if product.after is None:
+            return self._linear(product, x, hidden)
+        path = f"/model/{'/'.join(product.after.rsplit('.', 1))}"
+        branch = self._rms(path, self._linear(product, x), product.after)
+        return self._node(f"{path}/Add", [hidden, branch])
 
-    def _linear(
-        self,
-        path: str,
-        x: ir.Value,
-        weight: str,
-        *,
-        norm: str = "",
-        gated: bool = False,
-        residual: ir.Value | None = None,
-    ) -> ir.Value:
+    def _linear(self, product: Product, x: ir.Value, residual: ir.Value | None = None) -> ir.Value:
         """Residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
         if self.layout.format.linear == "kvq":
-            return self._own_linear(path, x, weight, norm=norm, gated=gated, residual=residual)
-        if norm:
-            x = self._rms(f"{path}/norm", x, norm)
-        if gated:
-            x = self._gate(path, x)
-        product = self._matmul_nbits(path, x, weight)
-        return product if residual is None else self._node(f"{path}/Add", [residual, product])
+            return self._own_linear(product, x, residual)
+        path = node_path(product)
+        if product.norm is not None:
+            x = self._rms(f"{path}/norm", x, product.norm)
+        if product.gate is not None:
+            x = self._gate(path, product.gate, x)
+        found = self._matmul_nbits(path, product, x)
+        return found if residual is None else self._node(f"{path}/Add", [residual, found])
 
-    def _own_linear(
-        self,
-        path: str,
-        x: ir.Value,
-        weight: str,
-        *,
-        norm: str,
-        gated: bool,
-        residual: ir.Value | None,
-    ) -> ir.Value:
+    def _own_linear(self, product: Product, x: ir.Value, residual: ir.Value | None) -> ir.Value:
         """One node of ours. It applies the view and the mode of its layer by itself."""
-        bias = f"{weight}_bias"
+        is_head = product.layer is None
         inputs = [
             x,
-            self._stored("embed.panels" if self._tied(weight) else f"{weight}.panels"),
-            self._stored(norm) if norm else None,
-            self._stored(bias) if bias in self.layout.tensors else None,
+            self._stored(f"{self._matrix(product)}.panels"),
+            None if product.norm is None else self._stored(product.norm),
+            None if product.bias is None else self._stored(product.bias),
             residual,
             self.weights_view,
-            self.exact_rows if weight == "head" else None,
-            None if weight == "head" else self.layer_modes,
-            self.head_rows if weight == "head" else None,
-            *(self.maps[int(weight.split(".")[1])] if weight.endswith(".qkv") else ()),
+            self.exact_rows if is_head else None,
+            None if is_head else self.layer_modes,
+            self.head_rows if is_head else None,
+            *(() if product.layer is None or product.name != "qkv" else self.maps[product.layer]),
         ]
         while inputs[-1] is None:
             inputs.pop()
-        matrix = self.layout.matrices["embed" if self._tied(weight) else weight]
-        keys_from = self.config.num_heads * self.config.head_dim
+        matrix = self.layout.matrices[self._matrix(product)]
         out = self._node(
-            f"{path}/Linear",
+            f"{node_path(product)}/Linear",
             inputs,
             domain="kvq",
             **asdict(matrix),
-            activation=ACTIVATIONS.index(self.config.activation) if gated else 0,
-            norm_eps=float(self.config.norm_eps),
-            layer=0 if weight == "head" else int(weight.split(".")[1]),
-            first_kept=keys_from if weight.endswith(".qkv") else matrix.rows,
+            **linear_attributes(self.config, product),
         )
         out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["R" if weight == "head" else None, matrix.rows])
+        out.shape = ir.Shape(["R" if is_head else None, matrix.rows])
         return out
 
-    def _gate(self, path: str, both: ir.Value) -> ir.Value:
+    def _gate(self, path: str, activation: Activation, both: ir.Value) -> ir.Value:
         gate, up = self._nodes(f"{path}/Split", [both], 2, axis=-1, num_outputs=2)
-        if self.config.activation == "silu":
+        if activation == "silu":
             gate = self._node(f"{path}/QuickGelu", [gate], domain="com.microsoft", alpha=1.0)
         else:
             gate = self._node(f"{path}/Gelu", [gate], approximate="tanh")
         return self._node(f"{path}/Mul", [gate, up])
 
-    def _matmul_nbits(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+    def _matmul_nbits(self, path: str, product: Product, x: ir.Value) -> ir.Value:
         """ONNX Runtime's product, with the bias where one is stored."""
-        matrix = self.layout.matrices["embed" if self._tied(weight) else weight]
+        matrix = self.layout.matrices[self._matrix(product)]
         inputs: list[ir.Value | None] = [
             x,
-            self._stored(f"{weight}.codes"),
-            self._stored(f"{weight}.scales"),
+            self._stored(f"{product.weight}.codes"),
+            self._stored(f"{product.weight}.scales"),
         ]
-        if f"{weight}_bias" in self.layout.tensors:
-            inputs += [None, None, self._stored(f"{weight}_bias")]
+        if product.bias is not None:
+            inputs += [None, None, self._stored(product.bias)]
         return self._node(
             f"{path}/MatMulNBits",
             inputs,
@@ -280,8 +252,9 @@ class _Builder:
             self.ropes[index] = self._node(f"{path}/Squeeze", [row, self._integers(0)])
         return self.ropes[index]
 
-    def _tied(self, weight: str) -> bool:
-        return weight == "head" and self.config.tied_head
+    def _matrix(self, product: Product) -> str:
+        """The canonical name its matrix is stored under."""
+        return "embed" if product.layer is None and self.config.tied_head else product.weight
 
     def _input(
         self, name: str, dtype: ir.DataType, shape: Sequence[int | str], *, optional: bool = False

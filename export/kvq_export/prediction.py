@@ -128,7 +128,7 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
                 crosses[count, layer] += weighted.T @ attention.kept[layer]
         tokens += len(ids)
         held = [*streams.values(), *attention.kept.values(), *attention.kept.values()]
-        passing = 3 * 4 * len(ids) * (config.num_heads * len(ids) + 2 * config.intermediate_size)
+        passing = 3 * 4 * len(ids) * (config.num_heads * len(ids) + 2 * config.widest_feed)
         text_bytes = max(text_bytes, passing + sum(array.nbytes for array in held))
     sums = sum(array.nbytes for array in (*grams.values(), *crosses.values()))
     maps: dict[int, Maps] = {}
@@ -150,7 +150,7 @@ def _solve(
     kept = slice(config.num_heads * config.head_dim, None)
     own = bundle.read_weight(f"layers.{layer}.qkv", kept).astype(np.float64)
     bias = np.zeros(len(own))
-    if config.qkv_bias:
+    if config.layers[layer].mixer.qkv_bias:
         bias = bundle.read_weight(f"layers.{layer}.qkv_bias")[kept].astype(np.float64)
     norm = np.append(bundle.read_weight(f"layers.{layer}.attn_norm").astype(np.float64), 1.0)
     found = ridge(norm[:, None] * gram * norm, norm[:, None] * cross, np.vstack([own.T, bias]))

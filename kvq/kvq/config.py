@@ -73,7 +73,7 @@ class KvPlan:
     """
 
     k_bits: int = 4
-    v_bits: int = 2
+    v_bits: int = 4
     sink_tokens: int = 4
     tail_tokens: int = PAGE_TOKENS
 

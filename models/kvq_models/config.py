@@ -1,8 +1,9 @@
 """The one description of a model that every other component reads.
 
-Owns `ModelConfig` and its parts: shapes, per-layer attention settings, rotary tables and the
-constants of the arithmetic. Knows nothing about the file a model came from or the names its
-weights had there (see `family`).
+A model is a list of layers between an embedding and a head, and a layer says all of itself: what
+mixes tokens, what feeds each of them forward, where its norms are. Shapes of weights, the forward
+pass, the graph and the check of a graph are derived from the list. Knows nothing about the file a
+model came from or the names its weights had there (see `family`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kvq.config import AttentionParams, CacheShape
 from kvq.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
+# Of each half of a layer: before it, or before it and on what it adds to the stream.
+Norms = Literal["before", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,65 +40,92 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerConfig:
-    """What differs between layers: the window (0 = all tokens), the index into the ropes."""
+class Attention:
+    """Causal attention: `heads` query heads share `kv_heads` key-value heads of `head_dim`.
 
+    `scale` multiplies q.k; a `softcap` c > 0 turns that into c * tanh(x / c) (0 = none); of the
+    tokens the newest `window_tokens` are seen (0 = all). `rope` is the index of its rotary table.
+    `qk_norm`: each query and key head is normalised before it is rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float = 0.0
     window_tokens: int = 0
     rope: int = 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of what it gives: all query heads side by side."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of its keys, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the packed row: query heads, then key heads, then value heads."""
+        return self.width + 2 * self.kv_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense:
+    """A gated MLP: `down` of activation(gate) * up, both of `width` columns."""
+
+    width: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One layer: what its mixer and then its feed make of the stream is added to the stream.
+
+    That is multiplied by `scale` before, which canonical weights have in them.
+    """
+
+    mixer: Attention
+    feed: Dense
+    norms: Norms = "before"
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Everything the arithmetic of a decoder-only model depends on, apart from its weights.
 
-    `attention_scale` multiplies q.k; a soft cap c > 0 turns a value x into c * tanh(x / c) (0 =
-    none); the embedding row is multiplied by `embedding_scale`; norm weights are stored as w -
-    `norm_offset`. `sandwich_norms` adds a norm after attention and after the MLP, before each
-    residual sum. The biases say which linear layers have one.
+    The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
+    canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
+    `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[Layer, ...]
     norm_eps: float
-    activation: Activation
     tied_head: bool
     context_length: int
     ropes: tuple[RopeConfig, ...]
-    layers: tuple[LayerConfig, ...]
-    attention_scale: float
-    attention_softcap: float = 0.0
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     norm_offset: float = 0.0
-    qk_norm: bool = False
-    sandwich_norms: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be a model. Raises ModelError."""
         self._check_numbers()
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads "
-                "evenly; num_attention_heads must be a multiple of num_key_value_heads"
-            )
-        if len(self.layers) != self.num_layers:
-            raise ModelError(
-                f"{len(self.layers)} layers are described, num_hidden_layers is {self.num_layers}"
-            )
-        for layer in self.layers:
-            _check_count("a layer's window_tokens", layer.window_tokens, least=0)
-            _check_count("a layer's rope", layer.rope, least=0, most=len(self.ropes) - 1)
+        for layer in dict.fromkeys(self.layers):
+            self._check_layer(layer)
         for rope in self.ropes:
             if not rope.inv_freq or 2 * len(rope.inv_freq) > self.head_dim:
                 raise ModelError(
@@ -113,15 +143,70 @@ class ModelConfig:
             _check_count(name, getattr(self, name), least=1)
         for name in _REAL:
             _check_real(name, getattr(self, name))
-        if self.activation not in get_args(Activation):
-            raise ModelError(f"the activation {self.activation!r} is none of {Activation}")
+        if not self.layers:
+            raise ModelError("num_layers is 0; it must be a whole number, at least 1")
         for token in (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id):
             _check_count("a token id", token, least=0)
 
+    def _check_layer(self, layer: Layer) -> None:
+        mixer, feed = layer.mixer, layer.feed
+        for name in ("heads", "kv_heads", "head_dim"):
+            _check_count(_CALLED[name], getattr(mixer, name), least=1)
+        _check_count("intermediate_size", feed.width, least=1)
+        _check_count("a layer's window_tokens", mixer.window_tokens, least=0)
+        _check_count("a layer's rope", mixer.rope, least=0, most=len(self.ropes) - 1)
+        _check_real("a layer's scale", layer.scale)
+        _check_real("attention_scale", mixer.scale)
+        _check_real("attention_softcap", mixer.softcap)
+        if mixer.heads % mixer.kv_heads:
+            raise ModelError(
+                f"{mixer.heads} query heads cannot share {mixer.kv_heads} key-value heads "
+                "evenly; num_attention_heads must be a multiple of num_key_value_heads"
+            )
+        for what, value, known in (
+            ("activation", feed.activation, get_args(Activation)),
+            ("place of the norms", layer.norms, get_args(Norms)),
+        ):
+            if value not in known:
+                raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
+        # A sequence owns one cache, whose pages have one shape.
+        first = self.layers[0].mixer
+        if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (
+            first.heads,
+            first.kv_heads,
+            first.head_dim,
+        ):
+            raise ModelError("layers with heads of different numbers or sizes are not possible yet")
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of every layer."""
+        return self.layers[0].mixer.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of every layer."""
+        return self.layers[0].mixer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of every head."""
+        return self.layers[0].mixer.head_dim
+
     @property
     def qkv_width(self) -> int:
-        """Columns of the packed row: query heads, then key heads, then value heads."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Columns of every layer's packed row, see `Attention.qkv_width`."""
+        return self.layers[0].mixer.qkv_width
+
+    @property
+    def widest_feed(self) -> int:
+        """Columns of the widest MLP."""
+        return max(layer.feed.width for layer in self.layers)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -149,21 +234,22 @@ class ModelConfig:
 
     def attention(self, layer: int) -> AttentionParams:
         """The constants of one layer's attention."""
+        mixer = self.layers[layer].mixer
         return AttentionParams(
             layer=layer,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.attention_scale,
-            softcap=self.attention_softcap,
-            window_tokens=self.layers[layer].window_tokens,
-            rope_factor=self.ropes[self.layers[layer].rope].factor,
+            num_heads=mixer.heads,
+            num_kv_heads=mixer.kv_heads,
+            head_dim=mixer.head_dim,
+            scale=mixer.scale,
+            softcap=mixer.softcap,
+            window_tokens=mixer.window_tokens,
+            rope_factor=self.ropes[mixer.rope].factor,
             norm_eps=self.norm_eps,
         )
 
     def inv_freq(self, layer: int, *, long_rope: bool = False) -> np.ndarray:
         """The layer's rotary table, float32 [rotary_dim / 2]; the long one if asked for."""
-        rope = self.ropes[self.layers[layer].rope]
+        rope = self.ropes[self.layers[layer].mixer.rope]
         values = (
             rope.inv_freq if not long_rope or rope.long_inv_freq is None else rope.long_inv_freq
         )
@@ -177,38 +263,24 @@ class ModelConfig:
     def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Rebuild a config from `to_json`'s dict (also after a trip through JSON text).
 
+        Also from the flat form of bundles up to version 6, whose layers differed in two numbers.
         Raises ModelError when a key is missing, unknown or of the wrong kind.
         """
         values = dict(data)
         try:
             values["ropes"] = tuple(_rope_from_json(rope) for rope in values["ropes"])
-            values["layers"] = tuple(LayerConfig(**layer) for layer in values["layers"])
+            if "num_heads" in values:
+                values = _of_flat(values)
+            values["layers"] = tuple(_layer_from_json(layer) for layer in values["layers"])
             values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise ModelError(f"this is not a model configuration: {error}") from error
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "context_length",
-)
-
-
-_REAL = (
-    "norm_eps",
-    "attention_scale",
-    "attention_softcap",
-    "final_softcap",
-    "embedding_scale",
-    "norm_offset",
-)
+_POSITIVE = ("vocab_size", "hidden_size", "context_length")
+_REAL = ("norm_eps", "final_softcap", "embedding_scale", "logits_scale", "norm_offset")
+_CALLED = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
 # What native code counts with.
 _MOST = (1 << 31) - 1
 
@@ -232,3 +304,38 @@ def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
     if data.get("long_inv_freq") is not None:
         values["long_inv_freq"] = tuple(data["long_inv_freq"])
     return RopeConfig(**values)
+
+
+def _layer_from_json(data: Mapping[str, Any]) -> Layer:
+    values = dict(data)
+    return Layer(mixer=Attention(**values.pop("mixer")), feed=Dense(**values.pop("feed")), **values)
+
+
+def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(data)
+    mixer = {
+        name: values.pop(old)
+        for name, old in (
+            ("heads", "num_heads"),
+            ("kv_heads", "num_kv_heads"),
+            ("head_dim", "head_dim"),
+            ("scale", "attention_scale"),
+            ("softcap", "attention_softcap"),
+            ("qk_norm", "qk_norm"),
+            ("qkv_bias", "qkv_bias"),
+            ("output_bias", "output_bias"),
+        )
+    }
+    feed = {
+        name: values.pop(old)
+        for name, old in (
+            ("width", "intermediate_size"),
+            ("activation", "activation"),
+            ("bias", "mlp_bias"),
+        )
+    }
+    norms = "both" if values.pop("sandwich_norms") else "before"
+    layers = [{"mixer": mixer | own, "feed": feed, "norms": norms} for own in values.pop("layers")]
+    if len(layers) != values.pop("num_layers"):
+        raise TypeError(f"{len(layers)} layers are described, num_layers says another number")
+    return values | {"layers": layers}

@@ -6,10 +6,11 @@ A family file starts from these and states only how it differs. Knows no particu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import LayerConfig, ModelConfig
+from kvq_models.config import Attention, Dense, Layer, ModelConfig, Norms
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
@@ -57,6 +58,8 @@ DECODER_KEYS: Mapping[str, Key] = {
     "add_cross_attention": MustEqual(False),
 }
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 FIM_QWEN = FimNames(
     prefix="<|fim_prefix|>",
     suffix="<|fim_suffix|>",
@@ -87,30 +90,45 @@ def decoder_config(
     *,
     rope_kinds: Sequence[str] = ROPE_SCALINGS,
     partial_rotation: bool = False,
+    mixer: Mapping[str, Any] = _NOTHING,
+    feed: Mapping[str, Any] = _NOTHING,
+    norms: Norms = "before",
+    scale: float = 1.0,
+    own: Sequence[Mapping[str, Any]] | None = None,
     **overrides: Any,
 ) -> ModelConfig:
     """The config of a family built from `DECODER_KEYS`; `overrides` replace its fields.
 
-    Without overrides: one rotary table for all layers, no windows, scale 1 / sqrt(head_dim),
-    SiLU.
+    `norms` and `scale` are fields of every layer, `mixer` and `feed` those of its `Attention` and
+    `Dense`, `own` those of the `Attention` of each layer that differ. Without them: one rotary
+    table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family
+    reads attention_bias or mlp_bias and the file has it so.
     """
     head_dim = head_dim_of(values)
-    layers = values["num_hidden_layers"]
+    shared: dict[str, Any] = {
+        "heads": values["num_attention_heads"],
+        "kv_heads": values["num_key_value_heads"] or values["num_attention_heads"],
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "qkv_bias": values.get("attention_bias", False),
+        "output_bias": values.get("attention_bias", False),
+    } | dict(mixer)
+    count = values["num_hidden_layers"]
+    each = (_NOTHING,) * count if own is None else own
+    if len(each) != count:
+        raise CheckpointError(f"{len(each)} layers are described, num_hidden_layers is {count}")
+    dense = Dense(width=values["intermediate_size"], bias=values.get("mlp_bias", False), **feed)
     fields: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
-        "num_layers": layers,
-        "num_heads": values["num_attention_heads"],
-        "num_kv_heads": values["num_key_value_heads"] or values["num_attention_heads"],
-        "head_dim": head_dim,
-        "intermediate_size": values["intermediate_size"],
         "norm_eps": values["rms_norm_eps"],
-        "activation": "silu",
         "tied_head": values["tie_word_embeddings"],
         "context_length": values["max_position_embeddings"],
-        "layers": (LayerConfig(),) * layers,
-        "attention_scale": head_dim**-0.5,
+        "layers": tuple(
+            Layer(mixer=Attention(**(shared | dict(one))), feed=dense, norms=norms, scale=scale)
+            for one in each
+        ),
         "bos_token_id": values["bos_token_id"],
         "eos_token_ids": token_ids(values["eos_token_id"]),
     }

@@ -15,6 +15,7 @@ import numpy as np
 from kvq.errors import CheckpointError
 from kvq_models.config import ModelConfig
 from kvq_models.keys import Key, read_keys
+from kvq_models.products import layer_products
 
 MOST_LAYERS = 4096
 
@@ -33,11 +34,12 @@ class FimNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSource:
-    """A canonical weight of this shape is the row-wise concatenation of `parts`, plus `offset`."""
+    """A canonical weight of this shape: the rows of `parts`, plus `offset`, times `scale`."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     offset: float = 0.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,16 +84,20 @@ class Family:
         """Every canonical weight of the model, in the order of the forward pass."""
         sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
         for layer in range(config.num_layers):
-            for name, shape in layer_shapes(config).items():
+            for name, shape in layer_shapes(config, layer).items():
                 sources[f"layers.{layer}.{name}"] = WeightSource(
                     parts=tuple(
                         f"model.layers.{layer}.{part}" for part in self.layer_weights[name]
                     ),
                     shape=shape,
                     offset=config.norm_offset if name.endswith("_norm") else 0.0,
+                    scale=config.layers[layer].scale if name in _last(config, layer) else 1.0,
                 )
         sources["final_norm"] = WeightSource(
-            parts=("model.norm.weight",), shape=(config.hidden_size,), offset=config.norm_offset
+            parts=("model.norm.weight",),
+            shape=(config.hidden_size,),
+            offset=config.norm_offset,
+            scale=config.logits_scale,
         )
         if not config.tied_head:
             sources["head"] = _embedding_source(config, "lm_head.weight")
@@ -102,27 +108,25 @@ def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
     return WeightSource(parts=(name,), shape=(config.vocab_size, config.hidden_size))
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
+    """What the output of each half of a layer is linear in, by canonical name."""
+    if config.layers[index].norms == "both":
+        return ("post_attn_norm", "post_mlp_norm")
+    return ("o", "o_bias", "down", "down_bias")
+
+
+def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Shape of each canonical weight of one layer; a linear layer's is [out, in]."""
-    hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,)}
-    shapes["qkv"] = (config.qkv_width, hidden)
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (config.qkv_width,)
-    if config.qk_norm:
-        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    shapes["o"] = (hidden, heads_width)
-    if config.output_bias:
-        shapes["o_bias"] = (hidden,)
-    if config.sandwich_norms:
-        shapes["post_attn_norm"] = (hidden,)
-    shapes["mlp_norm"] = (hidden,)
-    shapes["gate_up"] = (2 * config.intermediate_size, hidden)
-    if config.mlp_bias:
-        shapes["gate_up_bias"] = (2 * config.intermediate_size,)
-    shapes["down"] = (hidden, config.intermediate_size)
-    if config.mlp_bias:
-        shapes["down_bias"] = (hidden,)
-    if config.sandwich_norms:
-        shapes["post_mlp_norm"] = (hidden,)
-    return shapes
+    mixer = config.layers[index].mixer
+    shapes: dict[str, tuple[int, ...]] = {}
+    for product in layer_products(config, index):
+        if product.norm is not None:
+            shapes[product.norm] = (product.columns,)
+        shapes[product.weight] = (product.rows, product.columns)
+        if product.bias is not None:
+            shapes[product.bias] = (product.rows,)
+        if product.name == "qkv" and mixer.qk_norm:
+            shapes |= {"q_norm": (mixer.head_dim,), "k_norm": (mixer.head_dim,)}
+        if product.after is not None:
+            shapes[product.after] = (product.rows,)
+    return {name.rpartition(".")[2]: shape for name, shape in shapes.items()}

@@ -18,13 +18,7 @@ from kvq_models.keys import Default
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config(
-        "llama",
-        values,
-        qkv_bias=values["attention_bias"],
-        output_bias=values["attention_bias"],
-        mlp_bias=values["mlp_bias"],
-    )
+    return decoder_config("llama", values)
 
 
 FAMILY = Family(

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.config import LayerConfig, ModelConfig
+from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, FIM_STARCODER, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family, FimNames
 from kvq_models.keys import Required
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    layer = LayerConfig(window_tokens=values["sliding_window"] or 0)
-    return decoder_config("mistral", values, layers=(layer,) * values["num_hidden_layers"])
+    window = {"window_tokens": values["sliding_window"] or 0}
+    return decoder_config("mistral", values, mixer=window)
 
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.config import LayerConfig, ModelConfig
+from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, MustEqual
@@ -13,13 +13,12 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     renamed = {key: _renamed(values[key]) for key in ("rope_scaling", "rope_parameters")}
-    layer = LayerConfig(window_tokens=values["sliding_window"] or 0)
     return decoder_config(
         "phi3",
         {**values, **renamed},
         rope_kinds=("default", "longrope"),
         partial_rotation=True,
-        layers=(layer,) * values["num_hidden_layers"],
+        mixer={"window_tokens": values["sliding_window"] or 0},
     )
 
 

@@ -11,7 +11,9 @@ from kvq_models.windows import WINDOW_KEYS, qwen_layers
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config("qwen2", values, qkv_bias=True, layers=qwen_layers("qwen2", values))
+    return decoder_config(
+        "qwen2", values, mixer={"qkv_bias": True}, own=qwen_layers("qwen2", values)
+    )
 
 
 FAMILY = Family(

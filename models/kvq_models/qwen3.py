@@ -14,10 +14,8 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "qwen3",
         values,
-        qk_norm=True,
-        qkv_bias=values["attention_bias"],
-        output_bias=values["attention_bias"],
-        layers=qwen_layers("qwen3", values),
+        mixer={"qk_norm": True},
+        own=qwen_layers("qwen3", values),
     )
 
 

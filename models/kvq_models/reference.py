@@ -77,7 +77,7 @@ def forward(
             continue
         if layer in predicted:
             qkv = _qkv(config, weight, layer, hidden)
-            first = config.num_heads * config.head_dim
+            first = config.layers[layer].mixer.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
                 norm = weight(f"layers.{layer}.attn_norm")
@@ -103,21 +103,28 @@ def _attention(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    name = f"layers.{layer}."
+    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
     qkv = _qkv(config, weight, layer, hidden)
     attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
     output = attended @ weight(name + "o").T
-    if config.output_bias:
+    if mixer.output_bias:
         output = output + weight(name + "o_bias")
-    if config.sandwich_norms:
-        output = normalize(output, weight(name + "post_attn_norm"), config.norm_eps)
-    return hidden + output
+    return hidden + _after(config, weight, layer, output, "post_attn_norm")
 
 
 def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name = f"layers.{layer}."
     qkv = normalize(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
-    return qkv + weight(name + "qkv_bias") if config.qkv_bias else qkv
+    return qkv + weight(name + "qkv_bias") if config.layers[layer].mixer.qkv_bias else qkv
+
+
+def _after(
+    config: ModelConfig, weight: Weights, layer: int, output: np.ndarray, norm: str
+) -> np.ndarray:
+    """What a half of a layer adds to the stream, normalised where the model has it so."""
+    if config.layers[layer].norms == "before":
+        return output
+    return normalize(output, weight(f"layers.{layer}.{norm}"), config.norm_eps)
 
 
 def _attend_with(
@@ -130,14 +137,14 @@ def _attend_with(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    name = f"layers.{layer}."
+    name, normed = f"layers.{layer}.", config.layers[layer].mixer.qk_norm
     return attend(
         config.attention(layer),
         qkv,
         positions,
         config.inv_freq(layer, long_rope=long_rope),
-        weight(name + "q_norm") if config.qk_norm else None,
-        weight(name + "k_norm") if config.qk_norm else None,
+        weight(name + "q_norm") if normed else None,
+        weight(name + "k_norm") if normed else None,
     )
 
 
@@ -145,26 +152,22 @@ def _attend_to_zeros(
     config: ModelConfig, layer: int, positions: np.ndarray, attend: Attend
 ) -> None:
     """A cache counts the layers that have seen a pass, those that do nothing too."""
-    params = config.attention(layer)
-    heads = params.num_heads + 2 * params.num_kv_heads
-    qkv = np.zeros((len(positions), heads * params.head_dim), np.float32)
-    attend(params, qkv, positions, config.inv_freq(layer), None, None)
+    qkv = np.zeros((len(positions), config.layers[layer].mixer.qkv_width), np.float32)
+    attend(config.attention(layer), qkv, positions, config.inv_freq(layer), None, None)
 
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    name = f"layers.{layer}."
+    name, feed = f"layers.{layer}.", config.layers[layer].feed
     inner = (
         normalize(hidden, weight(name + "mlp_norm"), config.norm_eps) @ weight(name + "gate_up").T
     )
-    if config.mlp_bias:
+    if feed.bias:
         inner = inner + weight(name + "gate_up_bias")
-    gate, up = inner[:, : config.intermediate_size], inner[:, config.intermediate_size :]
-    output = (ACTIVATIONS[config.activation](gate) * up) @ weight(name + "down").T
-    if config.mlp_bias:
+    gate, up = inner[:, : feed.width], inner[:, feed.width :]
+    output = (ACTIVATIONS[feed.activation](gate) * up) @ weight(name + "down").T
+    if feed.bias:
         output = output + weight(name + "down_bias")
-    if config.sandwich_norms:
-        output = normalize(output, weight(name + "post_mlp_norm"), config.norm_eps)
-    return hidden + output
+    return hidden + _after(config, weight, layer, output, "post_mlp_norm")
 
 
 def softcap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -19,12 +19,16 @@ from kvq_models.decoder import token_ids
 from kvq_models.family import Family
 
 FAMILIES: Mapping[str, str] = {
+    "gemma": "kvq_models.gemma:FAMILY",
+    "gemma2": "kvq_models.gemma2:FAMILY",
     "gemma3_text": "kvq_models.gemma3_text:FAMILY",
+    "granite": "kvq_models.granite:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
     "mistral": "kvq_models.mistral:FAMILY",
     "phi3": "kvq_models.phi3:FAMILY",
     "qwen2": "kvq_models.qwen2:FAMILY",
     "qwen3": "kvq_models.qwen3:FAMILY",
+    "smollm3": "kvq_models.smollm3:FAMILY",
 }
 
 
@@ -45,8 +49,10 @@ def _unsupported(model_type: object) -> str:
     return text
 
 
-def read_checkpoint(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """Family, config and config.json of a checkpoint folder.
+def read_checkpoint(
+    folder: Path, apart: str | None = None
+) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """Family, config and config.json of a checkpoint folder, without the key that is read `apart`.
 
     End tokens of generation_config.json, where there is one, join those of config.json. Raises
     CheckpointError when a file is missing or is not JSON, UnsupportedModelError as `family_for`
@@ -57,7 +63,7 @@ def read_checkpoint(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise CheckpointError(
             f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint"
         )
-    config_json = read_json(path)
+    config_json = {key: value for key, value in read_json(path).items() if key != apart}
     family = family_for(config_json)
     config = family.config(config_json)
     generation = folder / "generation_config.json"

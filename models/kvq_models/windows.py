@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.errors import UnsupportedModelError
-from kvq_models.config import LayerConfig
 from kvq_models.keys import Default, Key
 
 WINDOW_KEYS: Mapping[str, Key] = {
@@ -26,12 +25,14 @@ def typed_layers(
     window_tokens: int | None,
     *,
     sliding_rope: int = 0,
-) -> tuple[LayerConfig, ...]:
-    """One LayerConfig per entry of layer_types; sliding layers use the rotary table `sliding_rope`.
+) -> tuple[Mapping[str, int], ...]:
+    """What is each layer's own of its attention, by layer_types.
+
+    Sliding layers use the rotary table `sliding_rope`.
 
     Raises UnsupportedModelError for another type, or a sliding layer where no window is set.
     """
-    layers: list[LayerConfig] = []
+    layers: list[Mapping[str, int]] = []
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(
@@ -39,18 +40,18 @@ def typed_layers(
                 "supported: full_attention, sliding_attention"
             )
         if layer_type == "full_attention":
-            layers.append(LayerConfig())
+            layers.append({})
         elif window_tokens is None or window_tokens < 1:
             raise UnsupportedModelError(
                 f"a sliding_attention layer of {model_type} needs sliding_window, "
                 f"which is {window_tokens}"
             )
         else:
-            layers.append(LayerConfig(window_tokens=window_tokens, rope=sliding_rope))
+            layers.append({"window_tokens": window_tokens, "rope": sliding_rope})
     return tuple(layers)
 
 
-def qwen_layers(model_type: str, values: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
+def qwen_layers(model_type: str, values: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
     """Qwen's windows: none unless use_sliding_window, then from layer max_window_layers on.
 
     layer_types, where present, says it layer by layer instead.

@@ -114,7 +114,9 @@ class Auxiliary:
         self._maps = list(zip(told["served_by"], base.bundle.auxiliary_maps(), strict=True))
         self._config: ModelConfig = base.bundle.config
         self._norms = [
-            base.bundle.read_weight(f"layers.{layer}.k_norm") if self._config.qk_norm else None
+            base.bundle.read_weight(f"layers.{layer}.k_norm")
+            if self._config.layers[layer].mixer.qk_norm
+            else None
             for layer in range(self._config.num_layers)
         ]
         self._reader = Reader(own, context_tokens)

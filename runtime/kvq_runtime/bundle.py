@@ -35,17 +35,17 @@ from kvq.reference_linear import (
 )
 from kvq.settings import cache_folder
 from kvq_models.config import ModelConfig
-from kvq_models.family import layer_shapes
+from kvq_models.products import products
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
 
 FORMAT = "kvq-bundle"
-# What this version writes, and the one it still writes for a GGUF file alone. Graphs of earlier
-# versions have other weights and inputs.
-VERSION = 6
+VERSION = 7
+# Also read: these describe their layers otherwise, and the first is for a GGUF file alone.
 GGUF_VERSION = 2
+READ_VERSIONS = (GGUF_VERSION, 6, VERSION)
 # Those whose calibration was for older formats of pages, or whose weights lie otherwise.
 OLD_VERSIONS = (3, 4, 5)
 MANIFEST_FILE = "kvq.json"
@@ -171,7 +171,7 @@ class Manifest:
         """The object written to `kvq.json`, its own checksum included."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "version": GGUF_VERSION if self.weights is None else VERSION,
+            "version": VERSION,
             "name": self.name,
             "model_type": self.config.model_type,
             "config": self.config.to_json(),
@@ -394,12 +394,7 @@ class Bundle:
 
     def form(self, name: str) -> PanelFormat:
         """Shape and format of a canonical matrix."""
-        config = self.config
-        shape = (
-            (config.vocab_size, config.hidden_size)
-            if name in ("embed", "head")
-            else layer_shapes(config)[name.rsplit(".", 1)[-1]]
-        )
+        shape = self._matrix_shapes[name]
         return PanelFormat.of(self._graph_weights.format_of(name), shape)
 
     @property
@@ -460,6 +455,13 @@ class Bundle:
             if wrong or len({w.shape for w in found}) > 1:
                 raise ValueError(f"a map is of shape {(wrong or [found[0].shape])[0]}")
             return tuple(w.astype(np.float32) for w in found)
+
+    @cached_property
+    def _matrix_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """[rows, columns] of every matrix, by canonical name."""
+        config = self.config
+        layers = {product.weight: (product.rows, product.columns) for product in products(config)}
+        return layers | {"embed": (config.vocab_size, config.hidden_size)}
 
     @property
     def _graph_weights(self) -> WeightInfo:
@@ -581,9 +583,8 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _matrices(config: ModelConfig) -> set[str]:
     """Canonical names of what is quantised."""
-    layer = [name for name, shape in layer_shapes(config).items() if len(shape) > 1]
-    inside = {f"layers.{i}.{name}" for i in range(config.num_layers) for name in layer}
-    return inside | ({"embed"} if config.tied_head else {"embed", "head"})
+    tied = {"head"} if config.tied_head else set[str]()
+    return {"embed"} | {product.weight for product in products(config)} - tied
 
 
 def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
@@ -659,7 +660,7 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
             "reads; export the model again"
         )
-    if version not in (GGUF_VERSION, VERSION):
+    if version not in READ_VERSIONS:
         raise BundleError(
             f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
         )

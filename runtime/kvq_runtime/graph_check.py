@@ -8,7 +8,6 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from kvq.errors import BundleError
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
 from kvq_models.config import ModelConfig
+from kvq_models.products import Product, products
 
 # Fields of onnx.proto's messages.
 _GRAPH = 7
@@ -25,7 +25,6 @@ _NODE_NAME, _OPERATOR, _ATTRIBUTES = 3, 4, 5
 _ATTRIBUTE_NAME, _FLOAT, _INTEGER = 1, 2, 3
 _VALUE_TYPE, _TENSOR_TYPE, _SHAPE, _DIMENSION, _SIZE = 2, 1, 2, 1, 1
 
-_LAYER = "/model/layers."
 _ORT_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
 
 Fields = Mapping[int, list[Any]]
@@ -58,7 +57,8 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     if wrong:
         raise _refused(path, wrong[0])
     others = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
-    if others - (set() if own else {_ORT_ACTIVATIONS[config.activation]}):
+    gates = {_ORT_ACTIVATIONS[layer.feed.activation] for layer in config.layers}
+    if others - (set() if own else gates):
         raise _refused(path, "the activation")
     if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
         raise _refused(path, "the number of layers")
@@ -76,56 +76,47 @@ def _refused(path: Path, what: str) -> BundleError:
 def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     """Operator and attributes of what decides which tokens a layer looks at, by name."""
     return {
-        f"{_LAYER}{layer}/attn/Attention": ("Attention", asdict(config.attention(layer)))
+        f"/model/layers.{layer}/attn/Attention": ("Attention", asdict(config.attention(layer)))
         for layer in range(config.num_layers)
+    }
+
+
+def node_path(product: Product) -> str:
+    """What the name of a product's node begins with."""
+    inside = "" if product.layer is None else f"layers.{product.layer}/"
+    return f"/model/{inside}{product.place}"
+
+
+def linear_attributes(config: ModelConfig, product: Product) -> dict[str, Any]:
+    """What a node of `kvq::Linear` says beside the shape and format of its matrix."""
+    return {
+        "activation": 0 if product.gate is None else ACTIVATIONS.index(product.gate),
+        "norm_eps": float(config.norm_eps),
+        "layer": product.layer or 0,
+        "first_kept": product.first_kept,
     }
 
 
 def _own_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
     size = {"rows": config.vocab_size, "columns": config.hidden_size}
-    embed, head = (size | asdict(format_of(name)) for name in ("embed", "head"))
-    nodes: dict[str, Node] = {
-        "/model/Embed": ("Embed", embed),
-        "/model/head/Linear": ("Linear", head | {"activation": 0}),
-    }
-    activation = ACTIVATIONS.index(config.activation)
-    for layer, (name, (columns, rows)) in _matrices(config):
-        facts = {"rows": rows, "columns": columns, "layer": layer}
-        facts |= asdict(format_of(_canonical(layer, name)))
-        facts |= {"activation": activation if name == "mlp/down" else 0}
-        facts |= {"norm_eps": float(config.norm_eps)}
-        facts |= {"first_kept": config.num_heads * config.head_dim if name == "attn/qkv" else rows}
-        nodes[f"{_LAYER}{layer}/{name}/Linear"] = ("Linear", facts)
+    nodes: dict[str, Node] = {"/model/Embed": ("Embed", size | asdict(format_of("embed")))}
+    for product in products(config):
+        facts = {"rows": product.rows, "columns": product.columns}
+        facts |= asdict(format_of(product.weight)) | linear_attributes(config, product)
+        nodes[f"{node_path(product)}/Linear"] = ("Linear", facts)
     return nodes
 
 
 def _matmul_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """Those of a graph of ONNX Runtime's MatMulNBits."""
-    head = ("MatMulNBits", {"K": config.hidden_size, "N": config.vocab_size})
-    nodes: dict[str, Node] = {"/model/head/MatMulNBits": head}
-    for layer, (name, (columns, rows)) in _matrices(config):
-        form = format_of(_canonical(layer, name))
-        facts = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block}
-        nodes[f"{_LAYER}{layer}/{name}/MatMulNBits"] = ("MatMulNBits", facts)
+    nodes: dict[str, Node] = {}
+    for product in products(config):
+        form = format_of(product.weight)
+        facts = {"K": product.columns, "N": product.rows}
+        facts |= {"bits": form.bits, "block_size": form.block}
+        nodes[f"{node_path(product)}/MatMulNBits"] = ("MatMulNBits", facts)
     return nodes
-
-
-def _canonical(layer: int, name: str) -> str:
-    """The canonical name of a layer's matrix, by that of its node."""
-    return f"layers.{layer}.{name.rpartition('/')[2]}"
-
-
-def _matrices(config: ModelConfig) -> Iterator[tuple[int, tuple[str, tuple[int, int]]]]:
-    """(layer, (name, (columns, rows))) of every linear layer but the head."""
-    hidden, heads_width = config.hidden_size, config.num_heads * config.head_dim
-    shapes = {
-        "attn/qkv": (hidden, config.qkv_width),
-        "attn/o": (heads_width, hidden),
-        "mlp/gate_up": (hidden, 2 * config.intermediate_size),
-        "mlp/down": (config.intermediate_size, hidden),
-    }
-    return product(range(config.num_layers), shapes.items())
 
 
 def _agrees(wanted: Node, found: Node | None) -> bool:

@@ -244,7 +244,7 @@ def test_the_manifest_holds_policy_and_sensitivity(
     bundle: Bundle, sensitivity: Sensitivity
 ) -> None:
     data = json.loads((bundle.path / MANIFEST_FILE).read_text())
-    assert data["kv"] == {"k_bits": 4, "v_bits": 2, "sink_tokens": 4, "policy": "h2o:recent=0.25"}
+    assert data["kv"] == {"k_bits": 4, "v_bits": 4, "sink_tokens": 4, "policy": "h2o:recent=0.25"}
     assert sorted(data["sensitivity"]) == sorted(FIELDS)
     for name in FIELDS:
         for value in np.ravel(data["sensitivity"][name]):

@@ -35,14 +35,14 @@ from kvq_export.random_bundle import random_bundle
 from kvq_export.staging import staged
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_export.writer import stored
-from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
 from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
-from tiny import checkpoint_weights, make_llama_checkpoint
+from tiny import altered, checkpoint_weights, make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False)
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -126,22 +126,16 @@ def frequencies(half: int) -> tuple[float, ...]:
     return tuple(map(float, np.float32(10_000.0) ** -(np.arange(half) / half)))
 
 
+LAYER = Layer(mixer=Attention(heads=4, kv_heads=2, head_dim=16, scale=0.25), feed=Dense(width=96))
 BASE = ModelConfig(
     model_type="llama",
     vocab_size=97,
     hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
+    layers=(LAYER,) * 2,
     norm_eps=1e-6,
-    activation="silu",
     tied_head=True,
     context_length=128,
     ropes=(RopeConfig(inv_freq=frequencies(8)),),
-    layers=(LayerConfig(),) * 2,
-    attention_scale=0.25,
 )
 LONG = RopeConfig(
     inv_freq=frequencies(6),
@@ -153,24 +147,30 @@ CONFIGS = {
     "llama": BASE,
     "untied, padded blocks": dataclasses.replace(BASE, tied_head=False, hidden_size=80),
     "tied, padded blocks": dataclasses.replace(BASE, hidden_size=80),
-    "biases": dataclasses.replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "qwen3": dataclasses.replace(BASE, model_type="qwen3", qk_norm=True),
+    "biases": altered(BASE, mixer={"qkv_bias": True, "output_bias": True}, feed={"bias": True}),
+    "qwen3": altered(BASE, model_type="qwen3", mixer={"qk_norm": True}),
     "phi3": dataclasses.replace(BASE, model_type="phi3", ropes=(LONG,)),
-    "gemma3": dataclasses.replace(
-        BASE,
+    "gemma3": altered(
+        dataclasses.replace(
+            BASE,
+            layers=(
+                dataclasses.replace(
+                    LAYER, mixer=dataclasses.replace(LAYER.mixer, window_tokens=4, rope=1)
+                ),
+                LAYER,
+            ),
+            ropes=(
+                RopeConfig(inv_freq=frequencies(8)),
+                RopeConfig(inv_freq=frequencies(8), factor=1.1),
+            ),
+        ),
         model_type="gemma3_text",
-        qk_norm=True,
-        sandwich_norms=True,
-        activation="gelu_tanh",
+        mixer={"qk_norm": True, "softcap": 3.0},
+        feed={"activation": "gelu_tanh"},
+        norms="both",
         norm_offset=1.0,
         embedding_scale=8.0,
-        attention_softcap=3.0,
         final_softcap=5.0,
-        ropes=(
-            RopeConfig(inv_freq=frequencies(8)),
-            RopeConfig(inv_freq=frequencies(8), factor=1.1),
-        ),
-        layers=(LayerConfig(window_tokens=4, rope=1), LayerConfig()),
     ),
 }
 FORMATS = [WeightFormat(bits=8), WeightFormat(bits=4, block=64, embedding_bits=4)]
@@ -248,7 +248,7 @@ class CutGraph:
         for layer in range(config.num_layers):
             (qkv,) = self.session.run([f"qkv.{layer}"], feeds)
             norms = [None, None]
-            if config.qk_norm:
+            if config.layers[0].mixer.qk_norm:
                 norms = [self.bundle.read_weight(f"layers.{layer}.{n}_norm") for n in "qk"]
             table = config.inv_freq(layer, long_rope=True)
             feeds[f"attended.{layer}"] = attend(
@@ -433,7 +433,7 @@ def test_the_standard_graph_asks_for_int8_products(tmp_path: Path) -> None:
 
 def test_a_plain_layer_is_five_nodes(tmp_path: Path) -> None:
     def count(layers: int) -> int:
-        config = dataclasses.replace(BASE, num_layers=layers, layers=(LayerConfig(),) * layers)
+        config = dataclasses.replace(BASE, layers=(LAYER,) * layers)
         bundle = random_bundle(config, tmp_path / f"{layers}")
         return len(list(ir.load(bundle.model_path).graph))
 
@@ -760,7 +760,7 @@ def test_report_compares_weights_alone_and_everything(tmp_path: Path) -> None:
     assert report["weights"]["kv"] == "fp"
     assert abs(report["weights"]["mean_kld"]) < 1e-5
     assert report["weights"]["top1_agreement"] == 1.0
-    assert report["weights_and_kv"]["kv"] == "4:2"
+    assert report["weights_and_kv"]["kv"] == "4:4"
     assert 0.1 < report["weights_and_kv"]["mean_kld"] < report["weights_and_kv"]["kld_99_9"]
 
 
@@ -771,7 +771,7 @@ def test_an_export_reports_its_own_quality(tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "bundle" / "kvq.json").read_text())["quality"]
     assert report is not None
     assert report["tokens"] == 6 * quality.MAX_TOKENS > 2000
-    assert report["weights_and_kv"]["kv"] == "4:2"
+    assert report["weights_and_kv"]["kv"] == "4:4"
     assert 0 <= report["weights"]["mean_kld"] < 0.05
     assert report["weights"]["mean_kld"] < report["weights_and_kv"]["mean_kld"] < 2
     assert report["weights"]["top1_agreement"] > 0.9

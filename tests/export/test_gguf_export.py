@@ -28,10 +28,10 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.gguf_blocks import pack_blocks
 from kvq_export.gguf_model import gguf_model
-from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import GGUF_FILE, GGUF_VERSION, MANIFEST_FILE, VERSION, Bundle, GgufInfo
+from kvq_runtime.bundle import GGUF_FILE, MANIFEST_FILE, VERSION, Bundle, GgufInfo
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from logits import divergence
@@ -303,7 +303,7 @@ def test_chunks_of_some_rows_are_whole_heads(tmp_path: Path, rows: range) -> Non
 
 def config_of(checkpoint: Callable[[str], Path], name: str, **changes: Any) -> ModelConfig:
     _, config, _ = read_checkpoint(checkpoint(name))
-    return dataclasses.replace(config, **changes)
+    return tiny.altered(config, **changes)
 
 
 def test_what_llama_cpp_does_not_compute_is_refused_by_name(
@@ -311,16 +311,16 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
 ) -> None:
     refusals: dict[str, ModelConfig] = {
         "as gemma3, which does not compute a soft cap on attention": config_of(
-            checkpoint, "gemma3", attention_softcap=30.0
+            checkpoint, "gemma3", mixer={"softcap": 30.0}
         ),
         "as qwen3, which does not compute a bias on the attention's output": config_of(
-            checkpoint, "qwen3", output_bias=True
+            checkpoint, "qwen3", mixer={"output_bias": True}
         ),
         "as qwen3, which does not compute a rotary table": config_of(
             checkpoint, "qwen3", ropes=(RopeConfig(inv_freq=tuple(np.linspace(1, 0.1, 64))),)
         ),
         "as llama, which does not compute its scale of attention": config_of(
-            checkpoint, "llama", attention_scale=0.5
+            checkpoint, "llama", mixer={"scale": 0.5}
         ),
         "as phi3, .* not as wide as its hidden states; not as llama, .* rotate in part": config_of(
             checkpoint, "phi3-longrope", hidden_size=96
@@ -355,8 +355,9 @@ def test_scales_llama_cpp_has_no_key_for_go_into_weights(
     assert untied["output.weight"] == untied["output_norm.weight"] == 1
     changed = [name for name, factor in factors.items() if factor != 1]
     assert len(changed) == 2 + config.num_layers
-    deep = dataclasses.replace(
-        config, num_layers=62, layers=config.layers[:1] * 62, attention_scale=(640 // 4) ** -0.5
+    deep = tiny.altered(
+        dataclasses.replace(config, layers=config.layers[:1] * 62),
+        mixer={"scale": (640 // 4) ** -0.5},
     )
     factors = {tensor.name: tensor.factor for tensor in gguf_model(deep).tensors}
     assert factors["blk.61.attn_q_norm.weight"] == 1
@@ -384,7 +385,7 @@ def test_a_window_ends_the_context(
     assert "no window of 24 tokens for this family: the GGUF file says 24" in caplog.text
     assert field(bundle, "llama.context_length") == 24
     assert field(bundle, "llama.attention.sliding_window") == 24
-    wide = config_of(checkpoint, "mistral-window", layers=(LayerConfig(window_tokens=4096),) * 2)
+    wide = config_of(checkpoint, "mistral-window", mixer={"window_tokens": 4096})
     assert gguf_model(wide).context_length == wide.context_length
     windows = field(export(checkpoint("gemma3"), "q8_0"), "gemma3.attention.sliding_window_pattern")
     assert windows == [True, True, False, True]
@@ -406,7 +407,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert (bundle.has_onnx, bundle.has_gguf) == (kind != "gguf", kind != "onnx")
     assert (manifest.weights is None) == (kind == "gguf")
     written = json.loads((bundle.path / MANIFEST_FILE).read_text())
-    assert written["version"] == (GGUF_VERSION if kind == "gguf" else VERSION)
+    assert written["version"] == VERSION
     quality = written["quality"]
     assert set(quality) - {"text", "tokens"} == {
         *(["weights", "kv", "weights_and_kv"] if bundle.has_onnx else []),

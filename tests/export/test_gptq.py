@@ -118,7 +118,7 @@ def opened(tmp_path: Path) -> tuple[Original, Tokenizer]:
 def test_segments_are_of_every_kind(opened: tuple[Original, Tokenizer]) -> None:
     original, tokenizer = opened
     segments = calibration_segments(tokenizer, original.config)
-    columns = max(original.config.hidden_size, original.config.intermediate_size)
+    columns = max(original.config.hidden_size, original.config.widest_feed)
     assert segments.shape[1] == min(512, original.config.context_length)
     assert segments.size == pytest.approx(8 * columns, rel=0.5)
     texts = [tokenizer.decode(row.tolist()) for row in segments]

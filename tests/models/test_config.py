@@ -38,8 +38,8 @@ def test_query_heads_must_share_kv_heads_evenly(heads: int, kv_heads: int) -> No
         CacheShape(num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=64)
 
 
-def test_default_plan_is_k4_v2_with_four_sinks_and_a_page_of_newest_tokens() -> None:
-    assert dataclasses.astuple(KvPlan()) == (4, 2, 4, 64)
+def test_default_plan_is_k4_v4_with_four_sinks_and_a_page_of_newest_tokens() -> None:
+    assert dataclasses.astuple(KvPlan()) == (4, 4, 4, 64)
     assert KvPlan().quantized
     assert not KvPlan(k_bits=16, v_bits=16).quantized
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import tiny
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference import normalize
-from kvq_models.config import LayerConfig, ModelConfig, RopeConfig
+from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -25,7 +26,7 @@ from kvq_models.registry import FAMILIES, family_for, read_checkpoint
 
 # Largest difference of a float32 logit; logits here have a standard deviation near 3. Two float32
 # implementations that sum in different orders stay below 4e-5.
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
 SHORT, LONG = 48, 200  # tokens: within and beyond the 64 tokens the scaled ropes were "trained" on
 
 
@@ -85,6 +86,63 @@ def test_config_survives_json(checkpoint: Path) -> None:
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
+def flat(config: ModelConfig) -> dict[str, Any]:
+    """The config as bundles of version 6 have it."""
+    data = config.to_json()
+    layers, first = data.pop("layers"), config.layers[0]
+    del data["logits_scale"]
+    return data | {
+        "num_layers": len(layers),
+        "num_heads": first.mixer.heads,
+        "num_kv_heads": first.mixer.kv_heads,
+        "head_dim": first.mixer.head_dim,
+        "intermediate_size": first.feed.width,
+        "activation": first.feed.activation,
+        "layers": [
+            {name: layer["mixer"][name] for name in ("window_tokens", "rope")} for layer in layers
+        ],
+        "attention_scale": first.mixer.scale,
+        "attention_softcap": first.mixer.softcap,
+        "qk_norm": first.mixer.qk_norm,
+        "sandwich_norms": first.norms == "both",
+        "qkv_bias": first.mixer.qkv_bias,
+        "output_bias": first.mixer.output_bias,
+        "mlp_bias": first.feed.bias,
+    }
+
+
+def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
+    _, config, _ = read_checkpoint(checkpoint)
+    # They knew no such multipliers.
+    unscaled = tuple(dataclasses.replace(layer, scale=1.0) for layer in config.layers)
+    config = dataclasses.replace(config, layers=unscaled, logits_scale=1.0)
+    old = json.loads(json.dumps(flat(config)))
+    assert ModelConfig.from_json(old) == config
+    for name in ("num_layers", "head_dim", "layers"):
+        with pytest.raises(ModelError, match="not a model configuration"):
+            ModelConfig.from_json({key: old[key] for key in old if key != name})
+    with pytest.raises(ModelError, match="num_layers says another number"):
+        ModelConfig.from_json({**old, "num_layers": 99})
+
+
+def test_what_no_layer_can_be_is_refused() -> None:
+    config = family_for(llama_json()).config(llama_json())
+    for message, change in {
+        "query heads cannot share": {"mixer": {"kv_heads": 3}},
+        "the activation 'relu' is none of silu, gelu_tanh": {"feed": {"activation": "relu"}},
+        "the place of the norms 'after' is none of": {"norms": "after"},
+        "a layer's rope is 1; it must be at most 0": {"mixer": {"rope": 1}},
+        "num_heads is 0; it must be a whole number": {"mixer": {"heads": 0}},
+    }.items():
+        with pytest.raises(ModelError, match=message):
+            tiny.altered(config, **change)
+    narrow = tiny.altered(config, mixer={"heads": 2, "kv_heads": 1}).layers
+    with pytest.raises(ModelError, match="heads of different numbers or sizes"):
+        dataclasses.replace(config, layers=config.layers[:1] + narrow[:1])
+    with pytest.raises(ModelError, match="num_layers is 0"):
+        dataclasses.replace(config, layers=())
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_row_of_the_table_imports(model_type: str) -> None:
     module, name = FAMILIES[model_type].split(":")
@@ -137,7 +195,8 @@ def test_inverse_frequencies_equal_transformers_within_one_bit(case: str, tmp_pa
             theirs = buffers[name].numpy()
             assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
             compared += 1
-    assert compared == len(config.ropes)
+    turning = [rope for rope in config.ropes if any(rope.inv_freq)]
+    assert compared == len(turning)
 
 
 OLD_AND_NEW_ROPES = [
@@ -183,8 +242,10 @@ def test_gemma3_old_keys_mean_the_same() -> None:
     family = family_for(common)
     config = family.config({**common, **old})
     assert config == family.config({**common, **new})
-    assert [layer.rope for layer in config.layers] == [1, 1, 1, 1, 1, 0] * 2
-    assert [layer.window_tokens for layer in config.layers] == [4096] * 5 + [0] + [4096] * 5 + [0]
+    assert [layer.mixer.rope for layer in config.layers] == [1, 1, 1, 1, 1, 0] * 2
+    assert [layer.mixer.window_tokens for layer in config.layers] == [4096] * 5 + [0] + [
+        4096
+    ] * 5 + [0]
 
 
 def test_gemma3_scale_is_rounded_to_the_checkpoint_type() -> None:
@@ -304,10 +365,13 @@ def test_rms_norm_of_a_known_row() -> None:
 
 
 REFUSED = [
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: gemma3_text, llama"),
+    (
+        {"model_type": "mamba"},
+        "model_type 'mamba' is not supported; supported: gemma, gemma2, gemma3_text",
+    ),
     ({"model_type": "gemma3"}, "it sees images"),
     ({"model_type": None}, "names no model_type"),
-    ({"model_type": ["llama"]}, "is not supported; supported: gemma3_text"),
+    ({"model_type": ["llama"]}, "is not supported; supported: gemma, gemma2"),
     ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported for llama; supported: 'silu'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "supported: default, linear, llama3, y"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "key mrope_section"),
@@ -381,9 +445,10 @@ ODD = [
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
-    window = {} if model_type == "llama" else {"sliding_window": 8}
-    keys = llama_json(model_type=model_type, **window)
+    keys = llama_json(model_type=model_type)
     family = family_for(keys)
+    needed = {"sliding_window": 8, "attn_logit_softcapping": 9.0, "final_logit_softcapping": None}
+    keys |= {name: needed[name] for name in needed.keys() & family.keys.keys()}
     assert family.config(keys).head_dim == 64
     for name in family.keys:
         for odd in ODD:
@@ -396,7 +461,35 @@ def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
 
 def test_mistral_null_window_means_none() -> None:
     keys = llama_json(model_type="mistral", sliding_window=None)
-    assert family_for(keys).config(keys).layers == (LayerConfig(), LayerConfig())
+    layers = family_for(keys).config(keys).layers
+    assert [layer.mixer.window_tokens for layer in layers] == [0, 0]
+
+
+def test_gemma2_says_whether_it_has_soft_caps() -> None:
+    """Where a file leaves them out transformers has its own; null is none."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None}
+    keys = llama_json(model_type="gemma2", **caps)
+    config = family_for(keys).config(keys)
+    assert [layer.mixer.softcap for layer in config.layers] == [50.0, 50.0]
+    assert config.final_softcap == 0
+    for name in caps:
+        with pytest.raises(CheckpointError, match=f"lacks {name}"):
+            family_for(keys).config({key: keys[key] for key in keys if key != name})
+
+
+def test_which_layers_of_smollm3_turn() -> None:
+    def ropes(**told: Any) -> list[int]:
+        keys = llama_json(model_type="smollm3", num_hidden_layers=5, **told)
+        config = family_for(keys).config(keys)
+        assert config.ropes[1].inv_freq == (0.0,)
+        return [layer.mixer.rope for layer in config.layers]
+
+    assert ropes() == [0, 0, 0, 1, 0]
+    assert ropes(no_rope_layer_interval=2) == [0, 1, 0, 1, 0]
+    assert ropes(no_rope_layers=[0, 1, 1, 1, 0]) == [1, 0, 0, 0, 1]
+    for odd in ([2, 1, 1, 1, 1], [1, 0]):
+        with pytest.raises(ModelError):
+            ropes(no_rope_layers=odd)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
@@ -405,8 +498,8 @@ def test_qwen_windows_start_at_max_window_layers(model_type: str) -> None:
     keys |= {"max_window_layers": 1}
     off = family_for(keys).config(keys)
     on = family_for(keys).config({**keys, "use_sliding_window": True})
-    assert [layer.window_tokens for layer in off.layers] == [0, 0, 0]
-    assert [layer.window_tokens for layer in on.layers] == [0, 9, 9]
+    assert [layer.mixer.window_tokens for layer in off.layers] == [0, 0, 0]
+    assert [layer.mixer.window_tokens for layer in on.layers] == [0, 9, 9]
 
 
 def test_switched_off_unknown_keys_are_accepted() -> None:

@@ -225,11 +225,11 @@ def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: st
         assert stats.evicted_share == 0
         # 4 pages are closed; 40 newer tokens and 4 sinks are not.
         assert stats.mean_k_bits == (256 * 4 + 44 * 16) / 300
-        assert stats.mean_v_bits == (256 * 2 + 44 * 16) / 300
+        assert stats.mean_v_bits == (256 * 4 + 44 * 16) / 300
         session.prefill(prompt(200))
         # The context is longer than the budget: with 7 pages closed something gives way.
         more = session.stats()
-        assert more.evicted_share > 0 or more.mean_v_bits < (448 * 2 + 52 * 16) / 500
+        assert more.evicted_share > 0 or more.mean_v_bits < (448 * 4 + 52 * 16) / 500
 
 
 def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> 
 def test_defaults_come_from_the_bundle(engine: Engine) -> None:
     with engine.session() as session:
         assert session.config.context_tokens == 512
-        assert (session.config.plan.k_bits, session.config.plan.v_bits) == (4, 2)
+        assert (session.config.plan.k_bits, session.config.plan.v_bits) == (4, 4)
         # everything the context can hold stays at the plan's widths
         assert session.config.budget_bytes < 512 * 1024
     with engine.session(kv_budget="512tok") as same:
@@ -372,7 +372,7 @@ def test_what_an_answer_asks_of_its_session_reaches_it(
 
 def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
     engine = Engine.open(folder, backend="reference", threads=2)
-    shown = "'bundle': reference, threads=2, context_tokens=512, kv=4:2>"
+    shown = "'bundle': reference, threads=2, context_tokens=512, kv=4:4>"
     assert repr(engine) == f"<kvq.Engine {shown}"
     engine.close()
     assert repr(engine) == f"<kvq.Engine {shown.replace(' ', ' closed, ', 1)}"

@@ -79,7 +79,7 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
     kept = slice(config.num_heads * config.head_dim, None)
     own = opened.read_weight(f"layers.{first}.qkv", kept)
     np.testing.assert_allclose(weights, own, atol=2e-4)
-    if config.qkv_bias:
+    if config.layers[first].mixer.qkv_bias:
         own_bias = opened.read_weight(f"layers.{first}.qkv_bias")[kept]
         np.testing.assert_allclose(bias, own_bias, atol=2e-4)
     else:

@@ -315,7 +315,7 @@ def test_a_text_needs_a_tokenizer_and_a_session_says_what_it_is() -> None:
     session.prefill("23")
     session.prefill("45")
     assert session.tokens == (1, 2, 3, 0, 4, 5)
-    assert repr(session) == "<kvq.Session: 6 of 1000 tokens, kv=4:2, budget=1000 bytes>"
+    assert repr(session) == "<kvq.Session: 6 of 1000 tokens, kv=4:4, budget=1000 bytes>"
 
 
 def test_logits_of_every_token() -> None:

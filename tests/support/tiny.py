@@ -8,16 +8,19 @@ or position shows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvq_models.config import Layer, ModelConfig, Norms
 from kvq_models.family import layer_shapes
 from kvq_models.reference import Weights
 from kvq_models.registry import family_for, read_checkpoint
@@ -135,6 +138,28 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": _LONGROPE,
         },
     ),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 48,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 15.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.75,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
     "gemma3": (
         "gemma3_text",
         {
@@ -219,8 +244,11 @@ def checkpoint_weights(folder: Path) -> Weights:
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= read_safetensors(path)
     canonical = {
-        name: np.concatenate([tensors[part] for part in source.parts]).astype(np.float32)
-        + np.float32(source.offset)
+        name: np.float32(source.scale)
+        * (
+            np.concatenate([tensors[part] for part in source.parts]).astype(np.float32)
+            + np.float32(source.offset)
+        )
         for name, source in family.weights(config).items()
     }
     return canonical.__getitem__
@@ -274,6 +302,26 @@ def make_llama_checkpoint(
     return folder
 
 
+def altered(
+    config: ModelConfig,
+    *,
+    mixer: Mapping[str, Any] = MappingProxyType({}),
+    feed: Mapping[str, Any] = MappingProxyType({}),
+    norms: Norms | None = None,
+    **fields: Any,
+) -> ModelConfig:
+    """The config with these fields, and every layer of it with these of its parts."""
+    layers = tuple(
+        Layer(
+            mixer=dataclasses.replace(layer.mixer, **mixer),
+            feed=dataclasses.replace(layer.feed, **feed),
+            norms=norms or layer.norms,
+        )
+        for layer in config.layers
+    )
+    return dataclasses.replace(config, **({"layers": layers} | fields))
+
+
 def llama_tensor_shapes(config_json: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> shape of a llama checkpoint with this config.json."""
     family = family_for(config_json)
@@ -283,13 +331,13 @@ def llama_tensor_shapes(config_json: Mapping[str, Any]) -> dict[str, tuple[int, 
         "self_attn.q_proj": config.num_heads * config.head_dim,
         "self_attn.k_proj": kv_width,
         "self_attn.v_proj": kv_width,
-        "mlp.gate_proj": config.intermediate_size,
-        "mlp.up_proj": config.intermediate_size,
+        "mlp.gate_proj": config.widest_feed,
+        "mlp.up_proj": config.widest_feed,
     }
     embedding = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embedding}
     for layer in range(config.num_layers):
-        for name, shape in layer_shapes(config).items():
+        for name, shape in layer_shapes(config, layer).items():
             for part in family.layer_weights[name]:
                 first = rows.get(part.rpartition(".")[0], shape[0])
                 shapes[f"model.layers.{layer}.{part}"] = (first, *shape[1:])

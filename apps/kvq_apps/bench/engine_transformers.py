@@ -191,7 +191,7 @@ class TransformersSequence:
 def _refusal(config: ModelConfig) -> str | None:
     if config.model_type not in FAMILIES:
         return f"it is a {config.model_type}; this peer knows {', '.join(FAMILIES)}"
-    if any(layer.window_tokens for layer in config.layers):
+    if any(layer.mixer.window_tokens for layer in config.layers):
         return "it has attention windows"
     return None
 
@@ -216,10 +216,11 @@ def _model(bundle: Bundle, dtype: Any, device: str) -> Any:
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
     """As config.json has them; rotary tables are put into the model itself."""
+    mixer, feed = config.layers[0].mixer, config.layers[0].feed
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": feed.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -227,8 +228,8 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_head,
-        "attention_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
+        "attention_bias": mixer.output_bias,
+        "mlp_bias": feed.bias,
         "sliding_window": None,
     }
 

@@ -34,10 +34,10 @@ from kvq_apps.bench.report import comparisons, passes
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.random_bundle import random_bundle
-from kvq_models.config import LayerConfig
 from kvq_models.registry import family_for
 from kvq_runtime import gpu
 from kvq_runtime.bundle import Bundle
+from tiny import altered
 from tiny_shape import COMMON
 
 SCALED_ROPE = shapes.SHAPES["llama-3.2-1b"]["rope_scaling"]
@@ -159,7 +159,7 @@ def test_gguf_weights_are_the_bundles(
         expected["output.weight"] = bundle.read_weight("head")
     for layer in range(config.num_layers):
         parts = {}
-        for kind in ("weight", *(["bias"] if config.qkv_bias else [])):
+        for kind in ("weight", *(["bias"] if config.layers[0].mixer.qkv_bias else [])):
             name = f"layers.{layer}.qkv" + ("_bias" if kind == "bias" else "")
             q, k, v = np.split(bundle.read_weight(name), [q_rows, q_rows + kv_rows])
             if case == "llama":
@@ -169,7 +169,11 @@ def test_gguf_weights_are_the_bundles(
         parts |= {"ffn_gate.weight": gate, "ffn_up.weight": up}
         names = {"attn_output": "o", "ffn_down": "down"}
         names |= {"attn_norm": "attn_norm", "ffn_norm": "mlp_norm"}
-        names |= {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"} if config.qk_norm else {}
+        names |= (
+            {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
+            if config.layers[0].mixer.qk_norm
+            else {}
+        )
         for theirs, ours in names.items():
             parts[f"{theirs}.weight"] = bundle.read_weight(f"layers.{layer}.{ours}")
         expected |= {f"blk.{layer}.{name}": value for name, value in parts.items()}
@@ -199,12 +203,14 @@ def test_gguf_carries_a_scaled_rotary_table(make: Make, tmp_path: Path) -> None:
 def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
     config = make("qwen2").config
     assert gguf_file.refusal(config) is None
-    windows = replace(config, layers=(LayerConfig(window_tokens=8),) * 2)
+    windows = altered(config, mixer={"window_tokens": 8})
     assert gguf_file.refusal(windows) == "it has attention windows"
     scaled = replace(config, model_type="gemma3_text", embedding_scale=2.0)
     assert gguf_file.refusal(scaled) == "it has scaled embeddings"
-    assert "a soft cap on attention" in str(gguf_file.refusal(replace(config, attention_softcap=5)))
-    odd = replace(config, intermediate_size=200)
+    assert "a soft cap on attention" in str(
+        gguf_file.refusal(altered(config, mixer={"softcap": 5}))
+    )
+    odd = altered(config, feed={"width": 200})
     assert gguf_file.refusal(odd) == "it has rows that are not whole blocks of 32"
     qwen3 = replace(make("qwen3").config, ropes=make("llama").config.ropes)
     assert "as qwen3, which does not compute a rotary table" in str(gguf_file.refusal(qwen3))
@@ -333,7 +339,7 @@ def test_the_table_names_every_case(make: Make, capsys: pytest.CaptureFixture[st
     assert "tiny" not in out
     assert all(
         text in out
-        for text in ("decode ms", "kvq", "8:2", "fp32", "of 1 row", "growth", "of memory")
+        for text in ("decode ms", "kvq", "8:4", "fp32", "of 1 row", "growth", "of memory")
     )
     assert out.count("onnxruntime  fp32") >= 2
 

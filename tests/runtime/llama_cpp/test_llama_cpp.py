@@ -519,7 +519,11 @@ def test_an_impossible_edit_is_refused_by_name(make: Make, windowed: Engine) -> 
 def test_a_bundle_opens_as_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
     options = ExportOptions(
-        format="both", gguf_type="q8_0", quality=False, weights=WeightFormat(bits=8)
+        format="both",
+        gguf_type="q8_0",
+        kv=KvPlan(k_bits=4, v_bits=2),
+        quality=False,
+        weights=WeightFormat(bits=8),
     )
     folder = export_model(source, tmp_path / "both", options).path
     rows = {}

@@ -1,0 +1,111 @@
+"""The products with weights that a model is made of, in the order of the forward pass.
+
+Derived from the list of layers: graphs are written by it and checked against it. Knows no width
+of a weight and no node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvq_models.config import Activation, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: the head.
+
+    What enters it is normalised by `norm`, or, with a `gate`, is activation(first half) * other
+    half. What comes out is normalised by `after`. Where a pass wants the layer's keys and values
+    alone, the last `kept` rows are computed.
+    """
+
+    weight: str
+    place: str
+    rows: int
+    columns: int
+    layer: int | None
+    norm: str | None = None
+    gate: Activation | None = None
+    bias: str | None = None
+    kept: int = 0
+    after: str | None = None
+
+    @property
+    def first_kept(self) -> int:
+        """The first of the rows that are `kept`."""
+        return self.rows - self.kept
+
+    @property
+    def name(self) -> str:
+        """What a layer calls it: qkv, o, gate_up, down."""
+        return self.weight.rpartition(".")[2]
+
+
+def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, Product, Product]:
+    """Those of one layer: queries, keys and values; attention's output; gate and up; down."""
+    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
+    mixer, feed = layer.mixer, layer.feed
+    attn_after, mlp_after = (
+        (f"{name}.post_attn_norm", f"{name}.post_mlp_norm")
+        if layer.norms == "both"
+        else (None, None)
+    )
+    return (
+        Product(
+            weight=f"{name}.qkv",
+            bias=f"{name}.qkv_bias" if mixer.qkv_bias else None,
+            place="attn/qkv",
+            rows=mixer.qkv_width,
+            columns=hidden,
+            layer=index,
+            kept=2 * mixer.kv_width,
+            norm=f"{name}.attn_norm",
+        ),
+        Product(
+            weight=f"{name}.o",
+            bias=f"{name}.o_bias" if mixer.output_bias else None,
+            place="attn/o",
+            rows=hidden,
+            columns=mixer.width,
+            layer=index,
+            after=attn_after,
+        ),
+        Product(
+            weight=f"{name}.gate_up",
+            bias=f"{name}.gate_up_bias" if feed.bias else None,
+            place="mlp/gate_up",
+            rows=2 * feed.width,
+            columns=hidden,
+            layer=index,
+            norm=f"{name}.mlp_norm",
+        ),
+        Product(
+            weight=f"{name}.down",
+            bias=f"{name}.down_bias" if feed.bias else None,
+            place="mlp/down",
+            rows=hidden,
+            columns=feed.width,
+            layer=index,
+            gate=feed.activation,
+            after=mlp_after,
+        ),
+    )
+
+
+def head_product(config: ModelConfig) -> Product:
+    """The output head, which may share the embedding's matrix."""
+    return Product(
+        weight="head",
+        place="head",
+        rows=config.vocab_size,
+        columns=config.hidden_size,
+        layer=None,
+        norm="final_norm",
+    )
+
+
+def products(config: ModelConfig) -> Iterator[Product]:
+    """All of a model, the head last."""
+    for layer in range(config.num_layers):
+        yield from layer_products(config, layer)
+    yield head_product(config)
