@@ -54,8 +54,11 @@ EXTRAS = {
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
-# How the system and its loader say that memory had no room.
-_UNMAPPED = re.compile(r"failed to map segment|[Cc]annot allocate memory|can't start new thread")
+# How the system, its loader and a library that was refused some say that memory had no room.
+_UNMAPPED = re.compile(
+    r"failed to map segment|[Cc]annot allocate memory|can't start new thread|"
+    r"error return without exception set"
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -12,25 +12,18 @@ from hypothesis import strategies as st
 from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.formats import page_bytes
-from kvq.policies import POLICIES, Sensitivity, policy_named
+from kvq.policies import POLICIES, policy_named
 from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, eviction_prices, hull_steps, tempered
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
 SIZES = page_bytes_at(RUNGS, evidence(all_at(8, 8)))
+# Of a model of one or two layers, which are edges: an error counts as what it is.
+UNIT = EDGE / DIM
 
 
 def relieve(facts, bytes_short, columns_short=0, policy="budget"):
     return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
-
-
-def flat(layers: int, heads: int = 2, **weights: float) -> Sensitivity:
-    """The same price in every head."""
-    ones, nats, norms = np.ones((layers, heads)), np.zeros((layers, 3)), np.zeros(layers)
-    prices = {name: weights.get(name, 1.0) * ones for name in ("key", "value", "evict")}
-    return Sensitivity(
-        **prices, key_bits_nats=nats, value_bits_nats=nats, key_norm=norms, value_norm=norms
-    )
 
 
 def test_rungs_and_their_bytes() -> None:
@@ -98,19 +91,17 @@ def test_steps_of_a_page_fall_and_end_in_eviction_and_prices_rise() -> None:
 
 def test_the_side_that_costs_less_loses_its_bits() -> None:
     errors = {"key_error": 1e-4, "value_error": 1e-6, "evict_error": 1.0}
-    cheap_values = evidence(all_at(8, 8), sensitivity=flat(2), **errors)
+    cheap_values = evidence(all_at(8, 8), output_square=UNIT, **errors)
     assert {tuple(a[3:]) for a in relieve(cheap_values, 1)} == {(8, 6)}
     errors = {"key_error": 1e-6, "value_error": 1e-4, "evict_error": 1.0}
-    cheap_keys = evidence(all_at(8, 8), sensitivity=flat(2), **errors)
+    cheap_keys = evidence(all_at(8, 8), output_square=UNIT, **errors)
     assert {tuple(a[3:]) for a in relieve(cheap_keys, 1)} == {(6, 8)}
-    dear_keys = evidence(all_at(8, 8), sensitivity=flat(2, key=1e5), **errors)
-    assert {tuple(a[3:]) for a in relieve(dear_keys, 1)} == {(8, 6)}
 
 
 def test_an_ignored_page_loses_its_bits_first() -> None:
     error = np.array([1e-5, 1e-9, 1e-5])[None, None]
     facts = evidence(
-        all_at(8, 8), sensitivity=flat(2), key_error=error, value_error=error, evict_error=1.0
+        all_at(8, 8), output_square=UNIT, key_error=error, value_error=error, evict_error=1.0
     )
     assert {action[2] for action in relieve(facts, 4 * (SIZES[0] - SIZES[8]))} == {1}
 
@@ -118,7 +109,7 @@ def test_an_ignored_page_loses_its_bits_first() -> None:
 def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
     """Without it an unobserved page is free to evict; with it, evicting costs what it holds."""
     quiet = {"key_range": 1.0, "value_range": 1.0, "query_square": 1.0, "key_error": 1e-9}
-    facts = evidence(all_at(8, 8), sensitivity=flat(2), **quiet)
+    facts = evidence(all_at(8, 8), output_square=UNIT, **quiet)
     short = 2 * (SIZES[0] - SIZES[8])
     assert {tuple(a[3:]) for a in relieve(facts, short, policy="budget:prior=0")} == {(0, 0)}
     kept = after(facts.widths, relieve(facts, short, policy="budget:prior=0.5"))
@@ -130,7 +121,7 @@ def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
 def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     facts = evidence(
         all_at(8, 8, layers=1, heads=1, columns=4),
-        sensitivity=flat(1, 1),
+        output_square=UNIT,
         key_range=2.4,
         value_range=4.8,
         query_square=3.0,
@@ -149,7 +140,7 @@ def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:
     """What is gone points the same way: n pages err n times as far, n^2 in squares."""
     widths = all_at(8, 8, layers=1, heads=2, columns=4)
     widths[0, 1, 3] = 0
-    facts = evidence(widths, sensitivity=flat(1), evict_error=0.5 * (widths[..., 0] > 0))
+    facts = evidence(widths, output_square=UNIT, evict_error=0.5 * (widths[..., 0] > 0))
     prices = Budget(prior=0).costs(facts)[0, ..., -1]
     assert np.allclose(prices[0], [0.5, 1.5, 2.5, 3.5])
     assert prices[0].cumsum().tolist() == [0.5 * n**2 for n in (1, 2, 3, 4)]
@@ -166,7 +157,7 @@ def test_estimates_go_half_way_to_their_heads_mean() -> None:
     np.testing.assert_allclose(found, [[2, 4, math.sqrt(28), 0]])
 
 
-def test_uncalibrated_layers_count_by_their_output_and_the_edges_more() -> None:
+def test_layers_count_by_their_output_and_the_edges_more() -> None:
     output = np.array([1.0, 2.0, 4.0, 1.0])[:, None, None] / DIM
     facts = evidence(
         all_at(8, 8, layers=4, heads=1, columns=1), key_error=1.0, output_square=output
@@ -175,9 +166,16 @@ def test_uncalibrated_layers_count_by_their_output_and_the_edges_more() -> None:
     assert np.allclose(costs, [EDGE, 1 / 2, 1 / 4, EDGE], rtol=1e-5)
 
 
+def test_what_calibration_says_of_layers_is_for_other_policies() -> None:
+    facts = random_evidence(np.random.default_rng(4), all_at(8, 8), calibrated=True)
+    assert facts.sensitivity is not None
+    plain = Budget().costs(replace(facts, sensitivity=None))
+    np.testing.assert_array_equal(Budget().costs(facts), plain)
+
+
 def test_columns_go_where_their_loss_is_least() -> None:
     gone = np.array([1.0, 0.1, 1.0])[None, None]
-    facts = evidence(all_at(2, 2), sensitivity=flat(2), evict_error=gone)
+    facts = evidence(all_at(2, 2), output_square=UNIT, evict_error=gone)
     actions = relieve(facts, 0, 1)
     assert {action[2] for action in actions} == {1}
     assert not after(facts.widths, actions)[:, :, 1].any()
@@ -187,7 +185,7 @@ def test_enough_is_freed_and_no_more_than_a_step() -> None:
     rng = np.random.default_rng(3)
     facts = evidence(
         all_at(8, 8, columns=9),
-        sensitivity=flat(2),
+        output_square=UNIT,
         key_error=rng.lognormal(-9, 2, (2, 2, 9)),
         value_error=rng.lognormal(-9, 2, (2, 2, 9)),
         evict_error=rng.lognormal(0, 1, (2, 2, 9)),
@@ -205,7 +203,7 @@ def test_pages_enter_at_what_the_newest_ones_of_their_stream_are_worth() -> None
     # What the second head's newest pages hold is worth little; its older ones are as dear as all.
     key_error[0, 1, 2:] = 1e-9
     errors = {"key_error": key_error, "value_error": key_error, "evict_error": 1e9}
-    facts = evidence(widths, sensitivity=flat(1, 1), **errors)
+    facts = evidence(widths, output_square=UNIT, **errors)
     facts = replace(facts, entering=1, entry_widths=np.full((1, 2, 2), 8, np.uint8))
     short = 5 * (SIZES[0] - SIZES[-2])
     relief = policy_named("budget").relieve(facts, short, 0)

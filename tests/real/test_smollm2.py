@@ -122,6 +122,34 @@ def test_an_edited_text_goes_on_as_one_that_was_read_whole(engine: Engine) -> No
     assert same[:8].mean() >= 0.5
 
 
+def test_a_predicted_prompt_becomes_what_a_computed_one_is(engine: Engine) -> None:
+    ids = engine.tokenizer.encode(CODE * 4, start=True)
+    with engine.session(kv="fp") as computed:
+        computed.prefill(ids)
+        expected = [step.token for step in computed.generate(16, sampling=GREEDY)]
+    with engine.session(kv="fp", predict="50%") as predicted:
+        predicted.prefill(ids)
+        assert predicted.stats().predicted_tokens > len(ids) / 2
+        assert not predicted.exact
+        while predicted.refresh(max_tokens=256):
+            pass
+        assert predicted.exact
+        assert predicted.stats().predicted_tokens == 0
+        assert [step.token for step in predicted.generate(16, sampling=GREEDY)] == expected
+
+
+def test_several_drafts_differ_and_none_changes_the_text(engine: Engine) -> None:
+    with engine.session(kv="4:4", draft_tokens=64) as session:
+        session.prefill(CODE)
+        before = session.tokens
+        drafts = session.drafts(3, 12)
+        assert session.tokens == before
+        assert len({draft.text for draft in drafts}) == 3
+        assert all(draft.logprob <= 0 for draft in drafts)
+        plain = "".join(step.text for step in session.generate(12, sampling=GREEDY))
+    assert plain.startswith(drafts[0].text)
+
+
 def test_a_saved_session_goes_on_where_it_was(engine: Engine, tmp_path: Path) -> None:
     with engine.session() as first:
         first.prefill(CODE)

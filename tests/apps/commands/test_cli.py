@@ -316,12 +316,12 @@ def test_inspect_shows_the_manifest_and_bytes_per_token(
     report = ask("inspect", bundle)
     manifest = json.loads((Path(bundle) / "kvq.json").read_text())
     assert manifest.items() <= report.items()
-    # 2 layers of 2 KV heads of 64 channels: 32 + 16 bytes of codes and 4 + 4 of constants
-    assert report["bytes_per_token"] == 2 * 2 * (32 + 16 + 2 + 2 + 0.25)
+    # 2 layers of 2 KV heads of 64 channels: 32 + 32 bytes of codes and 4 + 4 of constants
+    assert report["bytes_per_token"] == 2 * 2 * (32 + 32 + 2 + 2 + 0.25)
     assert report["fp16_bytes_per_token"] == 2 * 2 * 64 * 2 * 2
     assert main(["inspect", bundle]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "KV per token 209 bytes (1024 at 16 bits, 4.9 times as much)" in shown
+    assert "KV per token 273 bytes (1024 at 16 bits, 3.8 times as much)" in shown
 
 
 EVAL_KEYS = {"task", "context", "kv", "policy", "kv_bytes", "value", "unit", "n"}

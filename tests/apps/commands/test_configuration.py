@@ -563,7 +563,7 @@ def test_doctor_says_whether_the_model_fits(
         "state": "is exported on first use",
     }
     found = doctor(capsys, "-m", str(folder))["model"]
-    assert (found["state"], found["kv"], found["context"]) == ("ok", "4:2", 512)
+    assert (found["state"], found["kv"], found["context"]) == ("ok", "4:4", 512)
     assert found["fits"] is (device.probe().memory_free_bytes > 0 or None)
     (folder / "model.onnx").unlink()
     found = doctor(capsys, "-m", str(folder))["model"]

@@ -47,7 +47,7 @@ def test_run_json_holds_the_lasting_keys(bundle: str, ask: Ask) -> None:
     assert report["finish_reason"] == "length"
     assert 0 < report["kv_bytes"] <= report["kv_bytes_peak"] <= report["kv_budget"]
     assert (report["mean_k_bits"], report["mean_v_bits"], report["evicted_share"]) == (16, 16, 0)
-    assert (report["kv"], report["context"]) == ("4:2", 512)
+    assert (report["kv"], report["context"]) == ("4:4", 512)
 
 
 def test_a_seed_repeats_a_run(bundle: str, ask: Ask) -> None:
@@ -143,7 +143,7 @@ def test_what_was_given_up_is_told_in_a_line(bundle: str, home: dict[str, str]) 
     assert b"given up" not in kvq(*words, "1MiB", home=home).stderr
     used = kvq(*words, "192KiB", "-u", home=home).stderr
     assert b"given up to fit" not in used
-    held = f"192.0 KiB, which holds {report['budget_tokens']} of 512 tokens at 4:2 before it gives"
+    held = f"192.0 KiB, which holds {report['budget_tokens']} of 512 tokens at 4:4 before it gives"
     assert held.encode() in used
 
 
