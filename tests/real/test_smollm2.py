@@ -88,9 +88,10 @@ def test_a_cache_of_few_bits_stays_near_an_unquantised_one(
 def test_pass_keys_are_found_in_a_long_text(
     context: int, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The key is expected behind "The pass key is"; what is written there may be a definition."""
     words = ("eval", "-m", name, "--task", "passkey", "--context", str(context - 64))
     found = asked(capsys, *words, "--trials", "1", "--depths", "0.2,0.8")
-    assert found["value"] >= 0.5
+    assert found["answer_nats"] < 1  # a digit by chance: 2.3
 
 
 def test_guessed_tokens_change_nothing(
