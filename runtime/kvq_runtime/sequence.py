@@ -7,14 +7,17 @@ is not committed: a prompt's piece commits every row, a verified draft the rows 
 An edit in the middle leaves gaps: tokens that are pending although tokens behind them are cached.
 
 What needs a model is written as a generator that yields a `Call` and is sent a `Passed`, so that
-one sequence alone (`run`) and many in one pass (`kvq_runtime.serving`) are served by one code.
+one sequence alone (`run`) and many in one pass (`run_all`, `kvq_runtime.serving`) are served by
+one code.
 """
 
 import collections.abc
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -632,6 +635,34 @@ def forward_all(calls: collections.abc.Sequence[Call[Any]]) -> list[Passed]:
             together = [i for i in range(place, len(calls)) if first.joins(calls[i])]
             answers |= zip(together, _forward([calls[i] for i in together]), strict=True)
     return [answers[place] for place in range(len(calls))]
+
+
+def run_all(works: Iterable[Work[Any, T]], at_once: int) -> Iterator[tuple[int, T]]:
+    """What each of `works` returns, with its place among them, as they end.
+
+    `at_once` of them share passes; the next begins when one of these has ended. Raises what any of
+    them raises, and what a pass does; the others are closed.
+    """
+    numbered = enumerate(works)
+    due = deque[tuple[int, Work[Any, T], Passed | None]](
+        (place, work, None) for place, work in islice(numbered, at_once)
+    )
+    asking: list[tuple[int, Work[Any, T], Call[Any]]] = []
+    try:
+        while due:
+            while due:
+                place, work, passed = due.popleft()
+                try:
+                    asking.append((place, work, work.send(passed)))  # type: ignore[arg-type]
+                except StopIteration as end:
+                    yield place, end.value
+                    due += ((place, work, None) for place, work in islice(numbered, 1))
+            answers = forward_all([call for _, _, call in asking])
+            due += ((asked[0], asked[1], one) for asked, one in zip(asking, answers, strict=True))
+            asking = []
+    finally:
+        for _, work, _ in [*asking, *due]:
+            work.close()
 
 
 def _forward(calls: collections.abc.Sequence[Call[C]]) -> list[Passed]:

@@ -380,6 +380,13 @@ class Session(Generic[C]):
             self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
         return taken.steps, drafted_s + passed.seconds + chosen_s
 
+    def answering(self, options: GenerationOptions) -> Work[C, list[Step]]:
+        """All of an answer, as work that shares its passes (`sequence.run_all`); its steps."""
+        generation, steps = self.begin(options), list[Step]()
+        while generation.finish_reason is None:
+            steps += (yield from self.stepping(generation))[0]
+        return steps
+
     def fits_beside(self, answers: int, max_tokens: int | None, begin_with: bytes = b"") -> bool:
         """Whether so many answers of so many tokens can be written side by side; see `beside`."""
         if max_tokens is None or not self._backend.takes_trees:

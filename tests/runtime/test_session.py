@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.hunks import common_prefix
+from kvq_runtime.sequence import run_all
 from kvq_runtime.session import Session
 
 VOCABULARY = 64
@@ -42,8 +44,19 @@ class Letters:
         return "�" if self.half else ""
 
 
+def rule_backend(capacity_tokens: int = 10_000) -> RuleBackend:
+    """The next token is the sum of all tokens so far, modulo the vocabulary."""
+    return RuleBackend(
+        lambda tokens: sum(tokens) % VOCABULARY,
+        vocab_size=VOCABULARY,
+        stop_ids=[END],
+        capacity_tokens=capacity_tokens,
+    )
+
+
 def open_session(
     *,
+    backend: RuleBackend | None = None,
     context_tokens: int = 1000,
     chunk_tokens: int = 4,
     seed: int = 0,
@@ -52,14 +65,10 @@ def open_session(
     encode: Callable[..., list[int]] | None = None,
     **facts: object,
 ) -> Session[RuleCache]:
-    """The next token is the sum of all tokens so far, modulo the vocabulary."""
-    backend = RuleBackend(
-        lambda tokens: sum(tokens) % VOCABULARY,
-        vocab_size=VOCABULARY,
-        stop_ids=[END],
-        capacity_tokens=capacity_tokens,
-    )
-    backend.on_pass = on_pass
+    """A session of `backend`, or of a `rule_backend` of its own."""
+    if backend is None:
+        backend = rule_backend(capacity_tokens)
+        backend.on_pass = on_pass
     backend.model = replace(backend.model, **facts)
     return Session(
         backend=backend,
@@ -198,6 +207,46 @@ def test_cancel_ends_after_the_step_at_hand() -> None:
     assert [step.token for step in steps] == [2, 4]
     assert [step.finish_reason for step in steps] == [None, "cancelled"]
     assert session.tokens == (1, 1, 2, 4)
+
+
+def answers_of_three(fails_at: int) -> tuple[list[Session[RuleCache]], list[int], Iterator[Any]]:
+    """Sessions of one model, rows of each pass, the answers two at a time; one pass may fail."""
+    rows: list[int] = []
+
+    def on_pass(made: Pass[RuleCache]) -> None:
+        rows.append(len(made.rows))
+        if len(rows) == fails_at:
+            raise BackendError("out of order")
+
+    backend = rule_backend()
+    backend.on_pass = on_pass
+    sessions = [open_session(backend=backend) for _ in range(3)]
+    for place, session in enumerate(sessions):
+        session.prefill([1, 2 + place])
+    rows.clear()
+    work = (
+        session.answering(GenerationOptions(max_tokens=count, sampling=GREEDY))
+        for session, count in zip(sessions, (5, 2, 4), strict=True)
+    )
+    return sessions, rows, run_all(work, 2)
+
+
+def test_answers_that_share_passes_are_those_written_alone() -> None:
+    _, rows, answers = answers_of_three(fails_at=0)
+    found = [(place, taken(iter(steps))) for place, steps in answers]
+    assert found == [(1, rule([1, 3], 2)), (0, rule([1, 2], 5)), (2, rule([1, 4], 4))]
+    assert rows == [2, 2, 2, 2]
+
+
+def test_a_failed_pass_of_several_leaves_each_session_as_it_was() -> None:
+    sessions, rows, answers = answers_of_three(fails_at=2)
+    with pytest.raises(BackendError, match="out of order"):
+        list(answers)
+    rows += [0] * 9
+    for place, begun in enumerate((2, 2, 1)):
+        session, expected = sessions[place], rule([1, 2 + place], 4)
+        assert session.tokens == (1, 2 + place, *expected[:begun])
+        assert taken(session.generate(4 - begun, sampling=GREEDY)) == expected[begun:]
 
 
 def test_text_is_whole_characters_and_stops_before_a_stop_string() -> None:

@@ -8,6 +8,7 @@ without the white space at its end.
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from kvq.errors import DataError
 from kvq_apps import text_input
 from kvq_apps.evaluation import documents
 from kvq_apps.evaluation.measurement import (
+    AT_ONCE,
     HeldBytes,
     Measurement,
     OpenSession,
@@ -24,6 +26,8 @@ from kvq_apps.evaluation.measurement import (
 from kvq_models.infilling import infill_prompt, infill_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.generation import GenerationOptions
+from kvq_runtime.sequence import Work, run_all
 
 # Shorter lines (`else:`, `pass`, a bracket) say little about a model.
 MIN_LINE_CHARACTERS = 8
@@ -124,24 +128,26 @@ def infilling(
 
     `passes` runs a sample's test on a line; samples without a test are left out of its rate.
     """
-    stop_ids = {*infill_tokens(tokenizer).ids(), *tokenizer.eos_ids}
-    lines: list[str] = []
-    nats: list[float] = []
+    options = GenerationOptions(
+        max_tokens=answer_tokens, sampling=Sampling(temperature=0), stop_strings=("\n",),
+        stop_ids=frozenset({*infill_tokens(tokenizer).ids(), *tokenizer.eos_ids}), draft=False,
+    )  # fmt: skip
     held = HeldBytes()
-    for number, gap in enumerate(asked):
+
+    def fill(gap: Gap) -> Work[Any, tuple[str, float]]:
         with open_session() as session:
             session.prefill(gap.ids)
-            steps = session.generate(
-                answer_tokens,
-                sampling=Sampling(temperature=0),
-                stop_strings=["\n"],
-                stop_ids=stop_ids,
-            )
-            lines.append("".join(step.text for step in steps))
+            steps = yield from session.answering(options)
             session.rollback(len(session.tokens) - (len(gap.ids) - 1))
-            nats.append(score_answer(session, gap.answered, len(gap.ids)).nats)
+            nats = score_answer(session, gap.answered, len(gap.ids)).nats
             held.see(session)
-        progress(number + 1, len(asked))
+        return "".join(step.text for step in steps), nats
+
+    found: dict[int, tuple[str, float]] = {}
+    for place, line in run_all(map(fill, asked), AT_ONCE):
+        found[place] = line
+        progress(len(found), len(asked))
+    lines, nats = zip(*(found[place] for place in range(len(asked))), strict=True)
     samples = [gap.sample for gap in asked]
     nearness = line_scores(samples, lines)
     tested = [(sample, line) for sample, line in zip(samples, lines, strict=True) if sample.test]

@@ -11,6 +11,8 @@ from kvq_runtime.session import Session
 OpenSession = Callable[[], Session]
 Progress = Callable[[int, int], None]
 Floats = NDArray[np.floating]
+# Answers written in one pass: the weights are read once for all of them.
+AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from math import sqrt
+from typing import Any
 
 from kvq.errors import DataError
 from kvq_apps.evaluation import documents
 from kvq_apps.evaluation.infilling import Passes, Sample
-from kvq_apps.evaluation.measurement import HeldBytes, Measurement, OpenSession, Progress
+from kvq_apps.evaluation.measurement import (
+    AT_ONCE,
+    HeldBytes,
+    Measurement,
+    OpenSession,
+    Progress,
+)
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
+from kvq_runtime.generation import GenerationOptions
+from kvq_runtime.sequence import Work, run_all
 
 # What a solution may take.
 PROGRAM_TOKENS = 512
@@ -87,8 +96,9 @@ def solving(
 ) -> Measurement:
     """Share of problems solved greedily in `answer_tokens`, one attempt each.
 
-    What all prompts begin with is read once. `outcomes` has a 1 or 0 for each problem, by which
-    two caches are compared problem by problem; `standard_error` is of the share.
+    What all prompts begin with is read once; `AT_ONCE` answers share passes. `outcomes` has a 1
+    or 0 for each problem, by which two caches are compared problem by problem; `standard_error`
+    is of the share.
     """
     held = HeldBytes()
     columns = zip(*(problem.ids[:-1] for problem in asked), strict=False)
@@ -98,18 +108,25 @@ def solving(
         with open_session() as session:
             session.prefill(asked[0].ids[:shared])
             begun = session.capture()
-    solved: list[bool] = []
-    for number, problem in enumerate(asked):
+
+    def attempt(problem: Problem) -> Work[Any, bool]:
+        options = GenerationOptions(
+            max_tokens=answer_tokens, sampling=Sampling(temperature=0),
+            stop_strings=problem.stops, draft=False,
+        )  # fmt: skip
         with open_session() as session:
             if begun is not None:
                 session.restore(begun)
             session.prefill(problem.ids[shared:])
-            steps = session.generate(
-                answer_tokens, sampling=Sampling(temperature=0), stop_strings=list(problem.stops)
-            )
-            solved.append(problem.solves("".join(step.text for step in steps)))
+            steps = yield from session.answering(options)
             held.see(session)
-        progress(number + 1, len(asked))
+        return problem.solves("".join(step.text for step in steps))
+
+    solved = [False] * len(asked)
+    attempts = run_all((attempt(problem) for problem in asked), AT_ONCE)
+    for number, (place, is_solved) in enumerate(attempts, 1):
+        solved[place] = is_solved
+        progress(number, len(asked))
     share = sum(solved) / len(solved)
     return held.measurement(
         share,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ from kvq_apps.evaluation.problems import Problem, last_number, problems, solving
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.session import Step, unseen
+from kvq_runtime.generation import GenerationOptions, Step
+from kvq_runtime.sequence import Work
+from kvq_runtime.session import unseen
 from tiny import CONTROL_TOKENS, byte_level_tokenizer
 
 PREFIX, SUFFIX, MIDDLE = (
@@ -256,7 +259,7 @@ class Writer:
         self.tokenizer = tokenizer
         self.text = text
         self.tokens: list[int] = []
-        self.asked: dict[str, object] = {}
+        self.asked = GenerationOptions()
 
     def __enter__(self) -> "Writer":
         return self
@@ -268,11 +271,13 @@ class Writer:
         self.tokens += ids
         return True
 
-    def generate(self, max_tokens: int, **asked: object) -> Iterator[Step]:
+    def answering(self, asked: GenerationOptions) -> Work[Any, list[Step]]:
+        """Needs no pass."""
+        yield from ()
         self.asked = asked
-        for token in self.tokenizer.encode(self.text):
-            self.tokens.append(token)
-            yield Step(token=token, text=self.tokenizer.decode([token]), logprob=None)
+        ids = self.tokenizer.encode(self.text)
+        self.tokens += ids
+        return [Step(token=i, text=self.tokenizer.decode([i]), logprob=None) for i in ids]
 
     def rollback(self, n_tokens: int) -> None:
         del self.tokens[len(self.tokens) - n_tokens :]
@@ -311,9 +316,9 @@ def test_infilling_asks_greedily_to_the_lines_end_and_scores(tokenizer: Tokenize
     assert tested == [("0", "    total = first + second"), ("2", "    total = 0")]
     for writer, gap in zip(writers, asked, strict=True):
         assert writer.tokens == gap.answered[:-1]
-        assert writer.asked["stop_strings"] == ["\n"]
-        assert sorted(writer.asked["stop_ids"]) == sorted({0, PREFIX, SUFFIX, MIDDLE})
-        assert writer.asked["sampling"].greedy
+        assert writer.asked.stop_strings == ("\n",)
+        assert sorted(writer.asked.stop_ids or ()) == sorted({0, PREFIX, SUFFIX, MIDDLE})
+        assert writer.asked.sampling.greedy
 
 
 # Problems
@@ -453,7 +458,7 @@ def test_problems_are_solved_one_by_one_after_what_they_share(tokenizer: Tokeniz
     assert tokenizer.decode(writers[0].tokens).startswith("shared")
     for writer, problem in zip(writers[1:], asked, strict=True):
         assert writer.tokens[: len(problem.ids)] == problem.ids
-        assert writer.asked["stop_strings"] == ["!"]
+        assert writer.asked.stop_strings == ("!",)
 
 
 def test_problems_that_share_nothing_are_read_whole(tokenizer: Tokenizer) -> None:
