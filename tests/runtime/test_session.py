@@ -209,40 +209,40 @@ def test_cancel_ends_after_the_step_at_hand() -> None:
     assert session.tokens == (1, 1, 2, 4)
 
 
-def answers_of_three(fails_at: int) -> tuple[list[Session[RuleCache]], list[int], Iterator[Any]]:
-    """Sessions of one model, rows of each pass, the answers two at a time; one pass may fail."""
-    rows: list[int] = []
-
-    def on_pass(made: Pass[RuleCache]) -> None:
-        rows.append(len(made.rows))
-        if len(rows) == fails_at:
-            raise BackendError("out of order")
-
+def answers_of_three(
+    on_pass: Callable[[Pass[RuleCache]], None],
+) -> tuple[list[Session[RuleCache]], Iterator[Any]]:
+    """Sessions of one model that have read a prompt, and their answers, two at a time."""
     backend = rule_backend()
-    backend.on_pass = on_pass
     sessions = [open_session(backend=backend) for _ in range(3)]
     for place, session in enumerate(sessions):
         session.prefill([1, 2 + place])
-    rows.clear()
+    backend.on_pass = on_pass
     work = (
         session.answering(GenerationOptions(max_tokens=count, sampling=GREEDY))
         for session, count in zip(sessions, (5, 2, 4), strict=True)
     )
-    return sessions, rows, run_all(work, 2)
+    return sessions, run_all(work, 2)
 
 
 def test_answers_that_share_passes_are_those_written_alone() -> None:
-    _, rows, answers = answers_of_three(fails_at=0)
+    rows: list[int] = []
+    _, answers = answers_of_three(lambda made: rows.append(len(made.rows)))
     found = [(place, taken(iter(steps))) for place, steps in answers]
     assert found == [(1, rule([1, 3], 2)), (0, rule([1, 2], 5)), (2, rule([1, 4], 4))]
     assert rows == [2, 2, 2, 2]
 
 
 def test_a_failed_pass_of_several_leaves_each_session_as_it_was() -> None:
-    sessions, rows, answers = answers_of_three(fails_at=2)
+    faults = iter([None, BackendError("out of order")])
+
+    def on_pass(_: Pass[RuleCache]) -> None:
+        if fault := next(faults, None):
+            raise fault
+
+    sessions, answers = answers_of_three(on_pass)
     with pytest.raises(BackendError, match="out of order"):
         list(answers)
-    rows += [0] * 9
     for place, begun in enumerate((2, 2, 1)):
         session, expected = sessions[place], rule([1, 2 + place], 4)
         assert session.tokens == (1, 2 + place, *expected[:begun])
