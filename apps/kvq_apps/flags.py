@@ -154,8 +154,7 @@ FLAGS: dict[str, Flag] = {
     "no-quality": Flag("skip the comparison with the unquantised checkpoint", switch=True),
     "calibrate": Flag("text that weights are rounded for",
         "prose, code and chats that come with kvq", metavar="FILE"),
-    "no-calibrate": Flag("round every weight by itself, and skip measuring what errors of the "
-        "cache cost in each layer: seconds, and worse", switch=True),
+    "no-calibrate": Flag("round every weight by itself: seconds, and worse", switch=True),
     # inspecting
     "estimate": Flag("say what weights and cache take in memory, and whether that fits",
         switch=True),

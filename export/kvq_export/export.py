@@ -12,7 +12,7 @@ from typing import Any
 
 from kvq.errors import CheckpointError, UsageError
 from kvq.reference_linear import WIDTHS
-from kvq_export import auxiliary, calibration, prediction, quality
+from kvq_export import auxiliary, prediction, quality
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
@@ -22,6 +22,7 @@ from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub_files import unseen
 from kvq_export.layout import Layout, plan_layout
+from kvq_export.page_forms import choose_forms
 from kvq_export.quality import Original
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
@@ -213,8 +214,10 @@ def _measured(
         progress(1, 1, label)
 
     if options.calibrate and options.onnx:
-        forms, sensitivity = _calibrate(partial, model, model.tokenizer, options, progress)
-        manifest = replace(manifest, forms=forms, sensitivity=sensitivity)
+        step("how pages are best encoded")
+        bundle = Bundle.open(partial, verify="size")
+        forms = choose_forms(bundle, model.tokenizer, options.threads)
+        manifest = replace(manifest, forms=forms)
         write_manifest(partial, manifest)
     if options.quality:
         quality = _measure(model, model.tokenizer, partial, options, step)
@@ -312,29 +315,6 @@ def _measure(
         found = quality.measure_gguf(model.original, folder / GGUF_FILE, within, options.threads)
         report["gguf"] = {"type": options.gguf_type} | found
     return report
-
-
-def _calibrate(
-    folder: Path,
-    model: OpenModel,
-    tokenizer: Tokenizer,
-    options: ExportOptions,
-    progress: Progress,
-) -> calibration.Calibration:
-    known = calibration.kept(model.source.path, options.weights, model.original.config)
-    if known is not None:
-        return known
-    bundle = Bundle.open(folder, verify="size")
-    ids = calibration.calibration_ids(tokenizer, bundle.config.context_length)
-    if ids is None:
-        return (), None
-
-    def layer_done(done: int, layers: int) -> None:
-        progress(done, layers, f"what errors of the cache cost, layer {done} of {layers}")
-
-    progress(1, 1, "how pages are best encoded")
-    forms = calibration.choose_forms(bundle, ids, options.threads)
-    return forms, calibration.calibrate(bundle, ids, options.threads, layer_done, forms=forms)
 
 
 def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:

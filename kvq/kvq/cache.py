@@ -4,7 +4,7 @@ Space is made before compute, so the arena is never exceeded; the policy decides
 Knows no model: rotary frequencies and scales arrive with every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
-from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
+from kvq.policies import Attention, Constants, Evidence, policy_named
 from kvq.reference import stored_rows
 from kvq.selectors import rule_named
 from kvq.sizing import Arena
@@ -58,12 +58,16 @@ class Cache:
 
     A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
     form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
-    forgets it. `sensitivity`: what its policy knows of the layers, from calibration. `engine`: a
-    row of `kvq.cache_engine.ENGINES`.
+    forgets it. `weight_norms`: as `Evidence` has it. `engine`: a row of
+    `kvq.cache_engine.ENGINES`.
     """
 
     def __init__(
-        self, arena: Arena, *, sensitivity: Sensitivity | None = None, engine: str = "native"
+        self,
+        arena: Arena,
+        *,
+        weight_norms: Callable[[], NDArray[np.float64]] | None = None,
+        engine: str = "native",
     ) -> None:
         spec = arena.spec
         if arena.resident_columns and engine in ON_HOST:
@@ -78,7 +82,7 @@ class Cache:
         self.context_tokens = arena.context_tokens
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
-        self.sensitivity = sensitivity
+        self._weight_norms = weight_norms
         self.engine = open_engine(engine, arena)
         self.engine.read_by(rule_named(spec.read))
 
@@ -237,7 +241,7 @@ class Cache:
             attention=self._attention() if self.arena.probes else None,
             constants=self._constants,
             key_squares=self.engine.key_squares,
-            sensitivity=self.sensitivity,
+            weight_norms=self._weight_norms,
         )
 
     @property

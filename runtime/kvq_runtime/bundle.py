@@ -21,7 +21,6 @@ import numpy as np
 from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
 from kvq.errors import BundleError, KvqError
 from kvq.files import replace_file
-from kvq.policies import Sensitivity
 from kvq.reference_linear import (
     PANEL_ROWS,
     BlockFormat,
@@ -162,7 +161,6 @@ class Manifest:
     quality: Mapping[str, Any] | None = None
     gguf: GgufInfo | None = None
     policy: str = DEFAULT_POLICY
-    sensitivity: Sensitivity | None = None
     forms: tuple[PageForm, ...] = ()
     prediction: Mapping[str, Any] | None = None
     auxiliary: Mapping[str, Any] | None = None
@@ -188,7 +186,6 @@ class Manifest:
                 "policy": self.policy,
             },
             "page_forms": [int(form) for form in self.forms],
-            "sensitivity": None if self.sensitivity is None else self.sensitivity.to_json(),
             "prediction": None if self.prediction is None else dict(self.prediction),
             "auxiliary": None if self.auxiliary is None else dict(self.auxiliary),
             "tokens": dict(self.tokens),
@@ -206,7 +203,7 @@ class Manifest:
     def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
         """Raises KeyError, TypeError, ValueError or `KvqError` for a manifest that is not one."""
         kv, gguf = data["kv"], data.get("gguf")
-        config, sensitivity = ModelConfig.from_json(data["config"]), data.get("sensitivity")
+        config = ModelConfig.from_json(data["config"])
         weights = None if data["weights"] is None else WeightInfo.from_json(data["weights"])
         if weights is not None and set(weights.formats) != _matrices(config):
             raise ValueError("weights are not those of this model")
@@ -221,9 +218,6 @@ class Manifest:
                 sink_tokens=int(kv["sink_tokens"]),
             ),
             policy=str(kv.get("policy", DEFAULT_POLICY)),
-            sensitivity=None
-            if sensitivity is None
-            else Sensitivity.from_json(sensitivity, config.num_layers, config.num_kv_heads),
             forms=_page_forms(data["page_forms"], config),
             prediction=_prediction(data.get("prediction"), config),
             auxiliary=_auxiliary(data.get("auxiliary"), config),
@@ -366,6 +360,19 @@ class Bundle:
             return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
         blocks, form = self.read_codes(name, rows), self.form(name)
         return dequantize(blocks, form.bits, view)[:, : form.columns]
+
+    def weight_norms(self) -> np.ndarray:
+        """Frobenius norms float64 [L, 2] of the weights that make a layer's keys and values."""
+        return self._weight_norms
+
+    @cached_property
+    def _weight_norms(self) -> np.ndarray:
+        norms: list[list[np.floating]] = []
+        for layer, own in enumerate(self.config.layers):
+            width, rows = own.mixer.kv_width, slice(own.mixer.width, None)
+            both = self.read_weight(f"layers.{layer}.qkv", rows).astype(np.float64)
+            norms.append([np.linalg.norm(both[:width]), np.linalg.norm(both[width:])])
+        return np.array(norms)
 
     def read_codes(self, name: str, rows: slice | np.ndarray | None = None) -> Blocks:
         """Rows of a quantised weight as stored, constants in units of the weights.

@@ -166,13 +166,6 @@ def test_layers_count_by_their_output_and_the_edges_more() -> None:
     assert np.allclose(costs, [EDGE, 1 / 2, 1 / 4, EDGE], rtol=1e-5)
 
 
-def test_what_calibration_says_of_layers_is_for_other_policies() -> None:
-    facts = random_evidence(np.random.default_rng(4), all_at(8, 8), calibrated=True)
-    assert facts.sensitivity is not None
-    plain = Budget().costs(replace(facts, sensitivity=None))
-    np.testing.assert_array_equal(Budget().costs(facts), plain)
-
-
 def test_columns_go_where_their_loss_is_least() -> None:
     gone = np.array([1.0, 0.1, 1.0])[None, None]
     facts = evidence(all_at(2, 2), output_square=UNIT, evict_error=gone)
@@ -225,7 +218,7 @@ def test_what_is_freed_counts_every_page_that_enters(
     rng = np.random.default_rng(seed)
     widths = rng.choice(np.array(PAGE_WIDTHS, np.uint8), (2, 2, 5, 2))
     entry = rng.choice(np.array(PAGE_WIDTHS, np.uint8), (2, 2, 2))
-    facts = random_evidence(rng, widths, calibrated=True)
+    facts = random_evidence(rng, widths)
     facts = replace(facts, entering=entering, entry_widths=entry)
     short = int(share * bytes_of(widths))
     relief = policy_named(policy).relieve(facts, short, 0)

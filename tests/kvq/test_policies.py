@@ -138,7 +138,7 @@ def situations(draw: st.DrawFn) -> Evidence:
     widths = np.array(draw(pairs, "widths"), np.uint8).reshape(*shape, 2)
     windows = draw(st.sampled_from([(), (100,) * shape[0], (100, *(0,) * (shape[0] - 1))]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32), "seed"))
-    return random_evidence(rng, widths, windows=windows, calibrated=draw(st.booleans()))
+    return random_evidence(rng, widths, windows=windows)
 
 
 @pytest.mark.parametrize("policy", VARIANTS)

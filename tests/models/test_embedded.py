@@ -16,7 +16,6 @@ import kvq_models
 from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
-from kvq_export import calibration
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
@@ -130,14 +129,6 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     size = len(tokenizer.decode(ids[1:].tolist()).encode())
     # Of a file it never saw; untrained it would be more than 3.
     assert nats / log(2) / size < {"default": 1.4, "nano": 2.0}[name]
-
-
-@embedded
-def test_an_export_need_not_measure_an_embedded_model(name: str) -> None:
-    """`models/training/calibration.py` makes the file anew."""
-    folder = MODELS / name
-    _, config, _ = read_checkpoint(folder)
-    assert calibration.kept(folder, ExportOptions().weights, config) is not None
 
 
 @pytest.mark.slow

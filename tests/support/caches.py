@@ -4,7 +4,6 @@ from typing import Any
 
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
-from kvq.policies import Sensitivity
 from kvq.sizing import CacheSpec, Geometry
 
 
@@ -15,13 +14,12 @@ def open_cache(
     context_tokens: int,
     *,
     native: bool = True,
-    sensitivity: Sensitivity | None = None,
     **options: Any,
 ) -> Cache:
     """An empty cache of so many bytes."""
     asked = spec(shape, plan, context_tokens, budget=Budget(num_bytes=budget_bytes), **options)
     engine = "native" if native else "numpy"
-    return Cache(asked.resolved(), sensitivity=sensitivity, engine=engine)
+    return Cache(asked.resolved(), engine=engine)
 
 
 def minimum_budget(shape: CacheShape, plan: KvPlan, context_tokens: int, **options: Any) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.formats import page_bytes
-from kvq.policies import Attention, Constants, Evidence, Sensitivity, policy_named
+from kvq.policies import Attention, Constants, Evidence, policy_named
 
 DIM = 64
 PAGE = 64
@@ -27,7 +27,7 @@ def evidence(
     *,
     windows: tuple[int, ...] = (),
     tokens: int | None = None,
-    sensitivity: Sensitivity | None = None,
+    weight_norms: NDArray[np.float64] | None = None,
     **arrays: Any,
 ) -> Evidence:
     """Columns one page apart from position 4 on; other arrays by field name, 0 unless given.
@@ -61,12 +61,12 @@ def evidence(
         attention=Attention(**{field.name: filled(field.name) for field in fields(Attention)}),
         constants=lambda layer: Constants(**{name: x[layer] for name, x in constants.items()}),
         key_squares=lambda layer: squares[layer],
-        sensitivity=sensitivity,
+        weight_norms=None if weight_norms is None else lambda: weight_norms,
     )
 
 
 def random_evidence(
-    rng: np.random.Generator, widths: Widths, *, windows: tuple[int, ...] = (), calibrated: bool
+    rng: np.random.Generator, widths: Widths, *, windows: tuple[int, ...] = ()
 ) -> Evidence:
     """Any numbers that could occur, zeros and ties among them; 0 where a page is evicted."""
     layers, heads, columns = widths.shape[:3]
@@ -85,16 +85,11 @@ def random_evidence(
         last = DIM if field.name.startswith("key") else PAGE
         arrays[field.name] = some(*held.shape, last) * held[..., None]
     arrays["key_squares"] = some(*held.shape, PAGE) * held[..., None]
-    sensitivity = Sensitivity(
-        **{name: rng.random((layers, heads)) for name in ("key", "value", "evict")},
-        **{name: rng.random((layers, 3)) for name in ("key_bits_nats", "value_bits_nats")},
-        **{name: rng.random(layers) for name in ("key_norm", "value_norm")},
-    )
     return evidence(
         widths,
         windows=windows,
         tokens=4 + PAGE * 2 * columns,
-        sensitivity=sensitivity if calibrated else None,
+        weight_norms=rng.random((layers, 2)),
         **arrays,
     )
 

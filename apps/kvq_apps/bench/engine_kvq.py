@@ -88,7 +88,7 @@ class KvqEngine:
             _check_pressure(setting, arena, depth)
         on_device = self._device != gpu.PROCESSOR
         engine = self._device if on_device else self._backend.cache_kind
-        cache = Cache(arena, sensitivity=self._bundle.manifest.sensitivity, engine=engine)
+        cache = Cache(arena, weight_norms=self._bundle.weight_norms, engine=engine)
         fill(cache, self._bundle.config, depth)
         return cache
 

@@ -262,7 +262,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens "
             f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
         ),
-        ("KV policy", kv["policy"] + (", calibrated" if bundle.manifest.sensitivity else "")),
+        ("KV policy", kv["policy"]),
         *_verdict(report["quality"] or {}),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *predicted,

@@ -4,8 +4,8 @@ A policy sees evidence and returns actions. It never touches a page itself, runs
 boundaries, and must be deterministic: ties go to the oldest page, then layer, then head.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -32,9 +32,6 @@ POLICIES = {
 }
 
 Floats = NDArray[np.float32]
-
-# Widths whose divergence calibration measures, layer by layer.
-MEASURED_WIDTHS = (8, 4, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,47 +83,6 @@ class Constants:
     value_range: Floats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sensitivity:
-    """What an error in one layer or KV head costs, from calibration at export; float64.
-
-    `key`, `value` [L, Hk]: nats of divergence per unit of `Attention.key_error` and `value_error`,
-    summed over pages; `evict` the same of what `eviction_prices` makes of `evict_error`.
-    `key_bits_nats` and `value_bits_nats` [L, 3]: divergence when only that layer's keys (values)
-    are read at 8, 4 and 2 bits. `key_norm`, `value_norm` [L]: Frobenius norms of the weights that
-    make a layer's keys and values.
-    """
-
-    key: NDArray[np.float64]
-    value: NDArray[np.float64]
-    evict: NDArray[np.float64]
-    key_bits_nats: NDArray[np.float64]
-    value_bits_nats: NDArray[np.float64]
-    key_norm: NDArray[np.float64]
-    value_norm: NDArray[np.float64]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sensitivity) and self.to_json() == other.to_json()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def to_json(self) -> dict[str, list[Any]]:
-        """Numbers to four digits, as lists."""
-        rounded = {f.name: np.vectorize(_four_digits)(getattr(self, f.name)) for f in fields(self)}
-        return {name: values.tolist() for name, values in rounded.items()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], layers: int, heads: int) -> "Sensitivity":
-        """That of so many layers of KV heads. Raises KeyError, TypeError or ValueError."""
-        values = {f.name: np.array(data[f.name], np.float64) for f in fields(cls)}
-        shapes = {"nats": (layers, len(MEASURED_WIDTHS)), "norm": (layers,)}
-        for name, array in values.items():
-            shape = shapes.get(name[-4:], (layers, heads))
-            if array.shape != shape or not np.isfinite(array).all() or (array < 0).any():
-                raise ValueError(f"{name} of shape {array.shape} is no sensitivity of {shape}")
-        return cls(**values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """What a policy may look at.
@@ -138,8 +94,8 @@ class Evidence:
     [L, Hk, 2]; 0 where nobody says so.
     `constants` and `key_squares` are read layer by layer, so that no copy of all lies beside the
     cache; `key_squares(layer)`: float32 [Hk, C, 64], squared lengths of the keys as they are read.
-    `attention` is there if the policy asks for it by its `needs`; `sensitivity` is None for a model
-    that was not calibrated.
+    `attention` is there if the policy asks for it by its `needs`. `weight_norms()`: float64 [L, 2],
+    Frobenius norms of the weights that make a layer's keys and values; None where nobody knows.
     """
 
     facts: NDArray[np.int64]
@@ -153,7 +109,7 @@ class Evidence:
     entering: int = 0
     entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None
-    sensitivity: Sensitivity | None = None
+    weight_norms: Callable[[], NDArray[np.float64]] | None = None
 
     def of_layers(self, of_layer: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
         """What a function of the layer says of each, stacked [L, ...]."""
@@ -191,7 +147,3 @@ class Policy(Protocol):
 def policy_named(text: str) -> Policy:
     """The policy `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
     return named("--kv-policy", text, POLICIES)
-
-
-def _four_digits(value: float) -> float:
-    return float(f"{value:.4g}")

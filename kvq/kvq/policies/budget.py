@@ -18,7 +18,7 @@ and retrieval fails first.
 
 Layers differ in what an error costs in the end: it counts relative to the layer's mean output, and
 `EDGE` times as much in the first and last layer. Prices in nats, measured at export layer by layer
-(`Evidence.sensitivity`), were used before and lost on both real models that were tried: at a
+on 128 tokens, were used before and lost on both real models that were tried: at a
 quarter of the bytes 1.7 and 4.7 times the divergence, at an eighth 2.4 and 2.2 times.
 
 Pages about to enter are pages like others: nobody has looked at them, so each is priced as the

@@ -97,10 +97,9 @@ class PagedBackend(ABC):
     def open_cache(self, config: SessionConfig) -> Cache:
         """See `Backend.open_cache`."""
         assert config.arena is not None
-        sensitivity = self.bundle.manifest.sensitivity
         on_device = self.device != gpu.PROCESSOR
         engine = self.device if on_device else self.cache_kind
-        return Cache(config.arena, sensitivity=sensitivity, engine=engine)
+        return Cache(config.arena, weight_norms=self.bundle.weight_norms, engine=engine)
 
 
 def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:

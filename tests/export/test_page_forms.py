@@ -1,0 +1,183 @@
+"""How pages are encoded and by which policy, chosen at export: in the bundle and its sessions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from kvq.cache import Cache
+from kvq.config import DEFAULT_POLICY, PageForm
+from kvq.policies import policy_named
+from kvq_apps.cli import main
+from kvq_export import page_forms
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime.bundle import MANIFEST_FILE, Bundle, Manifest, checksum
+from kvq_runtime.config import SessionRequest
+from kvq_runtime.engine import Engine
+
+LAYERS, KV_HEADS = 2, 2
+
+
+def export(source: Path, name: str = "bundle", **options: Any) -> Bundle:
+    chosen = ExportOptions(**{"quality": False, "threads": 1, **options})
+    return export_model(source, source.parent / name, chosen)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_llama_checkpoint(tmp_path_factory.mktemp("forms") / "source")
+
+
+@pytest.fixture(scope="module")
+def bundle(source: Path) -> Bundle:
+    return export(source, policy="h2o:recent=0.25")
+
+
+def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = bundle.tokenizer()
+    assert tokenizer is not None
+    noise = {
+        PageForm.PLAIN: ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [2.0, 2.0]]),
+        page_forms.EVERY_FORM: ([[1.1, 1.9], [3.0, 3.9]], [[0.9, 1.1], [2.0, 1.9]]),
+    }
+    monkeypatch.setattr(
+        page_forms, "_noise", lambda _, __, ___, form: tuple(map(np.array, noise[form]))
+    )
+    rotated, channels = PageForm.ROTATED_KEYS, PageForm.CHANNEL_VALUES
+    found = page_forms.choose_forms(bundle, tokenizer, threads=1)
+    assert found == (channels, rotated, PageForm.PLAIN, rotated | channels)
+
+
+def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
+    tmp_path: Path,
+) -> None:
+    """Of layer 0's first head: turning it puts its span into every channel."""
+    source = tiny.make_llama_checkpoint(tmp_path / "source")
+    file = source / "model.safetensors"
+    tensors = {name: array.copy() for name, array in tiny.read_safetensors(file).items()}
+    keys, queries = (tensors[f"model.layers.0.self_attn.{one}_proj.weight"] for one in "kq")
+    dim = len(keys) // KV_HEADS
+    pair = [dim // 2 - 1, dim - 1]  # what the rotary embedding turns least
+    keys[pair] *= 50
+    for head in range(len(queries) // dim):
+        queries[[head * dim + channel for channel in pair]] = 0
+    tiny.write_safetensors(file, tensors)
+    made = export(source)
+    tokenizer = made.tokenizer()
+    assert tokenizer is not None
+    ids = np.array(tokenizer.encode("def f(x):\n    return x\n" * 99)[:512])
+    plain, _ = page_forms._noise(made, ids, 1, PageForm.PLAIN)
+    turned, _ = page_forms._noise(made, ids, 1, page_forms.EVERY_FORM)
+    assert turned[0, 0] > 20 * plain[0, 0]
+    assert (turned[1] < 3 * plain[1]).all()
+
+
+def test_the_same_bundle_gets_the_same_forms(source: Path, bundle: Bundle) -> None:
+    again = export(source, "again")
+    assert again.manifest.forms == bundle.manifest.forms
+    data = json.loads((again.path / MANIFEST_FILE).read_text())
+    assert data["page_forms"] == [int(form) for form in bundle.manifest.forms]
+
+
+def test_norms_are_those_of_the_weights_that_make_keys_and_values(
+    source: Path, bundle: Bundle
+) -> None:
+    tensors = tiny.read_safetensors(source / "model.safetensors")
+    wanted = [
+        [np.linalg.norm(tensors[f"model.layers.{layer}.self_attn.{side}_proj.weight"])
+         for side in "kv"]
+        for layer in range(LAYERS)
+    ]  # fmt: skip
+    np.testing.assert_allclose(bundle.weight_norms(), wanted, rtol=0.02)
+
+
+# What the bundle keeps
+
+
+def test_the_manifest_holds_policy_and_plan(bundle: Bundle) -> None:
+    data = json.loads((bundle.path / MANIFEST_FILE).read_text())
+    assert data["kv"] == {"k_bits": 4, "v_bits": 4, "sink_tokens": 4, "policy": "h2o:recent=0.25"}
+    again = Manifest.from_json(json.loads(json.dumps(bundle.manifest.to_json())))
+    assert again == bundle.manifest
+    assert again.policy == "h2o:recent=0.25"
+
+
+def test_a_bundle_of_before_is_read_without_what_it_measured(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    for file in bundle.path.iterdir():
+        (folder / file.name).symlink_to(file)
+    data = json.loads((bundle.path / MANIFEST_FILE).read_text())
+    del data["kv"]["policy"]
+    data["sensitivity"] = {"key": [[1.0, 1.0]] * LAYERS}
+    (folder / MANIFEST_FILE).unlink()
+    (folder / MANIFEST_FILE).write_text(json.dumps(data | {"checksum": checksum(data)}))
+    manifest = Bundle.open(folder).manifest
+    assert (manifest.policy, manifest.forms) == (DEFAULT_POLICY, bundle.manifest.forms)
+
+
+@pytest.mark.parametrize("options", [{"calibrate": False}, {"tokenizer": False}])
+def test_what_is_not_calibrated_has_plain_pages(source: Path, options: dict[str, bool]) -> None:
+    made = export(source, "-".join(options), **options)
+    assert made.manifest.forms == ()
+    assert made.manifest.policy == DEFAULT_POLICY
+
+
+def test_a_short_context_has_plain_pages(tmp_path: Path) -> None:
+    source = tiny.make_llama_checkpoint(tmp_path / "source", max_position_embeddings=383)
+    assert export(source).manifest.forms == ()
+    source = tiny.make_llama_checkpoint(tmp_path / "longer", max_position_embeddings=384)
+    assert len(export(source, "other").manifest.forms) == LAYERS * KV_HEADS
+
+
+# What sessions get
+
+
+def test_sessions_decide_by_the_policy_and_norms_of_the_bundle(bundle: Bundle) -> None:
+    with Engine.open(bundle.path, threads=1) as engine:
+        for asked, policy in ((None, "h2o:recent=0.25"), ("budget", "budget")):
+            config = engine.backend.session_config(SessionRequest(policy=asked))
+            assert config.policy == policy
+            cache = engine.backend.open_cache(config)
+            assert isinstance(cache, Cache)
+            assert cache.policy == policy_named(policy)
+            norms = cache.evidence().weight_norms
+            assert norms is not None
+            np.testing.assert_array_equal(norms(), bundle.weight_norms())
+            cache.close()
+        with engine.session() as session:
+            assert session.config.policy == "h2o:recent=0.25"
+
+
+# The command
+
+
+def test_the_flags_of_the_command(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(source), "--threads", "1", "--no-quality", "-o"]
+    made = tmp_path / "made"
+    assert main([*words, str(made), "--no-calibrate", "--kv-policy", "streaming", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv"]["policy"] == "streaming"
+    manifest = Bundle.open(made).manifest
+    assert (manifest.policy, manifest.forms) == ("streaming", ())
+    assert main([*words, str(made), "--force"]) == 0
+    assert f"{DEFAULT_POLICY}\n" in capsys.readouterr().out
+    assert Bundle.open(made).manifest.forms
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "made"
+    assert main(["export", str(source), "-o", str(made), "--kv-policy", "newest"]) == 2
+    assert "--kv-policy 'newest' is unknown; possible: a2sf, budget, " in capsys.readouterr().err
+    assert not made.exists()
