@@ -65,7 +65,8 @@ FLAGS: dict[str, Flag] = {
     "kv": Flag("both at once, such as 4:2; fp: an unquantised cache", setting="kv.bits",
         metavar="K:V", suggests=("fp", *(f"{k}:{v}" for k in PAGE_WIDTHS for v in PAGE_WIDTHS))),
     "kv-budget": Flag("bytes the cache may use: 64MiB, what 4096tok (so many tokens) need, or 25%% "
-        "of what the whole context takes in fp16 (--ctx-size, or the model's; eval: --context)",
+        "of what the whole context takes in fp16 (--ctx-size, or the model's; eval: --context); "
+        "what must give way begins at 8:8 unless --kv says otherwise",
         "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
     "kv-offload": Flag("with --device cuda: bytes of the host's memory, such as 8GiB, for pages "

@@ -217,6 +217,37 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
     assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 2 + 2 + 0.25)
 
 
+@pytest.mark.parametrize(
+    ("options", "widths"),
+    [
+        ({"kv_budget": "200KiB"}, (8, 8)),
+        ({"kv_budget": "38%"}, (8, 8)),
+        ({"kv_budget": "200KiB", "policy": "budget:prior=1"}, (8, 8)),
+        ({"kv_budget": "200KiB", "kv": "4:4"}, (4, 4)),
+        ({"kv_budget": "200KiB", "v_bits": 2}, (4, 2)),
+        ({"kv_budget": "200KiB", "policy": "streaming"}, (4, 4)),
+        ({"kv_budget": "200tok"}, (4, 4)),
+        ({"kv_budget": "16MiB"}, (4, 4)),  # holds all of the context
+        ({}, (4, 4)),
+    ],
+)
+def test_what_must_give_way_begins_at_8_bits_where_nobody_chose_widths(
+    engine: Engine, options: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    with engine.session(context_tokens=512, **options) as session:
+        plan = session.config.plan
+        assert (plan.k_bits, plan.v_bits) == widths
+
+
+def test_bytes_that_open_a_cache_at_the_usual_widths_alone_open_it(engine: Engine) -> None:
+    with pytest.raises(BudgetError) as refusal:
+        engine.session(kv_budget="1KiB", context_tokens=512)
+    least = re.search(r"\((\d+) bytes\)", str(refusal.value))
+    assert least is not None
+    with engine.session(kv_budget=int(least[1]), context_tokens=512) as session:
+        assert session.config.plan.k_bits == 4
+
+
 @pytest.mark.parametrize("policy", [None, "oldest", "snapkv"])
 def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: str | None) -> None:
     with engine.session(kv_budget="300tok", policy=policy) as session:

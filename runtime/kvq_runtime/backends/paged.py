@@ -5,13 +5,14 @@ Knows no engine.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
-from kvq.config import DEFAULT_READ
+from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan
 from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
@@ -21,6 +22,8 @@ from kvq_runtime import gpu
 from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
+
+_PLAN = KvPlan()
 
 
 class PagedBackend(ABC):
@@ -119,7 +122,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         forms=manifest.forms,
         offload_bytes=request.offload_bytes,
     )
-    arena = (spec.shortened() if given is None else spec).resolved()
+    arena = _widest(spec.shortened() if given is None else spec, request).resolved()
     return SessionConfig(
         plan=arena.plan,
         context_tokens=arena.context_tokens,
@@ -132,6 +135,22 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         seed=request.seed,
         arena=arena,
     )
+
+
+def _widest(spec: CacheSpec, request: SessionRequest) -> CacheSpec:
+    """The spec at 8:8 where its bytes cannot hold the context and nobody chose widths.
+
+    The default policy then takes bits where they cost least, and of two real models kept more so
+    than from pages that enter at 4:4. A budget in tokens is one at the plan's widths.
+    """
+    widths, usual = (spec.plan.k_bits, spec.plan.v_bits), (_PLAN.k_bits, _PLAN.v_bits)
+    chosen = (request.k_bits, request.v_bits) != (None, None) or widths != usual
+    takes_bits = spec.policy.partition(":")[0] == DEFAULT_POLICY and not spec.offload_bytes
+    short = spec.budget.tokens is None and spec.budget_bytes < spec.whole_bytes
+    if chosen or not (takes_bits and short):
+        return spec
+    widest = replace(spec, plan=replace(spec.plan, k_bits=8, v_bits=8))
+    return widest if widest.budget_bytes >= widest.minimum_bytes else spec
 
 
 def _facts(bundle: Bundle) -> ModelFacts:
