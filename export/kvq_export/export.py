@@ -165,7 +165,13 @@ def _manifest(
 
 def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
-    layers, asked = model.original.config.num_layers, options.predict
+    config, asked = model.original.config, options.predict
+    layers = config.num_layers
+    if (asked or options.predict_with) and any(one.norms == "after" for one in config.layers):
+        raise UsageError(
+            f"--kv-predict is fitted to what enters a layer's norm, and a layer of "
+            f"{config.model_type} has none; leave it out"
+        )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
             "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "

@@ -186,8 +186,10 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
     mixers = [layer.mixer for layer in config.layers]
     feeds = [layer.feed for layer in config.layers]
     return {
-        _QK_NORM: any(mixer.qk_norm for mixer in mixers),
+        _QK_NORM: any(mixer.qk_norm == "heads" for mixer in mixers),
+        "norms of all heads together": any(mixer.qk_norm == "rows" for mixer in mixers),
         _SANDWICH: any(layer.norms == "both" for layer in config.layers),
+        "no norm before a layer": any(layer.norms == "after" for layer in config.layers),
         _GELU: any(feed.activation != "silu" for feed in feeds),
         _FINAL_CAP: config.final_softcap > 0,
         _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),
@@ -200,7 +202,8 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _SCALED: config.embedding_scale != 1,
         _TWO_ROPES: len(config.ropes) > 1,
         "its scale of attention": any(
-            not mixer.qk_norm and not math.isclose(mixer.scale, mixer.head_dim**-0.5, rel_tol=1e-6)
+            mixer.qk_norm == "none"
+            and not math.isclose(mixer.scale, mixer.head_dim**-0.5, rel_tol=1e-6)
             for mixer in mixers
         ),
     }

@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq_export.layout import Layout
-from kvq_models.config import Activation, ModelConfig
+from kvq_models.config import Activation, Attention, ModelConfig
 from kvq_models.products import Product, head_product, layer_products
 from kvq_runtime.bundle import DATA_FILE
 from kvq_runtime.graph_check import linear_attributes, node_path
@@ -142,8 +142,10 @@ class _Builder:
     def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
         mixer = self.config.layers[layer].mixer
+        if mixer.qk_norm == "rows":
+            qkv = self._normed_rows(path, weights, mixer, qkv)
         inputs = [qkv, self.positions, self.cache, self.sequence_rows, self._inv_freq(mixer.rope)]
-        if mixer.qk_norm:
+        if mixer.qk_norm == "heads":
             inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
         attributes = asdict(self.config.attention(layer))
         # An integral value read from JSON must not turn a float attribute into an integer.
@@ -153,6 +155,14 @@ class _Builder:
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", mixer.width])
         return out
+
+    def _normed_rows(self, path: str, weights: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
+        """Queries and keys normalised, each over all heads of a token."""
+        sizes = self._integers(mixer.width, mixer.kv_width, mixer.kv_width)
+        query, key, value = self._nodes(f"{path}/norms/Split", [qkv, sizes], 3, axis=-1)
+        query = self._rms(f"{path}/q_norm", query, f"{weights}.q_norm")
+        key = self._rms(f"{path}/k_norm", key, f"{weights}.k_norm")
+        return self._node(f"{path}/norms/Concat", [query, key, value], axis=-1)
 
     def _branch(self, product: Product, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Hidden + the last product of a branch, with the norm between that some models have."""

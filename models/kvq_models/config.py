@@ -20,8 +20,10 @@ from kvq.config import AttentionParams, CacheShape
 from kvq.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
-# Of each half of a layer: before it, or before it and on what it adds to the stream.
-Norms = Literal["before", "both"]
+# Of each half of a layer: before it, on what it adds to the stream, or both.
+Norms = Literal["before", "after", "both"]
+# What is normalised together before queries and keys rotate: each head, or all of a token's.
+QkNorm = Literal["none", "heads", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,7 @@ class Attention:
 
     `scale` multiplies q.k; a `softcap` c > 0 turns that into c * tanh(x / c) (0 = none); of the
     tokens the newest `window_tokens` are seen (0 = all). `rope` is the index of its rotary table.
-    `qk_norm`: each query and key head is normalised before it is rotated.
+    `qk_norm`: how queries, and keys, are normalised before they are rotated.
     """
 
     heads: int
@@ -55,7 +57,7 @@ class Attention:
     softcap: float = 0.0
     window_tokens: int = 0
     rope: int = 0
-    qk_norm: bool = False
+    qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
 
@@ -166,6 +168,7 @@ class ModelConfig:
         for what, value, known in (
             ("activation", feed.activation, get_args(Activation)),
             ("place of the norms", layer.norms, get_args(Norms)),
+            ("norm of queries and keys", mixer.qk_norm, get_args(QkNorm)),
         ):
             if value not in known:
                 raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
@@ -321,11 +324,11 @@ def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
             ("head_dim", "head_dim"),
             ("scale", "attention_scale"),
             ("softcap", "attention_softcap"),
-            ("qk_norm", "qk_norm"),
             ("qkv_bias", "qkv_bias"),
             ("output_bias", "output_bias"),
         )
     }
+    mixer["qk_norm"] = "heads" if values.pop("qk_norm") else "none"
     feed = {
         name: values.pop(old)
         for name, old in (

@@ -110,9 +110,9 @@ def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
 
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
     """What the output of each half of a layer is linear in, by canonical name."""
-    if config.layers[index].norms == "both":
-        return ("post_attn_norm", "post_mlp_norm")
-    return ("o", "o_bias", "down", "down_bias")
+    if config.layers[index].norms == "before":
+        return ("o", "o_bias", "down", "down_bias")
+    return ("post_attn_norm", "post_mlp_norm")
 
 
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -125,8 +125,10 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         shapes[product.weight] = (product.rows, product.columns)
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)
-        if product.name == "qkv" and mixer.qk_norm:
+        if product.name == "qkv" and mixer.qk_norm == "heads":
             shapes |= {"q_norm": (mixer.head_dim,), "k_norm": (mixer.head_dim,)}
+        if product.name == "qkv" and mixer.qk_norm == "rows":
+            shapes |= {"q_norm": (mixer.width,), "k_norm": (mixer.kv_width,)}
         if product.after is not None:
             shapes[product.after] = (product.rows,)
     return {name.rpartition(".")[2]: shape for name, shape in shapes.items()}

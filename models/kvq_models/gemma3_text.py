@@ -7,7 +7,6 @@ and rotates with the global base, which alone may be scaled.
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.errors import UnsupportedModelError
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.decoder import FIM_QWEN, decoder_config, rope_settings
 from kvq_models.family import Family
@@ -20,7 +19,7 @@ from kvq_models.gemma import (
 )
 from kvq_models.keys import Default
 from kvq_models.rope import build_rope
-from kvq_models.windows import typed_layers
+from kvq_models.windows import rope_parameters, typed_layers
 
 _GLOBAL, _LOCAL = 0, 1
 
@@ -38,7 +37,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         mixer={
             "scale": query_scale(values),
             "softcap": values["attn_logit_softcapping"],
-            "qk_norm": True,
+            "qk_norm": "heads",
         },
         feed={"activation": "gelu_tanh"},
         norms="both",
@@ -51,21 +50,9 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
 
 def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """The global and the local table, in the order of _GLOBAL and _LOCAL."""
-    nested: dict[str, Any] = values["rope_parameters"] or {}
-    unknown = set(nested) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(
-            f"rope_parameters of gemma3_text holds {', '.join(sorted(unknown))}; "
-            "supported: full_attention, sliding_attention"
-        )
-    whole: dict[str, Any] = {
-        **(nested.get("full_attention") or {}),
-        **(values["rope_scaling"] or {}),
-    }
-    local: dict[str, Any] = {
-        "rope_theta": values["rope_local_base_freq"],
-        **(nested.get("sliding_attention") or {}),
-    }
+    whole, local = rope_parameters(
+        "gemma3_text", values, sliding={"rope_theta": values["rope_local_base_freq"]}
+    )
     return (
         build_rope("gemma3_text", rope_settings(values, parameters=whole), ("default", "linear")),
         build_rope("gemma3_text", rope_settings(values, parameters=local), ("default",)),

@@ -45,11 +45,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
     """Those of one layer: queries, keys and values; attention's output; gate and up; down."""
     layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
     mixer, feed = layer.mixer, layer.feed
-    attn_after, mlp_after = (
-        (f"{name}.post_attn_norm", f"{name}.post_mlp_norm")
-        if layer.norms == "both"
-        else (None, None)
-    )
+    before, after = layer.norms != "after", layer.norms != "before"
     return (
         Product(
             weight=f"{name}.qkv",
@@ -59,7 +55,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             columns=hidden,
             layer=index,
             kept=2 * mixer.kv_width,
-            norm=f"{name}.attn_norm",
+            norm=f"{name}.attn_norm" if before else None,
         ),
         Product(
             weight=f"{name}.o",
@@ -68,7 +64,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             rows=hidden,
             columns=mixer.width,
             layer=index,
-            after=attn_after,
+            after=f"{name}.post_attn_norm" if after else None,
         ),
         Product(
             weight=f"{name}.gate_up",
@@ -77,7 +73,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             rows=2 * feed.width,
             columns=hidden,
             layer=index,
-            norm=f"{name}.mlp_norm",
+            norm=f"{name}.mlp_norm" if before else None,
         ),
         Product(
             weight=f"{name}.down",
@@ -87,7 +83,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             columns=feed.width,
             layer=index,
             gate=feed.activation,
-            after=mlp_after,
+            after=f"{name}.post_mlp_norm" if after else None,
         ),
     )
 

@@ -14,7 +14,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "qwen3",
         values,
-        mixer={"qk_norm": True},
+        mixer={"qk_norm": "heads"},
         own=qwen_layers("qwen3", values),
     )
 

@@ -80,9 +80,8 @@ def forward(
             first = config.layers[layer].mixer.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
-                norm = weight(f"layers.{layer}.attn_norm")
-                product = normalize(hidden, norm, config.norm_eps) @ maps[layer][0].T
-                qkv[:, first:] = product + maps[layer][1]
+                entering = _before(config, weight, layer, hidden, "attn_norm")
+                qkv[:, first:] = entering @ maps[layer][0].T + maps[layer][1]
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
@@ -113,9 +112,18 @@ def _attention(
 
 
 def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    name = f"layers.{layer}."
-    qkv = normalize(hidden, weight(name + "attn_norm"), config.norm_eps) @ weight(name + "qkv").T
-    return qkv + weight(name + "qkv_bias") if config.layers[layer].mixer.qkv_bias else qkv
+    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    qkv = _before(config, weight, layer, hidden, "attn_norm") @ weight(name + "qkv").T
+    return qkv + weight(name + "qkv_bias") if mixer.qkv_bias else qkv
+
+
+def _before(
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, norm: str
+) -> np.ndarray:
+    """What enters a half of a layer: the stream, normalised where the model has it so."""
+    if config.layers[layer].norms == "after":
+        return hidden
+    return normalize(hidden, weight(f"layers.{layer}.{norm}"), config.norm_eps)
 
 
 def _after(
@@ -137,7 +145,13 @@ def _attend_with(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    name, normed = f"layers.{layer}.", config.layers[layer].mixer.qk_norm
+    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    normed = mixer.qk_norm == "heads"
+    if mixer.qk_norm == "rows":
+        query, key, value = np.split(qkv, [mixer.width, mixer.width + mixer.kv_width], axis=1)
+        query = normalize(query, weight(name + "q_norm"), config.norm_eps)
+        key = normalize(key, weight(name + "k_norm"), config.norm_eps)
+        qkv = np.concatenate([query, key, value], axis=1)
     return attend(
         config.attention(layer),
         qkv,
@@ -158,9 +172,7 @@ def _attend_to_zeros(
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name, feed = f"layers.{layer}.", config.layers[layer].feed
-    inner = (
-        normalize(hidden, weight(name + "mlp_norm"), config.norm_eps) @ weight(name + "gate_up").T
-    )
+    inner = _before(config, weight, layer, hidden, "mlp_norm") @ weight(name + "gate_up").T
     if feed.bias:
         inner = inner + weight(name + "gate_up_bias")
     gate, up = inner[:, : feed.width], inner[:, feed.width :]

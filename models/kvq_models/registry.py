@@ -25,6 +25,8 @@ FAMILIES: Mapping[str, str] = {
     "granite": "kvq_models.granite:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
     "mistral": "kvq_models.mistral:FAMILY",
+    "olmo2": "kvq_models.olmo2:FAMILY",
+    "olmo3": "kvq_models.olmo3:FAMILY",
     "phi3": "kvq_models.phi3:FAMILY",
     "qwen2": "kvq_models.qwen2:FAMILY",
     "qwen3": "kvq_models.qwen3:FAMILY",

@@ -1,15 +1,18 @@
-"""Which layers see a sliding window, from the keys families use for it.
+"""Which layers see a sliding window and how they rotate, from the keys families use for it.
 
-Knows no rotary table and no particular family.
+Knows no particular family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvq.errors import UnsupportedModelError
 from kvq_models.keys import Default, Key
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 WINDOW_KEYS: Mapping[str, Key] = {
     "use_sliding_window": Default(bool, False),
@@ -64,3 +67,27 @@ def qwen_layers(model_type: str, values: Mapping[str, Any]) -> tuple[Mapping[str
         for layer in range(values["num_hidden_layers"])
     ]
     return typed_layers(model_type, types, window)
+
+
+def rope_parameters(
+    model_type: str,
+    values: Mapping[str, Any],
+    *,
+    sliding: Mapping[str, Any] = _NOTHING,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rope parameters of layers that see everything and of sliding ones, in both spellings.
+
+    One dict for each, or a rope_scaling of the first. `sliding` is what holds of the second where
+    the file says nothing. Raises UnsupportedModelError for a third kind of layer.
+    """
+    nested: dict[str, Any] = values["rope_parameters"] or {}
+    unknown = set(nested) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(
+            f"rope_parameters of {model_type} holds {', '.join(sorted(unknown))}; "
+            "supported: full_attention, sliding_attention"
+        )
+    return (
+        {**(nested.get("full_attention") or {}), **(values["rope_scaling"] or {})},
+        {**sliding, **(nested.get("sliding_attention") or {})},
+    )

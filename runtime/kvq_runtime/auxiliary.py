@@ -115,7 +115,7 @@ class Auxiliary:
         self._config: ModelConfig = base.bundle.config
         self._norms = [
             base.bundle.read_weight(f"layers.{layer}.k_norm")
-            if self._config.layers[layer].mixer.qk_norm
+            if self._config.layers[layer].mixer.qk_norm == "heads"
             else None
             for layer in range(self._config.num_layers)
         ]

@@ -22,6 +22,7 @@ from kvq_runtime.bundle import MAPS_FILE, Bundle
 from kvq_runtime.engine import Engine
 from logits import divergence, prompt
 from shelf import Shelf
+from tiny import make_checkpoint
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 EIGHT = WeightFormat(bits=8)
@@ -60,6 +61,14 @@ def test_ridge_finds_a_linear_teacher_and_gains_by_every_feature() -> None:
         own = ridge(part.T @ part, part.T @ y, np.zeros((count, 7)))
         errors.append(np.square(part @ own - y).sum())
     assert errors == sorted(errors, reverse=True)
+
+
+def test_a_model_without_a_norm_before_its_layers_is_refused_first(tmp_path: Path) -> None:
+    source = make_checkpoint("olmo2", tmp_path / "source")
+    options = ExportOptions(quality=False, calibrate=False, predict="1")
+    with pytest.raises(UsageError, match="a layer of olmo2 has none; leave it out"):
+        export_model(source, tmp_path / "bundle", options)
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_a_fit_recovers_the_layers_own_matrix_where_the_stream_is_its_own(fitted: Path) -> None:

@@ -103,7 +103,7 @@ def flat(config: ModelConfig) -> dict[str, Any]:
         ],
         "attention_scale": first.mixer.scale,
         "attention_softcap": first.mixer.softcap,
-        "qk_norm": first.mixer.qk_norm,
+        "qk_norm": first.mixer.qk_norm == "heads",
         "sandwich_norms": first.norms == "both",
         "qkv_bias": first.mixer.qkv_bias,
         "output_bias": first.mixer.output_bias,
@@ -113,6 +113,8 @@ def flat(config: ModelConfig) -> dict[str, Any]:
 
 def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
     _, config, _ = read_checkpoint(checkpoint)
+    if config.layers[0].norms == "after":
+        pytest.skip("they knew no such model")
     # They knew no such multipliers.
     unscaled = tuple(dataclasses.replace(layer, scale=1.0) for layer in config.layers)
     config = dataclasses.replace(config, layers=unscaled, logits_scale=1.0)
@@ -130,7 +132,8 @@ def test_what_no_layer_can_be_is_refused() -> None:
     for message, change in {
         "query heads cannot share": {"mixer": {"kv_heads": 3}},
         "the activation 'relu' is none of silu, gelu_tanh": {"feed": {"activation": "relu"}},
-        "the place of the norms 'after' is none of": {"norms": "after"},
+        "the place of the norms 'between' is none of": {"norms": "between"},
+        "the norm of queries and keys 'all' is none of": {"mixer": {"qk_norm": "all"}},
         "a layer's rope is 1; it must be at most 0": {"mixer": {"rope": 1}},
         "num_heads is 0; it must be a whole number": {"mixer": {"heads": 0}},
     }.items():

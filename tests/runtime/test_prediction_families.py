@@ -17,12 +17,13 @@ from tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 # Windows of 24 and 20 tokens, in all layers, the later ones, or all but one; norms of keys, norms
-# around both branches; two sets of rotary frequencies.
+# around both branches or behind them alone; two sets of rotary frequencies.
 FAMILIES = {
     "mistral-window": {"num_hidden_layers": 3},
     "qwen2-window": {},
     "gemma3": {},
     "qwen3": {"num_hidden_layers": 3},
+    "olmo2": {},
     "phi3-longrope": {"num_hidden_layers": 3},
 }
 OPTIONS = {"kv": "fp", "context_tokens": 256, "kv_budget": "256tok"}
@@ -72,6 +73,8 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
     """KVP-7: what is fitted is keys before their norm and rotation, whatever the layer has."""
     opened = Bundle.open(bundle)
     config = opened.config
+    if config.layers[0].norms == "after":
+        pytest.skip("nothing is fitted to a stream without a norm")
     first = config.num_layers - 1
     weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][
         first

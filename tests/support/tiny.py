@@ -159,6 +159,23 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "olmo2": ("olmo2", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
     "gemma3": (
         "gemma3_text",

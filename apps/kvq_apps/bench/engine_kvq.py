@@ -275,7 +275,11 @@ class _Layers:
     """What attention is called with, made once: building it would be timed otherwise."""
 
     def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
-        norm = np.ones(config.head_dim, np.float32) if config.layers[0].mixer.qk_norm else None
+        norm = (
+            np.ones(config.head_dim, np.float32)
+            if config.layers[0].mixer.qk_norm == "heads"
+            else None
+        )
         self.attention = tuple(
             (config.attention(layer), config.inv_freq(layer, long_rope=long_rope), norm)
             for layer in range(config.num_layers)

@@ -138,7 +138,7 @@ class _Rewriter:
         """Inputs query, key and value [B, T, width]; packed in the first where that is possible."""
         packed = node.inputs[0]
         config = self.config
-        if not config.layers[0].mixer.qk_norm:
+        if config.layers[0].mixer.qk_norm != "heads":
             return self._by_sequence(node, f"{path}/qkv", packed, config.qkv_width), None, None
         kv_width = config.num_kv_heads * config.head_dim
         sizes = self._integers(config.qkv_width - 2 * kv_width, kv_width, kv_width)

@@ -171,7 +171,7 @@ def test_gguf_weights_are_the_bundles(
         names |= {"attn_norm": "attn_norm", "ffn_norm": "mlp_norm"}
         names |= (
             {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
-            if config.layers[0].mixer.qk_norm
+            if config.layers[0].mixer.qk_norm == "heads"
             else {}
         )
         for theirs, ours in names.items():
