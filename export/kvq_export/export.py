@@ -167,9 +167,10 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
     config, asked = model.original.config, options.predict
     layers = config.num_layers
-    if (asked or options.predict_with) and any(one.norms == "after" for one in config.layers):
+    plain = config.norm == "rms" and all(one.norms != "after" for one in config.layers)
+    if (asked or options.predict_with) and not plain:
         raise UsageError(
-            f"--kv-predict is fitted to what enters a layer's norm, and a layer of "
+            f"--kv-predict is fitted to what an RMS norm before a layer gives it, and a layer of "
             f"{config.model_type} has none; leave it out"
         )
     if model.tokenizer is None and (asked or options.predict_with):

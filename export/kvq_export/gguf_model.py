@@ -190,6 +190,8 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         "norms of all heads together": any(mixer.qk_norm == "rows" for mixer in mixers),
         _SANDWICH: any(layer.norms == "both" for layer in config.layers),
         "no norm before a layer": any(layer.norms == "after" for layer in config.layers),
+        "norms with a mean and biases": config.norm != "rms",
+        "an MLP without a gate": any(not feed.gated for feed in feeds),
         _GELU: any(feed.activation != "silu" for feed in feeds),
         _FINAL_CAP: config.final_softcap > 0,
         _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),

@@ -169,16 +169,20 @@ class _Builder:
         if product.after is None:
             return self._linear(product, x, hidden)
         path = f"/model/{'/'.join(product.after.rsplit('.', 1))}"
-        branch = self._rms(path, self._linear(product, x), product.after)
+        branch = self._norm(path, self._linear(product, x), product.after)
         return self._node(f"{path}/Add", [hidden, branch])
 
     def _linear(self, product: Product, x: ir.Value, residual: ir.Value | None = None) -> ir.Value:
         """Residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
+        path = node_path(product)
+        if product.activation is not None:
+            x = self._activation(path, product.activation, x)
+        if product.norm is not None and self.config.norm == "layer":
+            x = self._norm(f"{path}/norm", x, product.norm)
         if self.layout.format.linear == "kvq":
             return self._own_linear(product, x, residual)
-        path = node_path(product)
-        if product.norm is not None:
-            x = self._rms(f"{path}/norm", x, product.norm)
+        if product.norm is not None and self.config.norm == "rms":
+            x = self._norm(f"{path}/norm", x, product.norm)
         if product.gate is not None:
             x = self._gate(path, product.gate, x)
         found = self._matmul_nbits(path, product, x)
@@ -190,7 +194,7 @@ class _Builder:
         inputs = [
             x,
             self._stored(f"{self._matrix(product)}.panels"),
-            None if product.norm is None else self._stored(product.norm),
+            self._stored(product.norm) if product.norm and self.config.norm == "rms" else None,
             None if product.bias is None else self._stored(product.bias),
             residual,
             self.weights_view,
@@ -215,11 +219,12 @@ class _Builder:
 
     def _gate(self, path: str, activation: Activation, both: ir.Value) -> ir.Value:
         gate, up = self._nodes(f"{path}/Split", [both], 2, axis=-1, num_outputs=2)
+        return self._node(f"{path}/Mul", [self._activation(path, activation, gate), up])
+
+    def _activation(self, path: str, activation: Activation, x: ir.Value) -> ir.Value:
         if activation == "silu":
-            gate = self._node(f"{path}/QuickGelu", [gate], domain="com.microsoft", alpha=1.0)
-        else:
-            gate = self._node(f"{path}/Gelu", [gate], approximate="tanh")
-        return self._node(f"{path}/Mul", [gate, up])
+            return self._node(f"{path}/QuickGelu", [x], domain="com.microsoft", alpha=1.0)
+        return self._node(f"{path}/Gelu", [x], approximate="tanh")
 
     def _matmul_nbits(self, path: str, product: Product, x: ir.Value) -> ir.Value:
         """ONNX Runtime's product, with the bias where one is stored."""
@@ -240,6 +245,17 @@ class _Builder:
             bits=matrix.bits,
             block_size=matrix.block,
             accuracy_level=ACCURACY_LEVEL,
+        )
+
+    def _norm(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+        """A norm of the model's kind."""
+        if self.config.norm == "rms":
+            return self._rms(path, x, weight)
+        return self._node(
+            f"{path}/LayerNormalization",
+            [x, self._stored(weight), self._stored(f"{weight}_bias")],
+            axis=-1,
+            epsilon=float(self.config.norm_eps),
         )
 
     def _rms(self, path: str, x: ir.Value, weight: str) -> ir.Value:

@@ -137,7 +137,7 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
             layer: _solve(bundle, layer, grams[count], crosses[count, layer])
             for layer in range(count, config.num_layers)
         }
-    matrices = bundle.form("embed"), bundle.form("layers.0.gate_up")
+    matrices = bundle.form("embed"), bundle.form("layers.0.down")
     weights = sum(4 * form.rows * form.columns for form in matrices)
     return Fit(maps=maps, tokens=tokens, peak_bytes=sums + text_bytes + weights)
 

@@ -20,6 +20,8 @@ from kvq.config import AttentionParams, CacheShape
 from kvq.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
+# By the root mean square, with weights; by mean and variance, with weights and biases.
+NormKind = Literal["rms", "layer"]
 # Of each half of a layer: before it, on what it adds to the stream, or both.
 Norms = Literal["before", "after", "both"]
 # What is normalised together before queries and keys rotate: each head, or all of a token's.
@@ -79,11 +81,12 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """A gated MLP: `down` of activation(gate) * up, both of `width` columns."""
+    """An MLP: `down` of activation(gate) * up, both of `width` columns, or of activation(up)."""
 
     width: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +108,8 @@ class ModelConfig:
 
     The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
     canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
-    `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`.
+    `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`. `norm` is the kind of
+    all norms but those of queries and keys.
     """
 
     model_type: str
@@ -120,6 +124,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     norm_offset: float = 0.0
+    norm: NormKind = "rms"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -145,6 +150,8 @@ class ModelConfig:
             _check_count(name, getattr(self, name), least=1)
         for name in _REAL:
             _check_real(name, getattr(self, name))
+        if self.norm not in get_args(NormKind):
+            raise ModelError(f"the norm {self.norm!r} is none of {', '.join(get_args(NormKind))}")
         if not self.layers:
             raise ModelError("num_layers is 0; it must be a whole number, at least 1")
         for token in (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id):

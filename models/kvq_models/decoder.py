@@ -117,12 +117,13 @@ def decoder_config(
     each = (_NOTHING,) * count if own is None else own
     if len(each) != count:
         raise CheckpointError(f"{len(each)} layers are described, num_hidden_layers is {count}")
-    dense = Dense(width=values["intermediate_size"], bias=values.get("mlp_bias", False), **feed)
+    inner = {"width": values["intermediate_size"], "bias": values.get("mlp_bias", False)}
+    dense = Dense(**(inner | dict(feed)))
     fields: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
-        "norm_eps": values["rms_norm_eps"],
+        "norm_eps": values.get("rms_norm_eps"),
         "tied_head": values["tie_word_embeddings"],
         "context_length": values["max_position_embeddings"],
         "layers": tuple(

@@ -99,6 +99,10 @@ class Family:
             offset=config.norm_offset,
             scale=config.logits_scale,
         )
+        if config.norm == "layer":
+            sources["final_norm_bias"] = WeightSource(
+                parts=("model.norm.bias",), shape=(config.hidden_size,)
+            )
         if not config.tied_head:
             sources["head"] = _embedding_source(config, "lm_head.weight")
         return sources
@@ -122,6 +126,8 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     for product in layer_products(config, index):
         if product.norm is not None:
             shapes[product.norm] = (product.columns,)
+            if config.norm == "layer":
+                shapes[f"{product.norm}_bias"] = (product.columns,)
         shapes[product.weight] = (product.rows, product.columns)
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)

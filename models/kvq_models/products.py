@@ -14,9 +14,9 @@ from kvq_models.config import Activation, ModelConfig
 class Product:
     """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: the head.
 
-    What enters it is normalised by `norm`, or, with a `gate`, is activation(first half) * other
-    half. What comes out is normalised by `after`. Where a pass wants the layer's keys and values
-    alone, the last `kept` rows are computed.
+    What enters it is normalised by `norm`; or it is activation(first half) * other half by `gate`,
+    activation(x) by `activation`. What comes out is normalised by `after`. Where a pass wants the
+    layer's keys and values alone, the last `kept` rows are computed.
     """
 
     weight: str
@@ -26,6 +26,7 @@ class Product:
     layer: int | None
     norm: str | None = None
     gate: Activation | None = None
+    activation: Activation | None = None
     bias: str | None = None
     kept: int = 0
     after: str | None = None
@@ -42,10 +43,11 @@ class Product:
 
 
 def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, Product, Product]:
-    """Those of one layer: queries, keys and values; attention's output; gate and up; down."""
+    """Those of one layer: queries, keys, values; attention's output; gate and up, or up; down."""
     layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
     mixer, feed = layer.mixer, layer.feed
     before, after = layer.norms != "after", layer.norms != "before"
+    up = "gate_up" if feed.gated else "up"
     return (
         Product(
             weight=f"{name}.qkv",
@@ -67,10 +69,10 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             after=f"{name}.post_attn_norm" if after else None,
         ),
         Product(
-            weight=f"{name}.gate_up",
-            bias=f"{name}.gate_up_bias" if feed.bias else None,
-            place="mlp/gate_up",
-            rows=2 * feed.width,
+            weight=f"{name}.{up}",
+            bias=f"{name}.{up}_bias" if feed.bias else None,
+            place=f"mlp/{up}",
+            rows=2 * feed.width if feed.gated else feed.width,
             columns=hidden,
             layer=index,
             norm=f"{name}.mlp_norm" if before else None,
@@ -82,7 +84,8 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             rows=hidden,
             columns=feed.width,
             layer=index,
-            gate=feed.activation,
+            gate=feed.activation if feed.gated else None,
+            activation=None if feed.gated else feed.activation,
             after=f"{name}.post_mlp_norm" if after else None,
         ),
     )

@@ -87,7 +87,7 @@ def forward(
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         hidden = _mlp(config, weight, layer, hidden)
     hidden = hidden if rows is None else hidden[rows]
-    hidden = normalize(hidden, weight("final_norm"), config.norm_eps)
+    hidden = _normed(config, weight, "final_norm", hidden)
     logits = hidden @ (table if config.tied_head else weight("head")).T
     return softcap(logits, config.final_softcap)
 
@@ -123,7 +123,17 @@ def _before(
     """What enters a half of a layer: the stream, normalised where the model has it so."""
     if config.layers[layer].norms == "after":
         return hidden
-    return normalize(hidden, weight(f"layers.{layer}.{norm}"), config.norm_eps)
+    return _normed(config, weight, f"layers.{layer}.{norm}", hidden)
+
+
+def _normed(config: ModelConfig, weight: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """The norm called `name` of x [T, n]."""
+    if config.norm == "rms":
+        return normalize(x, weight(name), config.norm_eps)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return (
+        centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + config.norm_eps)
+    ) * weight(name) + weight(f"{name}_bias")
 
 
 def _after(
@@ -132,7 +142,7 @@ def _after(
     """What a half of a layer adds to the stream, normalised where the model has it so."""
     if config.layers[layer].norms == "before":
         return output
-    return normalize(output, weight(f"layers.{layer}.{norm}"), config.norm_eps)
+    return _normed(config, weight, f"layers.{layer}.{norm}", output)
 
 
 def _attend_with(
@@ -172,11 +182,12 @@ def _attend_to_zeros(
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name, feed = f"layers.{layer}.", config.layers[layer].feed
-    inner = _before(config, weight, layer, hidden, "mlp_norm") @ weight(name + "gate_up").T
+    up = "gate_up" if feed.gated else "up"
+    inner = _before(config, weight, layer, hidden, "mlp_norm") @ weight(name + up).T
     if feed.bias:
-        inner = inner + weight(name + "gate_up_bias")
-    gate, up = inner[:, : feed.width], inner[:, feed.width :]
-    output = (ACTIVATIONS[feed.activation](gate) * up) @ weight(name + "down").T
+        inner = inner + weight(f"{name}{up}_bias")
+    active = ACTIVATIONS[feed.activation](inner[:, : feed.width])
+    output = (active * inner[:, feed.width :] if feed.gated else active) @ weight(name + "down").T
     if feed.bias:
         output = output + weight(name + "down_bias")
     return hidden + _after(config, weight, layer, output, "post_mlp_norm")

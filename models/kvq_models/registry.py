@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen2": "kvq_models.qwen2:FAMILY",
     "qwen3": "kvq_models.qwen3:FAMILY",
     "smollm3": "kvq_models.smollm3:FAMILY",
+    "starcoder2": "kvq_models.starcoder2:FAMILY",
 }
 
 

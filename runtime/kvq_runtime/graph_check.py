@@ -56,9 +56,10 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
     if wrong:
         raise _refused(path, wrong[0])
-    others = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
-    gates = {_ORT_ACTIVATIONS[layer.feed.activation] for layer in config.layers}
-    if others - (set() if own else gates):
+    # Our own products compute a gate's by themselves.
+    apart = {layer.feed.activation for layer in config.layers if not (own and layer.feed.gated)}
+    activations = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
+    if activations != {_ORT_ACTIVATIONS[activation] for activation in apart}:
         raise _refused(path, "the activation")
     if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
         raise _refused(path, "the number of layers")

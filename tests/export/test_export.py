@@ -150,6 +150,13 @@ CONFIGS = {
     "biases": altered(BASE, mixer={"qkv_bias": True, "output_bias": True}, feed={"bias": True}),
     "qwen3": altered(BASE, model_type="qwen3", mixer={"qk_norm": "heads"}),
     "phi3": dataclasses.replace(BASE, model_type="phi3", ropes=(LONG,)),
+    "starcoder2": altered(
+        BASE,
+        model_type="starcoder2",
+        mixer={"qkv_bias": True, "output_bias": True, "window_tokens": 4},
+        feed={"activation": "gelu_tanh", "gated": False, "bias": True},
+        norm="layer",
+    ),
     "olmo2": altered(BASE, model_type="olmo2", mixer={"qk_norm": "rows"}, norms="after"),
     "gemma3": altered(
         dataclasses.replace(

@@ -176,6 +176,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "starcoder2": ("starcoder2", {"sliding_window": 24}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
     "gemma3": (
         "gemma3_text",
