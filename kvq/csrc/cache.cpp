@@ -1,36 +1,22 @@
 #include "cache.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
+#include "platform.h"
 #include "rotary.h"
 
 namespace kvq {
-namespace {
-
-constexpr int64_t kHugePage = int64_t{1} << 21;
-
-}  // namespace
 
 std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
                                    const uint8_t* forms, Device* device, int resident) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
-    void* memory = nullptr;
-    const size_t alignment = budget >= 2 * kHugePage ? kHugePage : kAlign;
-    if (posix_memalign(&memory, alignment, static_cast<size_t>(budget))) return nullptr;
-#ifdef MADV_HUGEPAGE
-    if (!device && budget >= 2 * kHugePage) {
-        const size_t whole = static_cast<size_t>(budget) / kHugePage * kHugePage;
-        madvise(memory, whole, MADV_HUGEPAGE);  // advice: a refusal changes nothing but speed
-    }
-#endif
-    std::shared_ptr<Cache> cache(new Cache(static_cast<uint8_t*>(memory), layout));
+    uint8_t* memory = platform::allocate(budget, !device);
+    if (!memory) return nullptr;
+    std::shared_ptr<Cache> cache(new Cache(memory, layout));
     cache->state() = {};
     cache->state().config = config;
     cache->state().budget = budget;
@@ -54,7 +40,7 @@ Cache::Cache(uint8_t* memory, const Layout& layout)
 }
 
 Cache::~Cache() {
-    std::free(memory_);
+    platform::release(memory_);
 }
 
 int Cache::read_by(const kvq_read& rule) {

@@ -1,11 +1,10 @@
 #include "device_library.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <memory>
 
 #include "ort/register.h"
+#include "platform.h"
 
 namespace kvq {
 namespace {
@@ -59,11 +58,12 @@ Device* Device::find(int number) {
 }
 
 bool Device::load(const char* path, std::string& why) {
-    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!library) return why = dlerror(), false;
+    void* library = platform::open_library(path, why);
+    if (!library) return false;
     bool whole = true;
     const auto find = [&](const char* name, auto& call) {
-        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(dlsym(library, name));
+        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(
+            platform::find_symbol(library, name));
         whole &= call != nullptr;
     };
     find("kvq_cuda_error", calls_.error), find("kvq_cuda_abi", calls_.abi);

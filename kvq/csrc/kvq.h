@@ -9,7 +9,11 @@
 extern "C" {
 #endif
 
+#ifdef _WIN32
+#define KVQ_EXPORT __declspec(dllexport)
+#else
 #define KVQ_EXPORT __attribute__((visibility("default")))
+#endif
 
 /* Counts changes of this file that a caller must know of. */
 #define KVQ_ABI 15

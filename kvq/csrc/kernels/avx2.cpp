@@ -3,6 +3,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../platform.h"
 #include "kernels.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "simd_avx2.h"
@@ -14,9 +15,7 @@ const Kernels* avx2_kernels() {
     static const Kernels table{"avx2",      pack,        read_grid,   narrow,
                                attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
-    // F16C came before AVX2, and clang 14 cannot ask for it.
-    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return runs ? &table : nullptr;
+    return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../platform.h"
 #include "kernels.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #include "simd_avx512.h"
@@ -14,9 +15,7 @@ const Kernels* avx512vnni_kernels() {
     static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow,
                                attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
-    const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    return runs ? &table : nullptr;
+    return platform::runs(platform::Instructions::kAvx512Vnni) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

@@ -3,11 +3,9 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../platform.h"
 #include "kernels.h"
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-
+#if defined(__ARM_FEATURE_DOTPROD)
 #include "simd_neon.h"
 
 #include "kernels.inl"
@@ -17,7 +15,7 @@ const Kernels* neon_kernels() {
     static const Kernels table{"neon",      pack,        read_grid,   narrow,
                                attend_pages, attend_tile, page_scores, page_bounds,
                                page_evidence, to_half,   from_half};
-    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
+    return platform::runs(platform::Instructions::kDotProducts) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../platform.h"
 #include "linear.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vectors_avx2.h"
@@ -12,9 +13,7 @@
 namespace kvq {
 const LinearKernels* avx2_linear() {
     static const LinearKernels table{"avx2", round_row, norm_row, gate_row, multiply, add_row};
-    // F16C came before AVX2, and clang 14 cannot ask for it.
-    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return runs ? &table : nullptr;
+    return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../platform.h"
 #include "linear.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "vectors_avx512.h"
@@ -13,9 +14,7 @@ namespace kvq {
 const LinearKernels* avx512vnni_linear() {
     static const LinearKernels table{"avx512vnni", round_row, norm_row,
                                      gate_row,     multiply,  add_row};
-    const bool runs = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return runs ? &table : nullptr;
+    return platform::runs(platform::Instructions::kAvx512Vnni) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

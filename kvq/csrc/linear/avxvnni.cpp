@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "../kernels/kernels.h"
+#include "../platform.h"
 #include "linear.h"
 #if defined(__AVXVNNI__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vectors_avx2.h"

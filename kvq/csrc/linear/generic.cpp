@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../platform.h"
 #include "linear.h"
 #include "vectors_generic.h"
 

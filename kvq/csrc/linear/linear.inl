@@ -116,12 +116,8 @@ inline size_t prefetch_bytes(const PanelLayout& layout) {
 // then takes 1 to 3 % less. On Intel's, whose second level does not see such fetches and fetches
 // nothing ahead by itself, it takes half as long again.
 inline bool fetches_past_caches() {
-#if defined(__x86_64__)
-    static const bool amd = __builtin_cpu_is("amd");
+    static const bool amd = kvq::platform::processor_is_amd();
     return amd;
-#else
-    return false;
-#endif
 }
 
 // A plane of `Bits` bits of a block's codes, a group of eight columns after the other. `Once`: see

@@ -3,11 +3,9 @@
 #include <cstring>
 #include <utility>
 
+#include "../platform.h"
 #include "linear.h"
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-
+#if defined(__ARM_FEATURE_DOTPROD)
 #include "vectors_neon.h"
 
 #include "linear.inl"
@@ -15,7 +13,7 @@
 namespace kvq {
 const LinearKernels* neon_linear() {
     static const LinearKernels table{"neon", round_row, norm_row, gate_row, multiply, add_row};
-    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? &table : nullptr;
+    return platform::runs(platform::Instructions::kDotProducts) ? &table : nullptr;
 }
 }  // namespace kvq
 #else

@@ -1,0 +1,148 @@
+#include "platform.h"
+
+#include <cstddef>
+
+#ifdef _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace kvq::platform {
+
+#if defined(__x86_64__)
+namespace {
+
+// Of leaves 1 and 7 of CPUID, and what the system keeps of a thread's registers. Asked by hand: not
+// every compiler's library has what __builtin_cpu_supports reads.
+struct Cpuid {
+    unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, eax71 = 0;
+    bool keeps256 = false, keeps512 = false;
+
+    Cpuid() {
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        if (__get_cpuid(1, &a, &b, &c, &d)) ecx1 = c;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) ebx7 = b, ecx7 = c;
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) eax71 = a;
+        if (!(ecx1 & bit_OSXSAVE)) return;
+        unsigned low = 0, high = 0;
+        __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        keeps256 = (low & 0x06) == 0x06;
+#ifdef __APPLE__
+        keeps512 = keeps256;  // macOS keeps them from a thread's first use on
+#else
+        keeps512 = (low & 0xe6) == 0xe6;
+#endif
+    }
+};
+
+bool all(unsigned found, unsigned wanted) {
+    return (found & wanted) == wanted;
+}
+
+}  // namespace
+
+bool runs(Instructions set) {
+    static const Cpuid cpu;
+    static const bool avx2 = cpu.keeps256 && all(cpu.ecx1, bit_FMA | bit_F16C) &&
+                             all(cpu.ebx7, bit_AVX2);
+    switch (set) {
+        case Instructions::kAvx2:
+            return avx2;
+        case Instructions::kAvxVnni:
+            return avx2 && all(cpu.eax71, 1u << 4);
+        case Instructions::kAvx512Vnni:
+            return avx2 && cpu.keeps512 && all(cpu.ecx7, bit_AVX512VNNI) &&
+                   all(cpu.ebx7, bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ);
+        default:
+            return false;
+    }
+}
+
+bool processor_is_amd() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && d == signature_AMD_edx &&
+           c == signature_AMD_ecx;
+}
+#else
+bool runs(Instructions set) {
+    if (set != Instructions::kDotProducts) return false;
+#if !defined(__aarch64__)
+    return false;
+#elif defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(_WIN32)
+    return IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE);
+#else
+    return true;  // every Mac with such a processor
+#endif
+}
+
+bool processor_is_amd() {
+    return false;
+}
+#endif
+
+#ifdef _WIN32
+uint8_t* allocate(int64_t bytes, bool) {
+    const auto size = static_cast<size_t>(bytes);
+    return static_cast<uint8_t*>(
+        VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE));
+}
+
+void release(uint8_t* memory) {
+    VirtualFree(memory, 0, MEM_RELEASE);
+}
+
+void* open_library(const char* path, std::string& why) {
+    std::wstring wide(static_cast<size_t>(MultiByteToWideChar(CP_UTF8, 0, path, -1, nullptr, 0)), 0);
+    MultiByteToWideChar(CP_UTF8, 0, path, -1, wide.data(), static_cast<int>(wide.size()));
+    HMODULE library = LoadLibraryW(wide.data());
+    if (!library) why = "Windows does not load it: error " + std::to_string(GetLastError());
+    return library;
+}
+
+void* find_symbol(void* library, const char* name) {
+    return reinterpret_cast<void*>(GetProcAddress(static_cast<HMODULE>(library), name));
+}
+#else
+uint8_t* allocate(int64_t bytes, [[maybe_unused]] bool huge) {
+    constexpr int64_t kHugePage = int64_t{1} << 21;
+    void* memory = nullptr;
+    const size_t alignment = bytes >= 2 * kHugePage ? kHugePage : 64;
+    if (posix_memalign(&memory, alignment, static_cast<size_t>(bytes))) return nullptr;
+#ifdef MADV_HUGEPAGE
+    if (huge && bytes >= 2 * kHugePage) {
+        const size_t whole = static_cast<size_t>(bytes) / kHugePage * kHugePage;
+        madvise(memory, whole, MADV_HUGEPAGE);  // advice: a refusal changes nothing but speed
+    }
+#endif
+    return static_cast<uint8_t*>(memory);
+}
+
+void release(uint8_t* memory) {
+    std::free(memory);
+}
+
+void* open_library(const char* path, std::string& why) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) why = dlerror();
+    return library;
+}
+
+void* find_symbol(void* library, const char* name) {
+    return dlsym(library, name);
+}
+#endif
+
+}  // namespace kvq::platform
