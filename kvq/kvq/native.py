@@ -5,6 +5,7 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 
 import ctypes
 import logging
+import sys
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_uint8, c_uint64
 from functools import cache
@@ -22,7 +23,8 @@ from kvq.selectors import ReadRule
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions, Tiers
 
-LIBRARY = "libkvq_native.so"
+LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
@@ -43,19 +45,19 @@ def library_path() -> Path | None:
 
 @cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library with its signatures, or None and the reason; looked for once."""
+    """The library with its signatures, or None and why, ending in the command that mends it."""
     path = library_path()
     if environment("native") == "0":
-        return None, "KVQ_NATIVE=0 asks for the numpy path"
+        return None, "KVQ_NATIVE=0 asks for the numpy path; unset KVQ_NATIVE"
     if path is None:
-        return None, f"{LIBRARY} was not built: install g++ and reinstall kvq-runtime"
+        return None, f"{LIBRARY}, the fast path, is not in this installation; {GET_WHEEL}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return None, f"{path} does not load: {error}"
+        return None, f"{path} does not load: {error}; {GET_WHEEL}"
     # A library left over from another version would be called with arguments it does not take.
     if not hasattr(library, "kvq_abi") or library.kvq_abi() != ABI:
-        return None, f"{path} belongs to another version of kvq: reinstall kvq-runtime"
+        return None, f"{path} belongs to another version of kvq: reinstall kvq-runtime; {GET_WHEEL}"
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

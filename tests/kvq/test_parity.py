@@ -1,11 +1,14 @@
 """The library's own kernels and those of other compilers and processors, by recorded calls.
 
 `parity.py` writes calls with the reference's answers, `parity.cpp` replays them. Without the
-compilers and the emulator the tests of those builds skip.
+compilers and the emulators the tests of those builds skip.
 """
 
+import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +53,34 @@ BUILDS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What programs of a wheel's platform are linked as and run on here, and the kernels it has."""
+
+    target: str
+    emulator: tuple[str, ...] = ()
+    kernels: str = HERE
+    links: str = "libkvq_native.so"
+
+
+# None: nothing here runs its programs, so that its wheel is only looked into.
+WHEELS = {
+    "manylinux_2_28_x86_64": Machine(target="x86_64-linux-gnu"),
+    "manylinux_2_28_aarch64": Machine(
+        target="aarch64-linux-gnu", emulator=(*QEMU, "max"), kernels="neon,generic"
+    ),
+    "musllinux_1_2_x86_64": Machine(
+        target="x86_64-linux-musl", emulator=("/lib/ld-musl-x86_64.so.1",)
+    ),
+    "macosx_12_0_arm64": None,
+    "macosx_12_0_x86_64": None,
+    "win_amd64": Machine(
+        target="x86_64-windows-gnu", emulator=("wine",), links="libkvq_native.dll.a"
+    ),
+    "win_arm64": None,
+}
+
+
 @pytest.fixture(scope="module")
 def cases(shelf: Shelf) -> Path:
     return shelf.once("cases", "all", parity.write)
@@ -70,10 +101,10 @@ def needs(*programs: str) -> None:
         pytest.skip(f"{', '.join(missing)} not installed")
 
 
-def runner(compiler: str, library: Path, folder: Path) -> Path:
-    program = folder / "parity"
+def runner(*compiler: str, library: Path, folder: Path) -> Path:
+    program = folder / "parity.exe"
     flags = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "kvq/csrc")
-    built = run(compiler, *flags, RUNNER, library, f"-Wl,-rpath,{library.parent}", "-o", program)
+    built = run(*compiler, *flags, RUNNER, library, f"-Wl,-rpath,{library.parent}", "-o", program)
     assert built.returncode == 0, built.stderr
     return program
 
@@ -91,7 +122,7 @@ def test_the_installed_library_passes_and_a_wrong_answer_shows(cases: Path, tmp_
     needs("g++")
     library = native.library_path()
     assert library
-    program = runner("g++", library, tmp_path)
+    program = runner("g++", library=library, folder=tmp_path)
     assert_kernels_pass(run(program, cases), HERE)
     wrong = bytearray(cases.read_bytes())
     wrong[-3] ^= 0x40  # in the last embedding
@@ -115,7 +146,66 @@ def test_other_compilers_and_processors_pass_without_a_warning(
     assert configured.returncode == 0, configured.stderr
     built = run("cmake", "--build", folder, "--parallel", "2")
     assert built.returncode == 0, built.stderr
-    program = runner(build.compiler, folder / native.LIBRARY, tmp_path)
+    program = runner(build.compiler, library=folder / native.LIBRARY, folder=folder)
     assert_kernels_pass(run(*build.emulator, program, cases), build.kernels)
     if build.older:
         assert_kernels_pass(run(*build.older, program, few_cases), build.older_kernels)
+
+
+def wheel_of(name: str, shelf: Shelf) -> Path:
+    """The folder of the wheel and of what it was linked from, in `name`."""
+    for package in ("lief", "scikit_build_core", "ziglang"):
+        pytest.importorskip(package, reason=f"{package} not installed: kvq-runtime[wheels]")
+
+    def build(folder: Path) -> None:
+        places = ("--out", folder, "--build", folder)
+        built = run(sys.executable, ROOT / "kvq/build_wheels.py", name, *places)
+        assert built.returncode == 0, built.stdout + built.stderr
+
+    return shelf.once("wheels", name, build)
+
+
+@pytest.mark.slow
+@pytest.mark.cross
+@pytest.mark.parametrize("name", WHEELS)
+def test_a_wheel_is_in_order_and_its_library_passes(
+    name: str, cases: Path, shelf: Shelf, tmp_path: Path
+) -> None:
+    machine = WHEELS[name]
+    needs(*(machine.emulator[:1] if machine else ()))
+    folder = wheel_of(name, shelf)
+    if machine is None:
+        return
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (native_file,) = (one for one in archive.namelist() if "/libkvq_native." in one)
+        (tmp_path / Path(native_file).name).write_bytes(archive.read(native_file))
+    zig = (sys.executable, "-m", "ziglang", "c++", "-target", machine.target)
+    if machine.links.endswith(".a"):  # what stands for a DLL where programs are linked
+        shutil.copy(folder / name / machine.links, tmp_path)
+    program = runner(*zig, library=tmp_path / machine.links, folder=tmp_path)
+    assert_kernels_pass(run(*machine.emulator, program, cases), machine.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.cross
+@pytest.mark.skipif(sys.platform != "linux", reason="installs the wheel for Linux")
+def test_a_wheel_is_installed_without_a_compiler(shelf: Shelf, tmp_path: Path) -> None:
+    (wheel,) = wheel_of("manylinux_2_28_x86_64", shelf).glob("*.whl")
+    folder = tmp_path / "installed"
+    pip = (sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", folder)
+    assert run(*pip, wheel).returncode == 0
+    # -S: not what is installed here; of that only what kvq needs.
+    packages = os.pathsep.join([str(folder), *(path for path in sys.path if "-packages" in path)])
+    environment = {"PATH": "", "PYTHONPATH": packages, "HOME": str(tmp_path)}
+
+    def said(*words: str | Path) -> str:
+        command = [sys.executable, "-S", *map(str, words)]
+        return subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
+
+    library, kernels = said(
+        "-c", "from kvq import native; print(native.library_path(), ','.join(native.isas()))"
+    ).split()
+    assert (library, kernels) == (str(folder / "kvq/libkvq_native.so"), HERE)
+    tests = (ROOT / "tests/kvq" / name for name in ("test_linear.py", "test_snapshots.py"))
+    assert "skipped" not in said("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)

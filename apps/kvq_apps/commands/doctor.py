@@ -37,11 +37,15 @@ def run(arguments: Namespace) -> int:
         return _print(_paths(), as_json=arguments.json)
     report = _report(arguments)
     code = _print(report, as_json=arguments.json)
-    for kind, found in report["runs"].items():
-        if found["backend"] is not None and found["slower"] is not None:
-            output.print_note(
-                f"a {kind} runs on the slow {found['backend']} backend: {found['slower']}"
-            )
+    runs = report["runs"].items()
+    slow = [(kind, found) for kind, found in runs if found["backend"] and found["slower"]]
+    for kind, found in slow:
+        # Reasons end in the command that mends it.
+        output.print_note(
+            f"a {kind} runs on the slow {found['backend']} backend: {found['slower']}"
+        )
+    if not slow:
+        output.print_note("ready")
     return code
 
 

@@ -441,7 +441,8 @@ def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     assert report["kvq"] == __version__
     assert report["backends"]["reference"] == "ok"
     assert report["paths"]["cache"] == home["XDG_CACHE_HOME"] + "/kvq"
-    without = answer(kvq("doctor", "--json", home=home, KVQ_NATIVE="0"))
+    off = {"KVQ_NATIVE": "0"}
+    without = answer(kvq("doctor", "--json", home=home, **off))
     assert not without["native"]["loaded"]
     assert "KVQ_NATIVE=0" in without["backends"]["onnx"]
     # Whatever else is installed, a bundle then runs on numpy.
@@ -449,6 +450,10 @@ def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     assert report["runs"]["bundle"]["slower"] is None
     assert "KVQ_NATIVE=0" in without["runs"]["bundle"]["slower"]
     assert report["runs"]["gguf"] == without["runs"]["gguf"]
+    ends = [kvq("doctor", home=home, **own).stderr.decode().splitlines()[-1] for own in ({}, off)]
+    assert ends[0] == "ready"
+    assert ends[1].startswith("a bundle runs on the slow reference backend")
+    assert ends[1].endswith("; unset KVQ_NATIVE")
 
 
 # Writing

@@ -1,0 +1,186 @@
+"""Builds wheels with the native library inside, for all platforms on one of them, and checks them.
+
+    python kvq/build_wheels.py                      # all of PLATFORMS into dist/
+    python kvq/build_wheels.py win_amd64 --out dist # those named
+
+Needs `pip install -e ".[wheels]"`: Zig compiles for all of them. Not part of an installation.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "kvq/csrc"
+OLDEST_GLIBC, OLDEST_MACOS = (2, 28), (12, 0)
+GLIBC = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-*.so.?")
+MUSL = ("libc.so",)
+DARWIN = ("/usr/lib/libSystem.B.dylib", "/usr/lib/libc++.1.dylib")
+WINDOWS = ("KERNEL32.dll", "ntdll.dll", "api-ms-win-crt-*-l1-1-0.dll")
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Zig's name of it, CMake's, and all libraries of the system that ours may need there."""
+
+    target: str
+    system: str
+    processor: str
+    needed: tuple[str, ...]
+
+    @property
+    def library(self) -> str:
+        """The library's name in a wheel."""
+        suffix = {"Darwin": "dylib", "Windows": "dll"}.get(self.system, "so")
+        return f"kvq/libkvq_native.{suffix}"
+
+    @property
+    def definitions(self) -> dict[str, str]:
+        """What CMake is told."""
+        elf = f"-Wl,--version-script={SOURCES / 'exports.map'}" if self.system == "Linux" else ""
+        # Stripped also in what CMake tries first: else Zig builds its C++ library twice.
+        compiler = (sys.executable, "-m", "ziglang", "c++", "-s", "-target", self.target)
+        return {
+            "CMAKE_SYSTEM_NAME": self.system,
+            "CMAKE_SYSTEM_PROCESSOR": self.processor,
+            "CMAKE_CXX_COMPILER": ";".join(compiler),
+            "CMAKE_SHARED_LINKER_FLAGS": elf,
+            "KVQ_DOTPROD": "-mcpu=generic+dotprod",
+        }
+
+
+PLATFORMS = {
+    "manylinux_2_28_x86_64": Platform("x86_64-linux-gnu.2.28", "Linux", "x86_64", GLIBC),
+    "manylinux_2_28_aarch64": Platform("aarch64-linux-gnu.2.28", "Linux", "aarch64", GLIBC),
+    "musllinux_1_2_x86_64": Platform("x86_64-linux-musl", "Linux", "x86_64", MUSL),
+    "macosx_12_0_arm64": Platform("aarch64-macos.12.0", "Darwin", "arm64", DARWIN),
+    "macosx_12_0_x86_64": Platform("x86_64-macos.12.0", "Darwin", "x86_64", DARWIN),
+    "win_amd64": Platform("x86_64-windows-gnu", "Windows", "AMD64", WINDOWS),
+    "win_arm64": Platform("aarch64-windows-gnu", "Windows", "ARM64", WINDOWS),
+}
+
+
+def build(name: str, out: Path, folder: Path, jobs: int) -> Path:
+    """Builds the wheel of platform `name` into `out`, with CMake's files in `folder`/`name`.
+
+    Exits with the compiler's words if that fails.
+    """
+    settings = {
+        "wheel.tags": f"py3-none-{name}",
+        "wheel.cmake": "true",  # a wheel without the library is none
+        "build-dir": str(folder / name),
+        "build.tool-args": f"-j{jobs}",
+        "install.strip": "false",  # by tools of this machine
+    } | {f"cmake.define.{key}": value for key, value in PLATFORMS[name].definitions.items()}
+    told = [f"--config-settings={key}={value}" for key, value in settings.items()]
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command = [*pip, f"--wheel-dir={out}", *told, str(ROOT)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"{name} was not built:\n{finished.stdout}{finished.stderr}")
+    (wheel,) = out.glob(f"*-py3-none-{name}.whl")
+    return wheel
+
+
+def complaints(wheel: Path, name: str) -> Iterator[str]:
+    """What is wrong with a wheel of platform `name`, one sentence each."""
+    platform = PLATFORMS[name]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (about,) = (one for one in names if one.endswith(".dist-info/WHEEL"))
+        tags = re.findall(r"^Tag: (.*)", archive.read(about).decode(), re.MULTILINE)
+        library = archive.read(platform.library) if platform.library in names else b""
+    if tags != [f"py3-none-{name}"]:
+        yield f"its tags are {tags}"
+    native = [one for one in names if re.search(r"\.(so|dylib|dll|a|lib|exe)\b", one)]
+    if native != [platform.library]:
+        yield f"its native files are {native}, not {platform.library}"
+    if sources := [one for one in names if re.search(r"CMakeLists|\.(cpp|cu|h|inl|map)$", one)]:
+        yield f"it holds sources: {', '.join(sources)}"
+    if library:
+        yield from _library_complaints(library, platform)
+
+
+def _library_complaints(content: bytes, platform: Platform) -> Iterator[str]:
+    binary: Any = import_module("lief").parse(content)
+    needed = [getattr(one, "name", one) for one in binary.libraries]
+    for one in needed:
+        if not any(fnmatch(one, allowed) for allowed in platform.needed):
+            yield f"the library needs {one}"
+    text = (SOURCES / "kvq.h").read_text()
+    declared = {*re.findall(r"^KVQ_EXPORT [^;]*?(\w+)\(", text, re.MULTILINE), "RegisterCustomOps"}
+    shown = {one.name.removeprefix("_" * (platform.system == "Darwin")) for one in _exports(binary)}
+    if shown != declared:
+        yield f"it exports {sorted(shown - declared)} and lacks {sorted(declared - shown)}"
+    machine = str(binary.abstract.header.architecture).rpartition(".")[2]
+    if (machine == "ARM64") != (platform.processor in ("aarch64", "arm64", "ARM64")):
+        yield f"the library is for {machine}"
+    yield from _system_complaints(binary, platform)
+
+
+def _exports(binary: Any) -> list[Any]:
+    return [one for one in binary.exported_functions if one.name]
+
+
+def _system_complaints(binary: Any, platform: Platform) -> Iterator[str]:
+    if platform.system == "Linux":
+        for symbol in binary.imported_symbols:
+            found = re.search(r"GLIBC_(\d+)\.(\d+)", str(symbol.symbol_version))
+            if found and (int(found[1]), int(found[2])) > OLDEST_GLIBC:
+                yield f"{symbol.name} is of {found[0]}"
+    if platform.system == "Darwin":
+        oldest = tuple(binary.build_version.minos[:2])
+        if oldest > OLDEST_MACOS:
+            yield f"the library asks for macOS {oldest}"
+        if platform.processor == "arm64" and not binary.has_code_signature:
+            yield "the library has no signature, without which such a Mac loads nothing"
+
+
+def main() -> int:
+    """Builds and checks the platforms that the command line names; 1 if a wheel is not in order."""
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=", ".join(PLATFORMS))
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/wheels", help="CMake's folder")
+    parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.platforms) - set(PLATFORMS):
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(PLATFORMS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for name in arguments.platforms or PLATFORMS:
+        print(f"{name}: ", end="", flush=True)
+        since = time.perf_counter()
+        wheel = build(name, arguments.out.resolve(), arguments.build.resolve(), arguments.jobs)
+        seconds, found = time.perf_counter() - since, list(complaints(wheel, name))
+        print(f"{'not in order' if found else 'ok'}, {seconds:.0f} s, {_sizes(wheel, name)}")
+        for one in found:
+            print(f"  {one}")
+        wrong += bool(found)
+    return int(wrong > 0)
+
+
+def _sizes(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {one.filename: one.compress_size for one in archive.infolist()}
+    models = sum(size for file, size in packed.items() if file.startswith("kvq_models/"))
+    library = packed.get(PLATFORMS[name].library, 0)
+    total = wheel.stat().st_size
+    return (
+        f"{total / 1e6:.1f} MB: kvq_models {models / 1e6:.1f}, library {library / 1e6:.2f}, "
+        f"the rest {(total - models - library) / 1e6:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
