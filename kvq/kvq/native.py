@@ -24,7 +24,8 @@ from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions, Tiers
 
 LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
+_GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
+_BUILD = "install g++, then: pip install -e ."
 EVIDENCE_FACTS = 8
 VIEWS = {"full": 0, "hi": 1}
 
@@ -47,17 +48,18 @@ def library_path() -> Path | None:
 def load() -> tuple[ctypes.CDLL | None, str]:
     """The library with its signatures, or None and why, ending in the command that mends it."""
     path = library_path()
+    mend = _BUILD if Path(__file__).parents[1].joinpath("CMakeLists.txt").is_file() else _GET_WHEEL
     if environment("native") == "0":
         return None, "KVQ_NATIVE=0 asks for the numpy path; unset KVQ_NATIVE"
     if path is None:
-        return None, f"{LIBRARY}, the fast path, is not in this installation; {GET_WHEEL}"
+        return None, f"{LIBRARY}, the fast path, is not in this installation; {mend}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return None, f"{path} does not load: {error}; {GET_WHEEL}"
+        return None, f"{path} does not load: {error}; {mend}"
     # A library left over from another version would be called with arguments it does not take.
     if not hasattr(library, "kvq_abi") or library.kvq_abi() != ABI:
-        return None, f"{path} belongs to another version of kvq: reinstall kvq-runtime; {GET_WHEEL}"
+        return None, f"{path} belongs to another version of kvq; {mend}"
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

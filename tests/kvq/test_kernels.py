@@ -6,7 +6,9 @@ too few shows there.
 """
 
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -515,12 +517,36 @@ def test_one_token_pages(kernels: str) -> None:
     pair.close()
 
 
-def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions may take other arguments: the numpy path is slower than a crash."""
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of the processor")
+def test_kernels_are_those_of_the_processor() -> None:
+    said = set(Path("/proc/cpuinfo").read_text().split())
+    avx2 = {"avx2", "fma", "f16c"}
+    needs = {
+        "avx512vnni": avx2 | {"avx512_vnni", "avx512f", "avx512vl", "avx512bw", "avx512dq"},
+        "avxvnni": avx2 | {"avx_vnni"},
+        "avx2": avx2,
+        "neon": {"asimddp"},
+    }
+    assert native.isas() == [*(name for name in needs if needs[name] <= said), "generic"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ABI", native.ABI + 1, "belongs to another version of kvq; "),
+        ("library_path", lambda: None, "is not in this installation; "),
+    ],
+)
+def test_no_library_is_a_reason_and_the_command_that_mends_it(
+    name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of another version may take other arguments: numpy is slower than a crash."""
+    monkeypatch.setattr(native, name, value)
     native.load.cache_clear()
     try:
-        assert "belongs to another version of kvq: reinstall" in native.why_not()
+        reason, _, command = native.why_not().rpartition(said)
+        assert native.LIBRARY in reason
+        assert "pip install" in command
     finally:
         monkeypatch.undo()
         native.load.cache_clear()
