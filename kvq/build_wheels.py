@@ -55,6 +55,9 @@ class Platform:
             "CMAKE_CXX_COMPILER": ";".join(compiler),
             "CMAKE_SHARED_LINKER_FLAGS": elf,
             "KVQ_DOTPROD": "-mcpu=generic+dotprod",
+            # CMake insists that there be such programs and calls neither.
+            "CMAKE_RC_COMPILER": sys.executable,
+            "CMAKE_INSTALL_NAME_TOOL": sys.executable,
         }
 
 
