@@ -180,7 +180,7 @@ def test_a_wheel_is_in_order_and_its_library_passes(
     with zipfile.ZipFile(wheel) as archive:
         (native_file,) = (one for one in archive.namelist() if "/libkvq_native." in one)
         (tmp_path / Path(native_file).name).write_bytes(archive.read(native_file))
-    zig = (sys.executable, "-m", "ziglang", "c++", "-target", machine.target)
+    zig = (sys.executable, "-m", "ziglang", "c++", "-s", "-target", machine.target)
     if machine.links.endswith(".a"):  # what stands for a DLL where programs are linked
         shutil.copy(folder / name / machine.links, tmp_path)
     program = runner(*zig, library=tmp_path / machine.links, folder=tmp_path)
