@@ -544,7 +544,7 @@ def test_without_native_code_numpy_takes_over_and_says_so() -> None:
         text=True,
         check=True,
     )
-    reason = "KVQ_NATIVE=0 asks for the numpy path"
+    reason = "KVQ_NATIVE=0 asks for the numpy path; unset KVQ_NATIVE"
     assert finished.stdout == f"the native cache is not available: {reason}\n"
     assert (
         finished.stderr
