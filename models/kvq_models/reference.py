@@ -14,7 +14,7 @@ import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.reference import normalize, rotate, split_heads
-from kvq_models.config import ModelConfig
+from kvq_models.config import ModelConfig, Norms
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -80,7 +80,7 @@ def forward(
             first = config.layers[layer].mixer.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
-                entering = _before(config, weight, layer, hidden, "attn_norm")
+                entering = _half(config, weight, layer, hidden, "attn_norm", without="after")
                 qkv[:, first:] = entering @ maps[layer][0].T + maps[layer][1]
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
@@ -108,22 +108,24 @@ def _attention(
     output = attended @ weight(name + "o").T
     if mixer.output_bias:
         output = output + weight(name + "o_bias")
-    return hidden + _after(config, weight, layer, output, "post_attn_norm")
+    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
 
 
 def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name, mixer = f"layers.{layer}.", config.layers[layer].mixer
-    qkv = _before(config, weight, layer, hidden, "attn_norm") @ weight(name + "qkv").T
+    qkv = (
+        _half(config, weight, layer, hidden, "attn_norm", without="after") @ weight(name + "qkv").T
+    )
     return qkv + weight(name + "qkv_bias") if mixer.qkv_bias else qkv
 
 
-def _before(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, norm: str
+def _half(
+    config: ModelConfig, weight: Weights, layer: int, x: np.ndarray, norm: str, *, without: Norms
 ) -> np.ndarray:
-    """What enters a half of a layer: the stream, normalised where the model has it so."""
-    if config.layers[layer].norms == "after":
-        return hidden
-    return _normed(config, weight, f"layers.{layer}.{norm}", hidden)
+    """What enters a half of a layer or leaves it, normalised but in layers `without` that norm."""
+    if config.layers[layer].norms == without:
+        return x
+    return _normed(config, weight, f"layers.{layer}.{norm}", x)
 
 
 def _normed(config: ModelConfig, weight: Weights, name: str, x: np.ndarray) -> np.ndarray:
@@ -134,15 +136,6 @@ def _normed(config: ModelConfig, weight: Weights, name: str, x: np.ndarray) -> n
     return (
         centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + config.norm_eps)
     ) * weight(name) + weight(f"{name}_bias")
-
-
-def _after(
-    config: ModelConfig, weight: Weights, layer: int, output: np.ndarray, norm: str
-) -> np.ndarray:
-    """What a half of a layer adds to the stream, normalised where the model has it so."""
-    if config.layers[layer].norms == "before":
-        return output
-    return _normed(config, weight, f"layers.{layer}.{norm}", output)
 
 
 def _attend_with(
@@ -183,14 +176,14 @@ def _attend_to_zeros(
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
     name, feed = f"layers.{layer}.", config.layers[layer].feed
     up = "gate_up" if feed.gated else "up"
-    inner = _before(config, weight, layer, hidden, "mlp_norm") @ weight(name + up).T
+    inner = _half(config, weight, layer, hidden, "mlp_norm", without="after") @ weight(name + up).T
     if feed.bias:
         inner = inner + weight(f"{name}{up}_bias")
     active = ACTIVATIONS[feed.activation](inner[:, : feed.width])
     output = (active * inner[:, feed.width :] if feed.gated else active) @ weight(name + "down").T
     if feed.bias:
         output = output + weight(name + "down_bias")
-    return hidden + _after(config, weight, layer, output, "post_mlp_norm")
+    return hidden + _half(config, weight, layer, output, "post_mlp_norm", without="before")
 
 
 def softcap(x: np.ndarray, cap: float) -> np.ndarray:
