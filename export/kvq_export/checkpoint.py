@@ -6,9 +6,10 @@ Nothing here loads a pickle.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,16 @@ from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
 
+logger = logging.getLogger(__name__)
+
 # The two names of one matrix where a model ties its head to its embedding.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# How tensors of a language model begin where it is a part of another, and what stands for it alone.
+_TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+_BESIDE_TEXT = (
+    "vision_tower.", "multi_modal_projector.",
+    "model.vision_tower.", "model.multi_modal_projector.",
+)  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 FLOAT_DTYPES: dict[str, DTypeLike] = {
@@ -143,6 +152,23 @@ class Checkpoint:
             # Of tied weights some tools keep only the other name; `check` refuses it elsewhere.
             tensors[_EMBEDDING] = tensors[_HEAD]
         return cls(path=folder, tensors=tensors)
+
+    def text_part(self) -> "Checkpoint":
+        """The language model of one that sees images too, its tensors by the names it gives them.
+
+        Tensors of the other parts are left out, and a line in the log says how many.
+        """
+        tensors: dict[str, Tensor] = {}
+        left_out = 0
+        for name, tensor in self.tensors.items():
+            if name.startswith(_BESIDE_TEXT):
+                left_out += 1
+                continue
+            prefix = next((one for one in _TEXT_PREFIXES if name.startswith(one)), "")
+            own = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            tensors.setdefault(own, tensor)
+        logger.warning("%d tensors for images are left out: kvq reads text", left_out)
+        return replace(self, tensors=tensors)
 
     def check(self, sources: Mapping[str, WeightSource]) -> None:
         """Every part exists in a readable dtype, and the shapes are those `sources` ask for.

@@ -21,7 +21,7 @@ from kvq_export.packed import unpacked
 from kvq_export.writer import Progress
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
-from kvq_models.registry import read_checkpoint, read_json
+from kvq_models.registry import is_wrapper, read_checkpoint, read_json, text_config
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.bundle import file_sha256
 from kvq_runtime.config import Sampling
@@ -114,6 +114,8 @@ class FolderSource:
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """See `Source.checkpoint`; matrices that were quantised before are one tensor each."""
         opened, said = Checkpoint.open(self.path), self._quantization
+        if is_wrapper(read_json(self.path / "config.json")):
+            opened = opened.text_part()
         return opened if said is None else unpacked(opened, said)
 
     def tokenizer_files(self) -> TokenizerFiles:
@@ -130,7 +132,7 @@ class FolderSource:
 
     @property
     def _quantization(self) -> object:
-        return read_json(self.path / "config.json").get(_QUANTIZATION)
+        return text_config(read_json(self.path / "config.json")).get(_QUANTIZATION)
 
     def sampling(self) -> Mapping[str, Any]:
         """As generation_config.json has them; one that cannot be is left out, with a warning."""

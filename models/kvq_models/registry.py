@@ -34,22 +34,53 @@ FAMILIES: Mapping[str, str] = {
     "starcoder2": "kvq_models.starcoder2:FAMILY",
 }
 
+# Models that see images, of which the language model is read: what their text_config leaves out.
+WRAPPERS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+# What may stand beside a text_config and holds for it too.
+_SHARED = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+
+
+def is_wrapper(config_json: Mapping[str, Any]) -> bool:
+    """Whether the language model is a part of this one, with a config of its own."""
+    model_type = config_json.get("model_type")
+    return isinstance(model_type, str) and model_type in WRAPPERS
+
+
+def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the language model alone. Raises CheckpointError where there is none."""
+    if not is_wrapper(config_json):
+        return config_json
+    own: object = config_json.get("text_config")
+    if not isinstance(own, dict):
+        raise CheckpointError(
+            f"config.json of a {config_json['model_type']} model needs a text_config, which says "
+            "what its language model is"
+        )
+    shared = {name: config_json[name] for name in _SHARED if name in config_json}
+    return {**WRAPPERS[config_json["model_type"]], **shared, **cast(dict[str, Any], own)}
+
 
 def family_for(config_json: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises UnsupportedModelError naming the supported ones."""
+    """The family of a `text_config`. Raises UnsupportedModelError naming the supported ones."""
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = "config.json names no model_type" if model_type is None else _unsupported(model_type)
-        raise UnsupportedModelError(f"{what}; supported: {', '.join(sorted(FAMILIES))}")
+        what = (
+            "config.json names no model_type"
+            if model_type is None
+            else f"model_type {model_type!r} is not supported"
+        )
+        supported = sorted({*FAMILIES, *WRAPPERS})
+        raise UnsupportedModelError(f"{what}; supported: {', '.join(supported)}")
     module, name = FAMILIES[model_type].split(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _unsupported(model_type: object) -> str:
-    text = f"model_type {model_type!r} is not supported"
-    if model_type == "gemma3":
-        text += " (it sees images; export a text-only gemma3_text checkpoint)"
-    return text
 
 
 def read_checkpoint(
@@ -66,7 +97,8 @@ def read_checkpoint(
         raise CheckpointError(
             f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint"
         )
-    config_json = {key: value for key, value in read_json(path).items() if key != apart}
+    said = text_config(read_json(path))
+    config_json = {key: value for key, value in said.items() if key != apart}
     family = family_for(config_json)
     config = family.config(config_json)
     generation = folder / "generation_config.json"

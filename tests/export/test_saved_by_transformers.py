@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,18 @@ from kvq.errors import CheckpointError
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_models.registry import read_checkpoint
+from kvq_export.source import open_source
+from kvq_models.reference import PlainAttention, forward
+from kvq_models.registry import read_checkpoint, text_config
 from kvq_runtime.engine import Engine
-from tiny import CASES, make_checkpoint, make_llama_checkpoint, read_safetensors, write_safetensors
+from tiny import (
+    CASES,
+    COMMON,
+    make_checkpoint,
+    make_llama_checkpoint,
+    read_safetensors,
+    write_safetensors,
+)
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3", "phi3", "gemma3")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -66,3 +76,85 @@ def test_a_head_is_no_embedding_where_they_are_not_tied(tmp_path: Path) -> None:
     keep_only_the_head(source, tied=False)
     with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.weight' is missing.*not"):
         export_model(source, tmp_path / "bundle", ExportOptions(quality=False))
+
+
+def gemma3_that_sees(folder: Path) -> Any:
+    """A random checkpoint of a model with eyes, and the model."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    _, keys = CASES["gemma3"]
+    # transformers caps no logits of a model that sees.
+    values = COMMON | dict(keys) | {"final_logit_softcapping": None}
+    text = transformers.AutoConfig.for_model("gemma3_text", **values)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    torch.manual_seed(3)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def opened(folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """Config and canonical weights, as an export finds them."""
+    source = open_source(folder)
+    family, config, _ = source.config()
+    checkpoint, sources = source.checkpoint(config), source.weight_sources(family, config)
+    checkpoint.check(sources)
+    return config, {name: checkpoint.read(one) for name, one in sources.items()}
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_language_model_of_one_that_sees_is_read_alone(
+    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gemma3_that_sees(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = read_safetensors(file)
+    assert sum(name.startswith("language_model.model.") for name in tensors) > 40
+    if prefix.startswith("model."):  # as memory has it
+        tensors = {
+            f"model.{name.replace('language_model.model.', 'language_model.')}": value
+            for name, value in tensors.items()
+        }
+    assert sum(name.startswith(prefix) for name in tensors) > 40
+    write_safetensors(file, tensors)
+    config, weights = opened(tmp_path)
+    assert config.model_type == "gemma3_text"
+    assert "tensors for images are left out: kvq reads text" in caplog.text
+    ids = np.arange(5, 45)
+    found = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    import torch
+
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_a_part_that_is_none_of_a_language_model_is_refused(tmp_path: Path) -> None:
+    gemma3_that_sees(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = read_safetensors(file) | {"model.audio_tower.weight": np.ones((2, 2), np.float32)}
+    write_safetensors(file, tensors)
+    with pytest.raises(CheckpointError, match=r"model\.audio_tower\.weight.* is not part"):
+        opened(tmp_path)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    del said["text_config"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="a gemma3 model needs a text_config"):
+        opened(tmp_path)
+
+
+def test_what_released_files_leave_out_is_known() -> None:
+    """As those of Gemma 3 4B do."""
+    own = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    found = text_config({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": own})
+    assert found == own | {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "eos_token_id": [1, 106],
+    }  # fmt: skip

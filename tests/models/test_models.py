@@ -370,9 +370,9 @@ def test_rms_norm_of_a_known_row() -> None:
 REFUSED = [
     (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not supported; supported: gemma, gemma2, gemma3_text",
+        "model_type 'mamba' is not supported; supported: gemma, gemma2, gemma3, gemma3_text",
     ),
-    ({"model_type": "gemma3"}, "it sees images"),
+    ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
     ({"model_type": None}, "names no model_type"),
     ({"model_type": ["llama"]}, "is not supported; supported: gemma, gemma2"),
     ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported for llama; supported: 'silu'"),
