@@ -167,7 +167,8 @@ class Checkpoint:
             prefix = next((one for one in _TEXT_PREFIXES if name.startswith(one)), "")
             own = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
             tensors.setdefault(own, tensor)
-        logger.warning("%d tensors for images are left out: kvq reads text", left_out)
+        if left_out:
+            logger.warning("%d tensors for images are left out: kvq reads text", left_out)
         return replace(self, tensors=tensors)
 
     def check(self, sources: Mapping[str, WeightSource]) -> None:

@@ -17,6 +17,7 @@ from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
 from kvq_runtime.backends import forward_chain
+from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 
 # Tokens read: at most, and so few that a page of each form has nothing to say.
@@ -36,32 +37,32 @@ def choose_forms(bundle: Bundle, tokenizer: Tokenizer, threads: int) -> Forms:
     ids = tokenizer.encode(f"{quality.quality_text()}\n\n{code}", start=True)[:limit]
     if len(ids) < LEAST_TOKENS:
         return ()
-    keys, values = zip(
-        *(_noise(bundle, np.array(ids), threads, form) for form in (PageForm.PLAIN, EVERY_FORM)),
-        strict=True,
-    )
+    backend = backends.open_backend("auto", bundle, threads=threads)
+    assert isinstance(backend, PagedBackend)
+    try:
+        found = [_noise(backend, np.array(ids), form) for form in (PageForm.PLAIN, EVERY_FORM)]
+    finally:
+        backend.close()
+    keys, values = zip(*found, strict=True)
     turned, channels = keys[1] < keys[0], values[1] < values[0]
     chosen = turned * PageForm.ROTATED_KEYS + channels * PageForm.CHANNEL_VALUES
     return tuple(map(PageForm, chosen.ravel().tolist()))
 
 
-def _noise(
-    bundle: Bundle, ids: NDArray[np.int64], threads: int, form: PageForm
-) -> tuple[Floats, Floats]:
+def _noise(backend: PagedBackend, ids: NDArray[np.int64], form: PageForm) -> tuple[Floats, Floats]:
     """Of keys and of values [L, Hk], were every head's pages of one form."""
-    shape = bundle.config.cache_shape
+    config, shape = backend.bundle.config, backend.bundle.config.cache_shape
     asked = CacheSpec(
         shape=shape,
         plan=KvPlan(k_bits=8, v_bits=8),
         context_tokens=len(ids),
         chunk_tokens=CHUNK_TOKENS,
-        threads=threads,
+        threads=backend.threads,
         policy="oldest",
-        windows=tuple(layer.mixer.window_tokens for layer in bundle.config.layers),
+        windows=tuple(layer.mixer.window_tokens for layer in config.layers),
         observed=True,
         forms=(form,) * (shape.num_layers * shape.num_kv_heads),
     )
-    backend = backends.open_backend("auto", bundle, threads=threads)
     cache = Cache(asked.resolved(), engine=backend.cache_kind)
     try:
         for start in range(0, len(ids), CHUNK_TOKENS):
@@ -78,4 +79,3 @@ def _noise(
         return keys, values
     finally:
         cache.close()
-        backend.close()

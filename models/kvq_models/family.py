@@ -119,15 +119,19 @@ def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
     return ("post_attn_norm", "post_mlp_norm")
 
 
+def _norm_shapes(config: ModelConfig, norm: str | None, size: int) -> dict[str, tuple[int, ...]]:
+    """Those of the weights of a norm that may be there."""
+    if norm is None:
+        return {}
+    return {norm: (size,)} | ({f"{norm}_bias": (size,)} if config.norm == "layer" else {})
+
+
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Shape of each canonical weight of one layer; a linear layer's is [out, in]."""
     mixer = config.layers[index].mixer
     shapes: dict[str, tuple[int, ...]] = {}
     for product in layer_products(config, index):
-        if product.norm is not None:
-            shapes[product.norm] = (product.columns,)
-            if config.norm == "layer":
-                shapes[f"{product.norm}_bias"] = (product.columns,)
+        shapes |= _norm_shapes(config, product.norm, product.columns)
         shapes[product.weight] = (product.rows, product.columns)
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)
@@ -135,6 +139,5 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
             shapes |= {"q_norm": (mixer.head_dim,), "k_norm": (mixer.head_dim,)}
         if product.name == "qkv" and mixer.qk_norm == "rows":
             shapes |= {"q_norm": (mixer.width,), "k_norm": (mixer.kv_width,)}
-        if product.after is not None:
-            shapes[product.after] = (product.rows,)
+        shapes |= _norm_shapes(config, product.after, product.rows)
     return {name.rpartition(".")[2]: shape for name, shape in shapes.items()}

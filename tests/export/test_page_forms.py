@@ -15,6 +15,7 @@ from kvq_apps.cli import main
 from kvq_export import page_forms
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_runtime import backends
 from kvq_runtime.bundle import MANIFEST_FILE, Bundle, Manifest, checksum
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
@@ -46,9 +47,7 @@ def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
         PageForm.PLAIN: ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [2.0, 2.0]]),
         page_forms.EVERY_FORM: ([[1.1, 1.9], [3.0, 3.9]], [[0.9, 1.1], [2.0, 1.9]]),
     }
-    monkeypatch.setattr(
-        page_forms, "_noise", lambda _, __, ___, form: tuple(map(np.array, noise[form]))
-    )
+    monkeypatch.setattr(page_forms, "_noise", lambda _, __, form: tuple(map(np.array, noise[form])))
     rotated, channels = PageForm.ROTATED_KEYS, PageForm.CHANNEL_VALUES
     found = page_forms.choose_forms(bundle, tokenizer, threads=1)
     assert found == (channels, rotated, PageForm.PLAIN, rotated | channels)
@@ -72,8 +71,10 @@ def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
     tokenizer = made.tokenizer()
     assert tokenizer is not None
     ids = np.array(tokenizer.encode("def f(x):\n    return x\n" * 99)[:512])
-    plain, _ = page_forms._noise(made, ids, 1, PageForm.PLAIN)
-    turned, _ = page_forms._noise(made, ids, 1, page_forms.EVERY_FORM)
+    backend = backends.open_backend("auto", made, threads=1)
+    plain, _ = page_forms._noise(backend, ids, PageForm.PLAIN)
+    turned, _ = page_forms._noise(backend, ids, page_forms.EVERY_FORM)
+    backend.close()
     assert turned[0, 0] > 20 * plain[0, 0]
     assert (turned[1] < 3 * plain[1]).all()
 
