@@ -177,12 +177,11 @@ class _Builder:
         path = node_path(product)
         if product.activation is not None:
             x = self._activation(path, product.activation, x)
-        if product.norm is not None and self.config.norm == "layer":
+        own = self.layout.format.linear == "kvq"
+        if product.norm is not None and not (own and self.config.norm == "rms"):
             x = self._norm(f"{path}/norm", x, product.norm)
-        if self.layout.format.linear == "kvq":
+        if own:
             return self._own_linear(product, x, residual)
-        if product.norm is not None and self.config.norm == "rms":
-            x = self._norm(f"{path}/norm", x, product.norm)
         if product.gate is not None:
             x = self._gate(path, product.gate, x)
         found = self._matmul_nbits(path, product, x)

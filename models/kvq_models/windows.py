@@ -6,13 +6,10 @@ Knows no particular family.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from kvq.errors import UnsupportedModelError
 from kvq_models.keys import Default, Key
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 WINDOW_KEYS: Mapping[str, Key] = {
     "use_sliding_window": Default(bool, False),
@@ -73,7 +70,7 @@ def rope_parameters(
     model_type: str,
     values: Mapping[str, Any],
     *,
-    sliding: Mapping[str, Any] = _NOTHING,
+    sliding: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope parameters of layers that see everything and of sliding ones, in both spellings.
 
@@ -89,5 +86,5 @@ def rope_parameters(
         )
     return (
         {**(nested.get("full_attention") or {}), **(values["rope_scaling"] or {})},
-        {**sliding, **(nested.get("sliding_attention") or {})},
+        {**(sliding or {}), **(nested.get("sliding_attention") or {})},
     )
