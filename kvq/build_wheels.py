@@ -1,6 +1,6 @@
-"""Builds wheels with the native library inside, for all platforms on one of them, and checks them.
+"""Builds the wheels, for all platforms on one of them, and checks them.
 
-    python kvq/build_wheels.py                      # all of PLATFORMS into dist/
+    python kvq/build_wheels.py                      # all of PLATFORMS and kvq-models into dist/
     python kvq/build_wheels.py win_amd64 --out dist # those named
 
 Needs `pip install -e ".[wheels]"`: Zig compiles for all of them. Not part of an installation.
@@ -21,6 +21,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "kvq/csrc"
+# The weights of the embedded models: one wheel for all platforms, and in none of theirs.
+MODELS, WEIGHTS = "kvq-models", "kvq_embedded"
+LARGEST_BYTES = 6_000_000
 OLDEST_GLIBC, OLDEST_MACOS = (2, 28), (12, 0)
 GLIBC = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-*.so.?")
 MUSL = ("libc.so",)
@@ -75,28 +78,40 @@ PLATFORMS = {
 def build(name: str, out: Path, folder: Path, jobs: int) -> Path:
     """Builds the wheel of platform `name` into `out`, with CMake's files in `folder`/`name`.
 
-    Exits with the compiler's words if that fails.
+    `name` may be `MODELS`. Exits with the compiler's words if that fails.
     """
+    if name == MODELS:
+        return _built(name, ROOT / "models", {}, out, "kvq_models-*-py3-none-any.whl")
     settings = {
         "wheel.tags": f"py3-none-{name}",
         "wheel.cmake": "true",  # a wheel without the library is none
+        "wheel.exclude": WEIGHTS,
         "build-dir": str(folder / name),
         "build.tool-args": f"-j{jobs}",
         "install.strip": "false",  # by tools of this machine
     } | {f"cmake.define.{key}": value for key, value in PLATFORMS[name].definitions.items()}
+    return _built(name, ROOT, settings, out, f"kvq_runtime-*-py3-none-{name}.whl")
+
+
+def _built(name: str, source: Path, settings: dict[str, str], out: Path, wheels: str) -> Path:
     told = [f"--config-settings={key}={value}" for key, value in settings.items()]
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    command = [*pip, f"--wheel-dir={out}", *told, str(ROOT)]
+    command = [*pip, f"--wheel-dir={out}", *told, str(source)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise SystemExit(f"{name} was not built:\n{finished.stdout}{finished.stderr}")
-    (wheel,) = out.glob(f"*-py3-none-{name}.whl")
+    (wheel,) = out.glob(wheels)
     return wheel
 
 
 def complaints(wheel: Path, name: str) -> Iterator[str]:
-    """What is wrong with a wheel of platform `name`, one sentence each."""
+    """What is wrong with a wheel of platform `name`, or of `MODELS`, one sentence each."""
+    if name == MODELS:
+        yield from _models_complaints(wheel)
+        return
     platform = PLATFORMS[name]
+    if (num_bytes := wheel.stat().st_size) > LARGEST_BYTES:
+        yield f"it has {num_bytes} bytes, of {LARGEST_BYTES} at most"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (about,) = (one for one in names if one.endswith(".dist-info/WHEEL"))
@@ -109,8 +124,22 @@ def complaints(wheel: Path, name: str) -> Iterator[str]:
         yield f"its native files are {native}, not {platform.library}"
     if sources := [one for one in names if re.search(r"CMakeLists|\.(cpp|cu|h|inl|map)$", one)]:
         yield f"it holds sources: {', '.join(sources)}"
+    if weights := [one for one in names if one.startswith(f"{WEIGHTS}/")]:
+        yield f"it holds weights, which {MODELS} brings: {', '.join(weights)}"
     if library:
         yield from _library_complaints(library, platform)
+
+
+def _models_complaints(wheel: Path) -> Iterator[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {one for one in archive.namelist() if ".dist-info/" not in one}
+    if foreign := sorted(one for one in names if not one.startswith(f"{WEIGHTS}/")):
+        yield f"it holds what belongs to kvq-runtime: {', '.join(foreign)}"
+    here = ROOT / "models"
+    folders = [card.parent for card in (here / WEIGHTS).glob("*/config.json")]
+    files = {file.relative_to(here).as_posix() for folder in folders for file in folder.iterdir()}
+    if missing := sorted(files - names):
+        yield f"it lacks {', '.join(missing)}"
 
 
 def _library_complaints(content: bytes, platform: Platform) -> Iterator[str]:
@@ -154,16 +183,17 @@ def main() -> int:
     """Builds and checks the platforms that the command line names; 1 if a wheel is not in order."""
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=", ".join(PLATFORMS))
+    choices = (*PLATFORMS, MODELS)
+    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=", ".join(choices))
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
     parser.add_argument("--build", type=Path, default=ROOT / "build/wheels", help="CMake's folder")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     arguments = parser.parse_args()
-    if unknown := set(arguments.platforms) - set(PLATFORMS):
-        parser.error(f"{', '.join(unknown)}: choose from {', '.join(PLATFORMS)}")
+    if unknown := set(arguments.platforms) - set(choices):
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(choices)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     wrong = 0
-    for name in arguments.platforms or PLATFORMS:
+    for name in arguments.platforms or choices:
         print(f"{name}: ", end="", flush=True)
         since = time.perf_counter()
         wheel = build(name, arguments.out.resolve(), arguments.build.resolve(), arguments.jobs)
@@ -176,15 +206,12 @@ def main() -> int:
 
 
 def _sizes(wheel: Path, name: str) -> str:
+    total = f"{wheel.stat().st_size / 1e6:.2f} MB"
+    if name == MODELS:
+        return total
     with zipfile.ZipFile(wheel) as archive:
         packed = {one.filename: one.compress_size for one in archive.infolist()}
-    models = sum(size for file, size in packed.items() if file.startswith("kvq_models/"))
-    library = packed.get(PLATFORMS[name].library, 0)
-    total = wheel.stat().st_size
-    return (
-        f"{total / 1e6:.1f} MB: kvq_models {models / 1e6:.1f}, library {library / 1e6:.2f}, "
-        f"the rest {(total - models - library) / 1e6:.2f}"
-    )
+    return f"{total}, of which the library {packed.get(PLATFORMS[name].library, 0) / 1e6:.2f}"
 
 
 if __name__ == "__main__":
