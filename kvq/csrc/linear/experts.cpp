@@ -1,0 +1,141 @@
+// A mixture of experts: each token's rows through the few it chooses. Their products are those of
+// linear.cpp, one expert after the other, over all tokens that chose it.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "linear.h"
+
+namespace kvq {
+namespace {
+
+struct Choice {
+    int32_t token;
+    float share;
+};
+
+// What a thread that starts mixtures keeps between them.
+struct Scratch {
+    std::vector<int32_t> order;
+    std::vector<float> weights, x, inner, found;
+    std::vector<std::vector<Choice>> choices;  // by expert, in the order of tokens
+};
+
+class Mixture {
+public:
+    Mixture(const kvq_experts& call, const Dispatch& pool, Scratch& scratch)
+        : call_(call), pool_(pool), scratch_(scratch) {}
+
+    int run() {
+        route();
+        const size_t columns = call_.gate_up.columns, bytes = sizeof(float) * columns;
+        std::memset(call_.out, 0, bytes * call_.tokens);
+        for (int expert = 0; expert < call_.count; expert++)
+            if (const int status = feed(expert)) return status;
+        if (call_.residual)
+            for (size_t i = 0; i < columns * call_.tokens; i++) call_.out[i] += call_.residual[i];
+        return KVQ_OK;
+    }
+
+private:
+    // Every token's experts and their shares.
+    void route() {
+        scratch_.choices.resize(call_.count);
+        for (auto& choices : scratch_.choices) choices.clear();
+        scratch_.order.resize(call_.count);
+        scratch_.weights.resize(call_.count);
+        for (int t = 0; t < call_.tokens; t++) route(t, call_.logits + size_t(t) * call_.count);
+    }
+
+    void route(int token, const float* logits) {
+        int32_t* order = scratch_.order.data();
+        float* weights = scratch_.weights.data();
+        std::iota(order, order + call_.count, 0);
+        // A token that is not finite goes somewhere, and its shares say that it is not.
+        const auto key = [=](int32_t i) { return std::isnan(logits[i]) ? INFINITY : logits[i]; };
+        std::partial_sort(order, order + call_.chosen, order + call_.count,
+                          [&](int32_t a, int32_t b) {
+                              return key(a) > key(b) || (key(a) == key(b) && a < b);
+                          });
+        const float top = logits[order[0]];
+        for (int i = 0; i < call_.count; i++) weights[i] = std::exp(logits[i] - top);
+        float sum = 0;
+        if (call_.normalised)
+            for (int i = 0; i < call_.chosen; i++) sum += weights[order[i]];
+        else
+            for (int i = 0; i < call_.count; i++) sum += weights[i];
+        for (int i = 0; i < call_.chosen; i++)
+            scratch_.choices[order[i]].push_back({token, weights[order[i]] / sum});
+    }
+
+    // Adds to `out` what one expert makes of the tokens that chose it.
+    int feed(int expert) {
+        const std::vector<Choice>& choices = scratch_.choices[expert];
+        if (choices.empty()) return KVQ_OK;
+        const size_t columns = call_.gate_up.columns, count = choices.size();
+        float* x = grown(scratch_.x, count * columns);
+        float* inner = grown(scratch_.inner, count * call_.gate_up.rows);
+        float* found = grown(scratch_.found, count * columns);
+        for (size_t i = 0; i < count; i++)
+            std::copy_n(call_.x + choices[i].token * columns, columns, x + i * columns);
+        int status = multiply(call_.gate_up, call_.gate_up_panels, expert, KVQ_PLAIN, x, inner, count);
+        if (!status)
+            status = multiply(call_.down, call_.down_panels, expert, call_.activation, inner, found, count);
+        if (status) return status;
+        for (size_t i = 0; i < count; i++) {
+            float* out = call_.out + choices[i].token * columns;
+            for (size_t c = 0; c < columns; c++) out[c] += choices[i].share * found[i * columns + c];
+        }
+        return KVQ_OK;
+    }
+
+    int multiply(const kvq_matrix& matrix, const uint8_t* panels, int expert, int activation,
+                 const float* x, float* out, size_t tokens) {
+        const PanelLayout layout(matrix);
+        kvq_linear part{};
+        part.matrix = matrix;
+        part.panels = panels + size_t(expert) * layout.panels * layout.panel_bytes;
+        part.x = x, part.out = out, part.tokens = static_cast<int32_t>(tokens);
+        part.activation = activation, part.view = call_.view;
+        return run_linear(part, pool_);
+    }
+
+    static float* grown(std::vector<float>& buffer, size_t count) {
+        if (buffer.size() < count) buffer.resize(count);
+        return buffer.data();
+    }
+
+    const kvq_experts& call_;
+    const Dispatch& pool_;
+    Scratch& scratch_;
+};
+
+}  // namespace
+
+int run_experts(const kvq_experts& call, const Dispatch& pool) {
+    const kvq_matrix &up = call.gate_up, &down = call.down;
+    if (!is_stackable(up) || !is_stackable(down) || up.rows != 2 * down.columns ||
+        up.columns != down.rows || call.tokens < 0 || call.chosen < 1 || call.chosen > call.count ||
+        (call.activation != KVQ_SILU && call.activation != KVQ_GELU_TANH) ||
+        (call.view != KVQ_FULL && call.view != KVQ_HI))
+        return KVQ_BAD_ARGUMENT;
+    static thread_local Scratch scratch;
+    try {
+        return Mixture(call, pool, scratch).run();
+    } catch (const std::bad_alloc&) {
+        return KVQ_NO_MEMORY;
+    }
+}
+
+}  // namespace kvq
+
+extern "C" int kvq_experts_run(const kvq_experts* call) {
+    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
+                                   for (size_t i = 0; i < count; i++) work(user, i);
+                               },
+                               nullptr};
+    return kvq::run_experts(*call, serial);
+}

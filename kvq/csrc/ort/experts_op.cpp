@@ -1,0 +1,108 @@
+// kvq::Experts in ONNX Runtime: shapes checked here, arithmetic in ../linear/experts.cpp.
+//
+// out [T, columns] = residual + the experts of each token, see kvq.h. Inputs: x float [T, columns],
+// logits float [T, count], the panels of all experts' gate_up and down, uint8 [panels, panel_bytes],
+// then optionally residual float [T, columns], and as of Linear weights_view int64 [1] and
+// layer_modes int64 [layers]: a layer that is skipped, or makes keys and values alone, gives the
+// residual or zeros.
+#include <cstring>
+#include <memory>
+
+#include "../linear/linear.h"
+#include "linear_ops.h"
+
+namespace kvq::ort {
+namespace {
+
+constexpr char kName[] = "Experts";
+
+struct Kernel {
+    kvq_experts call{};
+    int32_t layer = 0;
+};
+
+OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
+    auto made = std::make_unique<Kernel>();
+    kvq_experts& call = made->call;
+    int32_t width = 0, columns = 0;
+    if (OrtStatus* status = integers(kName, info,
+                                     {{"columns", &columns},
+                                      {"width", &width},
+                                      {"count", &call.count},
+                                      {"chosen", &call.chosen},
+                                      {"normalised", &call.normalised},
+                                      {"activation", &call.activation},
+                                      {"layer", &made->layer},
+                                      {"gate_up_bits", &call.gate_up.bits},
+                                      {"gate_up_block", &call.gate_up.block},
+                                      {"gate_up_grid", &call.gate_up.grid},
+                                      {"down_bits", &call.down.bits},
+                                      {"down_block", &call.down.block},
+                                      {"down_grid", &call.down.grid}}))
+        return status;
+    if (width > INT32_MAX / 2) return failed(kName, "no matrix has these attributes");
+    call.gate_up.rows = 2 * width, call.gate_up.columns = columns;
+    call.down.rows = columns, call.down.columns = width;
+    if (!is_stackable(call.gate_up) || !is_stackable(call.down) || call.chosen < 1 ||
+        call.chosen > call.count)
+        return failed(kName, "no experts have these attributes");
+    *kernel = made.release();
+    return nullptr;
+}
+
+bool holds(const Input& panels, const kvq_matrix& matrix, int64_t count) {
+    const PanelLayout layout(matrix);
+    return panels.count == count * layout.panels * int64_t(layout.panel_bytes);
+}
+
+OrtStatus* compute(void* state, OrtKernelContext* context) {
+    const Kernel& kernel = *static_cast<Kernel*>(state);
+    kvq_experts call = kernel.call;
+    Input x, logits, gate_up, down, residual, view, modes;
+    size_t index = 0;
+    for (Input* input : {&x, &logits, &gate_up, &down, &residual, &view, &modes})
+        if (OrtStatus* status = read(context, index++, *input)) return status;
+    const int64_t columns = call.gate_up.columns, tokens = x.count / columns;
+    if (x.count != tokens * columns || logits.count != tokens * call.count ||
+        !holds(gate_up, call.gate_up, call.count) || !holds(down, call.down, call.count) ||
+        (residual.data && residual.count != x.count) ||
+        (modes.data && modes.count <= kernel.layer))
+        return failed(kName, "input shapes do not match the attributes");
+    const int64_t asked_view = view.integer(KVQ_FULL);
+    if (asked_view < KVQ_FULL || asked_view > KVQ_HI)
+        return failed(kName, "weights_view is out of range");
+    call.x = x.as<float>(), call.logits = logits.as<float>();
+    call.gate_up_panels = gate_up.as<uint8_t>(), call.down_panels = down.as<uint8_t>();
+    call.residual = residual.as<float>();
+    call.tokens = static_cast<int32_t>(tokens), call.view = static_cast<int32_t>(asked_view);
+    if (OrtStatus* status = output(context, tokens, columns, &call.out)) return status;
+    if (modes.data && modes.as<int64_t>()[kernel.layer]) {
+        const size_t bytes = sizeof(float) * x.count;
+        if (call.residual)
+            std::memcpy(call.out, call.residual, bytes);
+        else
+            std::memset(call.out, 0, bytes);
+        return nullptr;
+    }
+    const int status = run_experts(call, {run_parallel, context});
+    return status ? failed(kName, kvq_status_text(status)) : nullptr;
+}
+
+}  // namespace
+
+Op experts_op() {
+    Op o = op_of<Kernel>(nullptr);
+    o.GetName = [](const OrtCustomOp*) { return kName; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{7}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i == 2 || i == 3 ? kUint8 : i >= 5 ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= 4 ? kOptional : kRequired;
+    };
+    o.CreateKernelV2 = create;
+    o.KernelComputeV2 = compute;
+    return o;
+}
+
+}  // namespace kvq::ort

@@ -1,0 +1,77 @@
+"""What `kvq::Experts` means: which experts a token chooses, and the arithmetic over their weights.
+
+A mixture of experts (2401.04088) has `count` gated MLPs; a router gives each a share for every
+token, and the token is fed to those with the largest. Matrices of all experts lie one behind the
+other, each of whole panels (`reference_linear`). Knows no model and no file.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.reference_linear import Bytes, Float, PanelFormat, View, linear
+
+
+def routed(logits: Float, count: int, *, normalised: bool) -> tuple[NDArray[np.int64], Float]:
+    """The experts of every token int64 [T, count], the largest first, and their shares float32.
+
+    From a router's products float32 [T, E]. Of equal ones the first is chosen. Shares are a
+    softmax's over all experts, divided by the sum of those chosen where `normalised`.
+    """
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares = np.take_along_axis(weights, chosen, axis=1)
+    whole = shares if normalised else weights
+    return chosen, shares / whole.sum(axis=1, keepdims=True)
+
+
+def by_expert(chosen: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Places in `chosen` [T, k] sorted by expert, those of one in the tokens' order; how many each.
+
+    Int64 [T k] and [count].
+    """
+    order = np.argsort(chosen.ravel(), kind="stable")
+    return order, np.bincount(chosen.ravel(), minlength=count)
+
+
+def added(found: Float, order: NDArray[np.int64], shares: Float) -> Float:
+    """What the experts found for the places of `by_expert`, float32 [T k, N], as the tokens' sums.
+
+    Each times its share of `shares` [T, k]; a token's are added in the order of the experts.
+    """
+    out = np.zeros((len(shares), found.shape[1]), np.float32)
+    np.add.at(out, order // shares.shape[1], found * shares.ravel()[order, None])
+    return out
+
+
+def experts(
+    gate_up: tuple[PanelFormat, Bytes],
+    down: tuple[PanelFormat, Bytes],
+    x: Float,
+    logits: Float,
+    *,
+    chosen: int,
+    normalised: bool,
+    view: View = "full",
+) -> Float:
+    """As the kernels compute it with SiLU: x float32 [T, K], logits [T, E] -> float32 [T, K].
+
+    A format is that of one expert, the panels are those of all.
+    """
+    experts_of, shares = routed(logits, chosen, normalised=normalised)
+    order, counts = by_expert(experts_of, logits.shape[1])
+    parts = np.split(x[order // chosen], np.cumsum(counts)[:-1])
+    found: list[Float] = []
+    for expert, rows in enumerate(parts):
+        if not len(rows):
+            continue
+        inner = linear(gate_up[0], _panels_of(gate_up, expert), rows, view)
+        gate, up = np.split(inner, 2, axis=1)
+        half = np.float32(0.5)
+        active = (gate * (half * np.tanh(half * gate) + half) * up).astype(np.float32)
+        found.append(linear(down[0], _panels_of(down, expert), active, view))
+    return added(np.concatenate(found), order, shares)
+
+
+def _panels_of(stack: tuple[PanelFormat, Bytes], expert: int) -> Bytes:
+    form, panels = stack
+    return panels[expert * form.panels : (expert + 1) * form.panels]

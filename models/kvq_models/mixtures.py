@@ -1,0 +1,52 @@
+"""What families whose layers feed tokens to experts share: keys, weight names, the experts.
+
+Knows no particular family.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import CheckpointError
+from kvq_models.config import Experts
+from kvq_models.keys import Default, Key
+
+# `num_local_experts` is what transformers saves, whatever a family calls it.
+EXPERT_KEYS: Mapping[str, Key] = {
+    "num_experts": Default(int),
+    "num_local_experts": Default(int),
+    "num_experts_per_tok": Default(int, 8),
+    "norm_topk_prob": Default(bool, False),
+    # Of training alone.
+    "router_aux_loss_coef": Default(float),
+    "router_jitter_noise": Default(float),
+    "output_router_logits": Default(bool),
+}
+EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "router": ("mlp.gate.weight",),
+    "experts_gate_up": (
+        "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.{expert}.up_proj.weight",
+    ),
+    "experts_down": ("mlp.experts.{expert}.down_proj.weight",),
+}
+
+
+def mixture(
+    values: Mapping[str, Any], *, width: int, count: int, normalised: bool | None = None
+) -> Experts:
+    """The experts that `values` describe; `count` where the file says nothing.
+
+    Raises CheckpointError where it says two numbers.
+    """
+    said = {values[name] for name in ("num_experts", "num_local_experts")} - {None}
+    if len(said) > 1:
+        raise CheckpointError(
+            f"config.json has num_experts = {values['num_experts']} and num_local_experts = "
+            f"{values['num_local_experts']}, which are the same number; download it again"
+        )
+    return Experts(
+        count=next(iter(said), count),
+        chosen=values["num_experts_per_tok"],
+        width=width,
+        normalised=values["norm_topk_prob"] if normalised is None else normalised,
+    )
