@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Generator
@@ -21,6 +22,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-settings")
 # Nor does he want the models that tests ran among his.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"kvq-tests-{os.getuid()}")
+# Behind an `&` of a shell's every child would ignore Ctrl-C, which a terminal's do not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _connect = socket.socket.connect
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from kvq_apps import output
 from kvq_apps.bench.engine_onnxruntime import rotary_tables
+from kvq_apps.bench.engine_transformers import cache_argument
 from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
 from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
 from kvq_models.config import ModelConfig
@@ -90,7 +91,8 @@ class TransformersSession(PeerSession):
 
         with torch.inference_mode():
             tokens = torch.tensor([list(ids)])
-            out = self._model(tokens, past_key_values=self._cache, use_cache=True)
+            held = {cache_argument(self._model): self._cache}
+            out = self._model(tokens, use_cache=True, **held)
         self._tokens += len(ids)
         self._peak_bytes = max(self._peak_bytes, sum(self._layer_bytes()))
         return out.logits[0].numpy()

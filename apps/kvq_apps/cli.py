@@ -47,17 +47,18 @@ COMMANDS = {
 # Packages that come with an extra; a command that lacks one says which.
 EXTRAS = {
     "apps": ("markdown_it", "pygments", "rich", "starlette", "textual", "uvicorn"),
-    "export": ("huggingface_hub",),
-    "gguf": ("gguf", "llama_cpp"),
+    "export": ("gguf",),
+    "gguf": ("llama_cpp",),
     "plot": ("matplotlib",),
 }
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
-# How the system, its loader and a library that was refused some say that memory had no room.
+# How the system, its loader, and Python or a library that was refused some say that memory had no
+# room.
 _UNMAPPED = re.compile(
     r"failed to map segment|[Cc]annot allocate memory|can't start new thread|"
-    r"error return without exception set"
+    r"error return without exception set|returned NULL without setting an exception"
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -145,7 +146,7 @@ def _extras_named() -> Iterator[None]:
         if extra is None:
             raise
         raise UsageError(
-            f"this needs {package}; install it with `pip install kvq-runtime[{extra}]`"
+            f'this needs {package}; install it with `pip install "kvq-runtime[{extra}]"`'
         ) from error
 
 

@@ -30,12 +30,12 @@ class Engine(engine.Engine):
     ) -> Self:
         """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
 
-        Without one it is the model pulled last, else `default`, the embedded one; `nano` is a
-        smaller one. A checkpoint is
-        exported into the user's cache folder the first time, with a note on stderr, and so is a
-        GGUF file where `backend` is not llama.cpp; the hub is asked for an id that is not there
-        yet. With the backend `float` a checkpoint folder is
-        neither exported nor quantised. What else is given: as in the base class.
+        Without one it is the model pulled last, else `default`, the embedded one, where it is
+        installed; `nano` is a smaller one. A checkpoint is exported into the user's cache folder
+        the first time, with a note on stderr, and so is a GGUF file where `backend` is not
+        llama.cpp; the hub is asked for an id that is not there yet. With the backend `float` a
+        checkpoint folder is neither exported nor quantised. What else is given: as in the base
+        class.
         Raises `ModelError`, `BundleError`, `BackendError` or `UsageError`.
         """
         files = model_files(None if path is None else str(path), backend)

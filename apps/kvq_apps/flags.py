@@ -205,7 +205,7 @@ FLAGS: dict[str, Flag] = {
         "llama-3-8b, qwen3-0.6b or smollm2-135m; NAME:layers=N: its first layers",
         metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp, "
-        "transformers", metavar="NAME,.."),
+        "llama-bench=COMMAND, transformers", metavar="NAME,.."),
     "batch": Flag("sequences whose attention alone is timed together, a row of each",
         "{kvq_apps.bench.measure:SpeedJob.batch}", metavar="N,.."),
     "rows": Flag("rows of one sequence in a pass, timed whole and attention alone, 1 to 256",

@@ -1,18 +1,20 @@
 """The models that were made or run here, and the names by which `-m` finds them again.
 
 Bundles that were pulled lie in the models folder, those of other checkpoints in the cache folder.
-Of each other model that was made or used there is a symbolic link: to make one is atomic, and of a
-model that is gone it leads nowhere. A name is only what the user gave one, by a pull, an export or
-a hub id: what was opened at a path, in a folder that may be a stranger's, is found at its path
-alone.
+Of each other model that was made or used there is a symbolic link, or where those cannot be made a
+file with its path: to make one is atomic, and of a model that is gone it leads nowhere. A name is
+only what the user gave one, by a pull, an export or a hub id: what was opened at a path, in a
+folder that may be a stranger's, is found at its path alone.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvq.files import replace_file
 from kvq.settings import cache_folder, data_folder, state_folder
 from kvq_runtime.bundle import (
     DATA_FILE,
@@ -59,12 +61,17 @@ def remember(path: Path, *, made: bool = False) -> None:
     link = folder / hashlib.sha256(bytes(whole)).hexdigest()[:16]
     with suppress(OSError):
         own = (models_folder().resolve(), bundles_folder().resolve())
-        if link.is_symlink() or whole.parent in own:
+        if os.path.lexists(link) or whole.parent in own:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(whole)
+        try:
+            link.symlink_to(whole)
+        except OSError:
+            # Windows lets few users make links.
+            with replace_file(link) as stream:
+                stream.write(str(whole).encode())
         for other in _listed(folder):
-            if not other.exists():
+            if not _target(other).exists():
                 other.unlink()
 
 
@@ -119,7 +126,12 @@ def _opened() -> Path:
 
 
 def _targets(folder: Path) -> Iterator[Path]:
-    yield from (path for link in _listed(folder) if (path := link.resolve()).exists())
+    yield from (path for link in _listed(folder) if (path := _target(link)).exists())
+
+
+def _target(link: Path) -> Path:
+    """What a link of ours leads to, or what is written in the file that stands for one."""
+    return link.resolve() if link.is_symlink() else Path(link.read_text("utf-8"))
 
 
 def _listed(folder: Path) -> Iterator[Path]:

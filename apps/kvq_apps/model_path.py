@@ -1,7 +1,6 @@
 """From what a user calls a model to its files. Exports a checkpoint once, when it must."""
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING
 from kvq.errors import BundleError, ModelError, UnsupportedModelError
 from kvq_apps import known_models, output
 from kvq_apps.pulling import last_use, pulled
+from kvq_models.embedded import INSTALL, embedded_folder, installed_names
+from kvq_models.embedded import NAMES as EMBEDDED
 from kvq_runtime.bundle import MANIFEST_FILE
 from kvq_runtime.gguf_format import SUFFIX, is_gguf
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT = "default"
+# The model of the catalogue that is asked for where none is here.
+FIRST = "smollm2-135m"
 # The backend that runs a GGUF file as it is; for any other the file is exported once.
 FILE_BACKEND = "llama.cpp"
-# Folders of checkpoints inside the models package, by the name a user calls them.
-EMBEDDED = (DEFAULT, "nano")
 # Their files say that they are regular.
 _MADE_UP = frozenset({Path("/proc"), Path("/sys")})
 CONFIG = "config.json"
@@ -37,12 +38,13 @@ def resolve_model(name: str | None, backend: str = "auto") -> Path:
     name; else a path to one of them or to a checkpoint folder; else a hub id, or a name of the
     catalogue, which is pulled after asking. What lies in the current folder takes no name over:
     `./NAME` means it. None is the model pulled last, as a note on stderr then says, or else
-    `default`. A checkpoint, and a GGUF file of an architecture that kvq computes, is exported into
-    the user's cache folder the first time, with progress on stderr; llama.cpp is given the file
-    itself. Raises `ModelError` naming what is possible, also for a path to a device or a pipe.
+    `default`, or where that is not installed the first of the catalogue. A checkpoint, and a GGUF
+    file of an architecture that kvq computes, is exported into the user's cache folder the first
+    time, with progress on stderr; llama.cpp is given the file itself. Raises `ModelError` naming
+    what is possible, also for a path to a device or a pipe.
     """
-    if name is None and default_name() != DEFAULT:
-        output.print_note(f"model: {default_name()}, the one pulled last")
+    if name is None and (latest := pulled.latest()) is not None:
+        output.print_note(f"model: {latest}, the one pulled last")
     place = _locate(name)
     _tell_which(name, place.path)
     path = _ready(place, backend)
@@ -84,12 +86,13 @@ def model_files(name: str | None, backend: str) -> "ModelFiles":
 
 
 def pull_missing(name: str | None) -> None:
-    """Pulls the model of the catalogue called `name`, after asking, if it is not here.
+    """Pulls the model of the catalogue that `name` means, after asking, if it is not here.
 
     For what shows a screen or starts a thread before it opens the model.
     """
     from kvq_models.catalogue import catalogue
 
+    name = default_name() if name is None else name
     wanted = _locate(name).wanted if name in catalogue() else None
     if wanted is not None:
         from kvq_apps.pulling.pull import pull_asked
@@ -98,8 +101,11 @@ def pull_missing(name: str | None) -> None:
 
 
 def default_name() -> str:
-    """The model that runs when none is named: the one pulled last, else the embedded one."""
-    return pulled.latest() or DEFAULT
+    """The model that runs when none is named: the one pulled last, else the embedded one.
+
+    Where neither is here it is one to pull.
+    """
+    return pulled.latest() or (DEFAULT if embedded_folder(DEFAULT) else FIRST)
 
 
 def resolve_checkpoint(name: str) -> str:
@@ -204,7 +210,8 @@ def _locate(name: str | None) -> _Place:
     missing = wanted.in_catalogue(name)
     if missing is not None:
         return _Place(path=known_models.pulled_folder(name), wanted=missing)
-    known_names = (*EMBEDDED, *(known for known, _ in known_models.named()), *wanted.names())
+    made = (known for known, _ in known_models.named())
+    known_names = (*installed_names(), *made, *wanted.names())
     raise ModelError(
         f"there is no model at {name}{output.did_you_mean(name, known_names)}; give a bundle made "
         "by `kvq export`, a GGUF file, a Hugging Face checkpoint folder, a hub id such as "
@@ -244,15 +251,13 @@ def _bundle_of(source: str, name: str) -> _Place:
 
 
 def _embedded_checkpoint(name: str) -> str:
-    spec = importlib.util.find_spec("kvq_models")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    for folder in folders:
-        if (Path(folder) / name / "config.json").exists():
-            return str(Path(folder) / name)
-    raise ModelError(
-        f"this installation has no embedded model {name!r}; make a bundle with "
-        "`kvq export CHECKPOINT_FOLDER -o NAME` and pass it with `-m NAME`"
-    )
+    folder = embedded_folder(name)
+    if folder is None:
+        raise ModelError(
+            f"the embedded model {name!r} is not installed; `{INSTALL}` brings it, and "
+            "`kvq pull --list` shows others"
+        )
+    return str(folder)
 
 
 def _exported(destination: Path, source: str, name: str) -> Path:

@@ -4,12 +4,13 @@ A checkpoint is run in numpy, matrix after matrix: when the text reaches one, th
 its inputs are taken, it is rounded (`gptq`), and what follows is computed with the rounded one. So
 a matrix is rounded for the inputs it will have, one matrix and its moments are in memory, and the
 writer gets them in the order of the file. The embedding and the head are rounded plainly: a row of
-an embedding is used by itself, and a head of 8 bits loses nothing.
+an embedding is used by itself, and a head of 8 bits loses nothing. Experts of a layer share the
+moments of what enters all of them: of its own a rare one would see too few.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from importlib import resources
 from itertools import chain
 from queue import Full, Queue
@@ -21,10 +22,11 @@ import numpy as np
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
 from kvq_export.gptq import factor, quantize_with
 from kvq_export.quality import Original, token_limit
-from kvq_export.stand_ins import Product, Rows, SegmentedAttention
+from kvq_export.stand_ins import Product, Rows, SegmentedAttention, Stack
 from kvq_export.weights import joined
 from kvq_export.writer import CheckpointWeights
 from kvq_models.config import ModelConfig
+from kvq_models.family import is_stack
 from kvq_models.reference import forward
 from kvq_models.tokenizer import Tokenizer
 
@@ -108,7 +110,6 @@ class CalibratedWeights:
         self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
         self._formats = formats
         self._segments = segments
-        self._threads = threads
         self._ready: Queue[tuple[str, Blocks] | BaseException] = Queue(maxsize=1)
         self._stopped = Event()
         self._run = Thread(target=self._compute, name="kvq-calibrate", daemon=True)
@@ -152,8 +153,10 @@ class CalibratedWeights:
 
     def _weight(self, name: str) -> np.ndarray:
         checkpoint, source = self._original.checkpoint, self._original.sources[name]
-        if len(source.shape) == 1:
+        if not source.quantised:
             return checkpoint.read(source)
+        if is_stack(name):
+            return cast(np.ndarray, Stack(partial(self._multiply_experts, name)))
         if name in ENDS:
             return cast(np.ndarray, Rows(partial(checkpoint.read_rows, source), _no_logits))
         return cast(np.ndarray, Product(partial(self._multiply, name)))
@@ -165,13 +168,34 @@ class CalibratedWeights:
         stored = checkpoint.stored(source, form.format)
         if stored is None:
             lower = factor(x.T @ x, form.block)
-            blocks = quantize_with(checkpoint.read(source), lower, form.format, self._threads)
+            blocks = quantize_with(checkpoint.read(source), lower, form.format)
             del lower
         else:
-            blocks = Blocks(*reduce(joined, stored))
+            blocks = Blocks(*joined(stored))
         rounded = dequantize(blocks, form.bits)[:, : form.columns]
         self._give((name, blocks))
         return x @ rounded.T
+
+    def _multiply_experts(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """As `_multiply`, each expert's rows with its matrix (`kvq_models.reference.grouped`)."""
+        checkpoint, source = self._original.checkpoint, self._original.sources[name]
+        form = self._formats[name]
+        stored = checkpoint.stored(source, form.format)
+        lower = None if stored is not None else factor(x.T @ x, form.block)
+        whole = None if stored is None else Blocks(*joined(stored))
+        height, found, outputs = form.rows // len(counts), list[Blocks](), list[np.ndarray]()
+        for expert, rows in enumerate(np.split(x, np.cumsum(counts)[:-1])):
+            own = range(expert * height, (expert + 1) * height)
+            if lower is not None:
+                weights = np.concatenate([*checkpoint.chunks(source, rows=own)])
+                blocks = quantize_with(weights, lower, form.format)
+                found.append(blocks)
+            else:
+                assert whole is not None
+                blocks = whole.picked(slice(own.start, own.stop))
+            outputs.append(rows @ dequantize(blocks, form.bits)[:, : form.columns].T)
+        self._give((name, whole or Blocks(*joined(found))))
+        return np.concatenate(outputs)
 
     def _give(self, found: "tuple[str, Blocks] | BaseException") -> None:
         while not self._stopped.is_set():

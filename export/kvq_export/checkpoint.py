@@ -32,6 +32,8 @@ _BESIDE_TEXT = (
     "vision_tower.", "multi_modal_projector.",
     "model.vision_tower.", "model.multi_modal_projector.",
 )  # fmt: skip
+# That are compared of a head and an embedding that are said to be one.
+_HEAD_ROWS = 32
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 FLOAT_DTYPES: dict[str, DTypeLike] = {
@@ -191,6 +193,11 @@ class Checkpoint:
                 f"tensor {_EMBEDDING!r} is missing from {self.path}, and config.json does not "
                 "tie it to the head (tie_word_embeddings): the weights are incomplete"
             )
+        if _HEAD not in wanted and self._has_other_head():
+            raise CheckpointError(
+                f"{self.described_by} ties the output head to the embedding, but {self.path} has a "
+                f"head of its own ({_HEAD}); if it is the model's, set tie_word_embeddings to false"
+            )
         known = set(wanted)
         extra = [
             name
@@ -202,6 +209,19 @@ class Checkpoint:
                 f"{self.tensors[extra[0]]} is not part of this architecture{_and_more(extra)}; "
                 f"exporting without it would change the model, so check {self.described_by}"
             )
+
+    def _has_other_head(self) -> bool:
+        """Whether there is a head that some rows of the embedding differ from."""
+        head, embedding = (self.tensors.get(name) for name in (_HEAD, _EMBEDDING))
+        if head is None or embedding is None or {head.dtype, embedding.dtype} - {*FLOAT_DTYPES}:
+            return False
+        if head.shape != embedding.shape:
+            return True
+        places = np.unique(np.linspace(0, head.shape[0] - 1, _HEAD_ROWS).astype(int)).tolist()
+        return any(
+            not np.array_equal(head.read(row, row + 1), embedding.read(row, row + 1))
+            for row in places
+        )
 
     def chunks(
         self,

@@ -48,8 +48,8 @@ def gguf_package() -> ModuleType:
         import gguf
     except ImportError as error:
         raise BackendError(
-            "writing a GGUF file needs the gguf package: pip install 'kvq-runtime[gguf]'; --format "
-            "onnx needs nothing more"
+            'writing a GGUF file needs the gguf package: pip install "kvq-runtime[export]"; '
+            "--format onnx needs nothing more"
         ) from error
     return gguf
 

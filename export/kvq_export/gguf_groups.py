@@ -102,7 +102,7 @@ def _rare_type(kind: TensorType) -> Any:
     except ImportError as error:
         raise BackendError(
             f"weights of type {kind.name} are read by the gguf package: "
-            "pip install 'kvq-runtime[export]'"
+            'pip install "kvq-runtime[export]"'
         ) from error
     number: Any = getattr(gguf.GGMLQuantizationType, kind.name, None)
     try:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from kvq.errors import UnsupportedModelError
-from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.config import Dense, ModelConfig, RopeConfig
 from kvq_models.family import layer_shapes
 from kvq_models.rope import RopeSettings
 
@@ -160,8 +160,13 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
 
     Raises `UnsupportedModelError` naming what llama.cpp does not compute of it.
     """
+    if config.model_type not in CANDIDATES:
+        raise UnsupportedModelError(
+            f"kvq writes GGUF files of {', '.join(CANDIDATES)} models, and not of "
+            f"{config.model_type}; export it with --format onnx"
+        )
     refusals: list[str] = []
-    for name in CANDIDATES.get(config.model_type, ()):
+    for name in CANDIDATES[config.model_type]:
         architecture = _ARCHITECTURES[name]
         missing = [trait for trait, has in _traits(config).items() if has]
         missing = [trait for trait in missing if trait not in architecture.computes]
@@ -172,7 +177,7 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
         refusals.append(f"not as {name}, which does not compute {what}")
     raise UnsupportedModelError(
         f"llama.cpp cannot compute this {config.model_type} model: "
-        f"{'; '.join(refusals) or 'it has no such architecture'}; export it with --format onnx"
+        f"{'; '.join(refusals)}; export it with --format onnx"
     )
 
 
@@ -197,11 +202,14 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),
         _QKV_BIAS: any(mixer.qkv_bias for mixer in mixers),
         _OUTPUT_BIAS: any(mixer.output_bias for mixer in mixers),
-        _MLP_BIAS: any(feed.bias for feed in feeds),
+        _MLP_BIAS: any(isinstance(feed, Dense) and feed.bias for feed in feeds),
         _WIDTH: config.num_heads * config.head_dim != config.hidden_size,
         _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in config.ropes),
         _LONG_ROPE: config.has_long_rope,
         _SCALED: config.embedding_scale != 1,
+        "queries that grow with their position": any(mixer.growth for mixer in mixers),
+        "layers whose halves are parallel": any(layer.parallel for layer in config.layers),
+        "a bias on its logits": config.head_bias,
         _TWO_ROPES: len(config.ropes) > 1,
         "its scale of attention": any(
             mixer.qk_norm == "none"
@@ -212,7 +220,7 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
 
 
 def _describe(config: ModelConfig, architecture: _Architecture, rope: GgufRope) -> GgufModel:
-    windows = [layer.mixer.window_tokens for layer in config.layers]
+    windows = config.windows
     windowed = tuple(tokens > 0 for tokens in windows)
     context_length = config.context_length
     if not architecture.windows and any(windowed):

@@ -26,10 +26,10 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq_export.layout import Layout
-from kvq_models.config import Activation, Attention, ModelConfig
-from kvq_models.products import Product, head_product, layer_products
+from kvq_models.config import Activation, Attention, Experts, ModelConfig
+from kvq_models.products import Product, feed_products, head_product, mixer_products
 from kvq_runtime.bundle import DATA_FILE
-from kvq_runtime.graph_check import linear_attributes, node_path
+from kvq_runtime.graph_check import experts_attributes, linear_attributes, node_path
 
 OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10
@@ -69,6 +69,9 @@ class _Builder:
     inputs: list[ir.Value] = field(default_factory=list[ir.Value])
     initializers: dict[str, ir.Value] = field(default_factory=dict[str, ir.Value])
     ropes: dict[int, ir.Value] = field(default_factory=dict[int, ir.Value])
+    growths: dict[tuple[float, int], ir.Value] = field(
+        default_factory=dict[tuple[float, int], ir.Value]
+    )
 
     def __post_init__(self) -> None:
         integer, real = ir.DataType.INT64, ir.DataType.FLOAT
@@ -82,7 +85,9 @@ class _Builder:
             self.rope_long = self._input("rope_long", integer, [1])
         if self.layout.format.linear == "kvq":
             self.weights_view = self._input("weights_view", integer, [1], optional=True)
-            self.exact_rows = self._input("exact_rows", integer, [1], optional=True)
+            self.exact_rows = None
+            if not self.config.head_bias:  # the upper nibbles rank without one
+                self.exact_rows = self._input("exact_rows", integer, [1], optional=True)
             layers = self.config.num_layers
             self.layer_modes = self._input("layer_modes", integer, [layers], optional=True)
             self.head_rows = self._input("head_rows", integer, [1], optional=True)
@@ -119,14 +124,16 @@ class _Builder:
         """All layers: [T, hidden] -> [R, hidden]."""
         for layer in range(self.config.num_layers):
             path = f"/model/layers.{layer}"
-            qkv, o, gate_up, down = layer_products(self.config, layer)
+            qkv, o = mixer_products(self.config, layer)
+            entering = hidden
             attended = self._attention(layer, self._linear(qkv, hidden))
             if layer == self.config.num_layers - 1:
                 rows = self.logit_rows
                 attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
-                hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
+                entering = hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
             hidden = self._branch(o, attended, hidden)
-            hidden = self._branch(down, self._linear(gate_up, hidden), hidden)
+            parallel = self.config.layers[layer].parallel
+            hidden = self._feed(layer, entering if parallel else hidden, hidden)
         return hidden
 
     def logits(self, hidden: ir.Value) -> ir.Value:
@@ -144,6 +151,8 @@ class _Builder:
         mixer = self.config.layers[layer].mixer
         if mixer.qk_norm == "rows":
             qkv = self._normed_rows(path, weights, mixer, qkv)
+        if mixer.growth:
+            qkv = self._grown(path, mixer, qkv)
         inputs = [qkv, self.positions, self.cache, self.sequence_rows, self._inv_freq(mixer.rope)]
         if mixer.qk_norm == "heads":
             inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
@@ -156,6 +165,40 @@ class _Builder:
         out.shape = ir.Shape(["T", mixer.width])
         return out
 
+    def _feed(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
+        """Hidden + what the MLP of a layer makes of x, or its experts."""
+        products, feed = feed_products(self.config, layer), self.config.layers[layer].feed
+        if isinstance(feed, Experts):
+            return self._experts(products, x, hidden)
+        up, down = products
+        return self._branch(down, self._linear(up, x), hidden)
+
+    def _experts(self, products: Sequence[Product], x: ir.Value, hidden: ir.Value) -> ir.Value:
+        """As `_feed`, of a router and the matrices of all experts."""
+        router, gate_up, down = products
+        path = node_path(router)
+        x = x if router.norm is None else self._norm(f"{path}/norm", x, router.norm)
+        logits = self._node(f"{path}/Gemm", [x, self._stored(router.weight)], transB=1)
+        after, own = down.after, f"{node_path(down)}/Experts"
+        inputs = [
+            x,
+            logits,
+            self._stored(f"{gate_up.weight}.panels"),
+            self._stored(f"{down.weight}.panels"),
+            hidden if after is None else None,
+            self.weights_view,
+            self.layer_modes,
+        ]
+        formats = {name: matrix.format for name, matrix in self.layout.matrices.items()}
+        attributes = experts_attributes(self.config, products, formats.__getitem__)
+        out = self._node(own, inputs, domain="kvq", **attributes)
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape([None, self.config.hidden_size])
+        if after is None:
+            return out
+        branch = self._norm(f"/model/{'/'.join(after.rsplit('.', 1))}", out, after)
+        return self._node(f"/model/{'/'.join(after.rsplit('.', 1))}/Add", [hidden, branch])
+
     def _normed_rows(self, path: str, weights: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
         """Queries and keys normalised, each over all heads of a token."""
         sizes = self._integers(mixer.width, mixer.kv_width, mixer.kv_width)
@@ -163,6 +206,23 @@ class _Builder:
         query = self._rms(f"{path}/q_norm", query, f"{weights}.q_norm")
         key = self._rms(f"{path}/k_norm", key, f"{weights}.k_norm")
         return self._node(f"{path}/norms/Concat", [query, key, value], axis=-1)
+
+    def _grown(self, path: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
+        """Queries times what grows with their position."""
+        key = (mixer.growth, mixer.growth_tokens)
+        if key not in self.growths:
+            own = f"/model/growth.{len(self.growths)}"
+            steps = self._node(f"{own}/Div", [self.positions, self._integers(mixer.growth_tokens)])
+            steps = self._node(f"{own}/Cast", [steps], to=ir.DataType.FLOAT)
+            factor = self._node(f"{own}/first/Add", [steps, self._scalar(1.0)])
+            factor = self._node(f"{own}/Log", [factor])
+            factor = self._node(f"{own}/Mul", [factor, self._scalar(mixer.growth)])
+            factor = self._node(f"{own}/last/Add", [factor, self._scalar(1.0)])
+            self.growths[key] = self._node(f"{own}/Unsqueeze", [factor, self._integers(1)])
+        sizes = self._integers(mixer.width, 2 * mixer.kv_width)
+        query, rest = self._nodes(f"{path}/growth/Split", [qkv, sizes], 2, axis=-1)
+        query = self._node(f"{path}/growth/Mul", [query, self.growths[key]])
+        return self._node(f"{path}/growth/Concat", [query, rest], axis=-1)
 
     def _branch(self, product: Product, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Hidden + the last product of a branch, with the norm between that some models have."""
@@ -346,6 +406,7 @@ class _Builder:
         name: str,
         inputs: Sequence[ir.Value | None],
         count: int,
+        /,
         *,
         domain: str = "",
         **attributes: Any,

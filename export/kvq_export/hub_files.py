@@ -130,7 +130,7 @@ def _fetch(hub_id: str, choose: _Choice, progress: Progress) -> dict[str, Path]:
     except ImportError as error:
         raise BackendError(
             f"{hub_id} is not a folder, and downloading it needs huggingface_hub: "
-            "pip install 'kvq-runtime[export]'"
+            "pip install huggingface_hub"
         ) from error
     try:
         files = choose(_within(ANSWER_SECONDS, lambda: _listed(HfApi(), hub_id)))

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvq.reference_linear import PanelFormat
+from kvq.errors import UnsupportedModelError
+from kvq.reference_linear import PANEL_ROWS, PanelFormat
 from kvq_export.config import WeightFormat
-from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.config import Experts, ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
 
 ALIGNMENT = 64
@@ -67,11 +68,15 @@ class _Cursor:
 def plan_layout(
     config: ModelConfig, sources: Mapping[str, WeightSource], weights: WeightFormat
 ) -> Layout:
-    """Places every canonical weight of `sources`, in their order, then the rotary tables."""
+    """Places every canonical weight of `sources`, in their order, then the rotary tables.
+
+    Raises `UnsupportedModelError` for experts that a graph of this kind does not compute.
+    """
+    _check_experts(config, weights)
     cursor = _Cursor()
     matrices: dict[str, PanelFormat] = {}
     for name, source in sources.items():
-        if len(source.shape) == 1:
+        if not source.quantised:
             cursor.place(name, "float32", source.shape)
             continue
         matrix = PanelFormat.of(weights.format_of(name), source.shape)
@@ -93,6 +98,22 @@ def plan_layout(
         names=tuple(sources),
         num_bytes=cursor.end,
     )
+
+
+def _check_experts(config: ModelConfig, weights: WeightFormat) -> None:
+    for layer in config.layers:
+        if not isinstance(layer.feed, Experts):
+            continue
+        if weights.linear != "kvq":
+            raise UnsupportedModelError(
+                f"--linear {weights.linear} computes no experts, which a {config.model_type} model "
+                "has; leave it out"
+            )
+        if config.hidden_size % PANEL_ROWS or 2 * layer.feed.width % PANEL_ROWS:
+            raise UnsupportedModelError(
+                f"experts of {layer.feed.width} columns over {config.hidden_size} are not "
+                f"supported; supported are multiples of {PANEL_ROWS // 2} and {PANEL_ROWS}"
+            )
 
 
 def _codes_shape(name: str, matrix: PanelFormat) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def _noise(backend: PagedBackend, ids: NDArray[np.int64], form: PageForm) -> tup
         chunk_tokens=CHUNK_TOKENS,
         threads=backend.threads,
         policy="oldest",
-        windows=tuple(layer.mixer.window_tokens for layer in config.layers),
+        windows=config.windows,
         observed=True,
         forms=(form,) * (shape.num_layers * shape.num_kv_heads),
     )

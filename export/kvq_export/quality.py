@@ -20,9 +20,9 @@ import numpy as np
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.gguf_llama import context_tokens, file_logits, llama_missing
-from kvq_export.stand_ins import Rows
+from kvq_export.stand_ins import Rows, Stack
 from kvq_models.config import ModelConfig
-from kvq_models.family import WeightSource
+from kvq_models.family import WeightSource, is_stack
 from kvq_models.reference import forward, plain_attention
 from kvq_runtime.bundle import Bundle
 
@@ -53,8 +53,10 @@ class Original:
 
         def weight(name: str) -> np.ndarray:
             source = self.sources[name]
-            if len(source.shape) == 1:
+            if not source.quantised:
                 return self.checkpoint.read(source)
+            if is_stack(name):
+                return cast(np.ndarray, Stack(partial(self.grouped, name)))
             read = partial(self.checkpoint.read_rows, source)
             return cast(np.ndarray, Rows(read, partial(self.product, name)))
 
@@ -69,6 +71,21 @@ class Original:
             out[:, row : row + len(chunk)] = x @ chunk.T
             row += len(chunk)
         return out
+
+    def grouped(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """As `kvq_models.reference.grouped`; of the experts only those with rows are read."""
+        source = self.sources[name]
+        height = source.shape[0] // len(counts)
+        found = np.empty((len(x), height), np.float32)
+        stops = np.cumsum(counts)
+        for expert in np.flatnonzero(counts):
+            rows = slice(stops[expert] - counts[expert], stops[expert])
+            column = 0
+            own = range(expert * height, (expert + 1) * height)
+            for chunk in self.checkpoint.chunks(source, rows=own):
+                found[rows, column : column + len(chunk)] = x[rows] @ chunk.T
+                column += len(chunk)
+        return found
 
 
 class Comparison:

@@ -183,7 +183,7 @@ class FolderSource:
 
 def format_of_file(checkpoint: Checkpoint, sources: Mapping[str, WeightSource]) -> WeightFormat:
     """Every matrix as the file has it where a format holds that; 8 bits elsewhere."""
-    matrices = {name: source for name, source in sources.items() if len(source.shape) == 2}
+    matrices = {name: source for name, source in sources.items() if source.quantised}
     known = {name: checkpoint.format_of(source) for name, source in matrices.items()}
     kept = {name: form for name, form in known.items() if form is not None}
     return WeightFormat(bits=max(WIDTHS), others=kept)

@@ -43,6 +43,17 @@ class Rows(Product):
         return self._read(ids)
 
 
+class Stack:
+    """Stands in for the matrices of all experts of a layer: only `grouped` of them is possible."""
+
+    def __init__(self, multiply: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+        self._multiply = multiply
+
+    def grouped(self, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """As `kvq_models.reference.grouped`."""
+        return self._multiply(x, counts)
+
+
 class SegmentedAttention:
     """Exact attention within each of `count` segments of equal length."""
 

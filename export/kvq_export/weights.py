@@ -127,7 +127,7 @@ def whole_panels(chunks: Iterable[Rows]) -> Iterator[Rows]:
     """The same rows of the arrays of each chunk, cut where panels end."""
     rest: Rows | None = None
     for chunk in chunks:
-        rows = chunk if rest is None else joined(rest, chunk)
+        rows = chunk if rest is None else joined((rest, chunk))
         whole = len(rows[0]) // PANEL_ROWS * PANEL_ROWS
         if whole:
             yield _part(rows, slice(whole))
@@ -136,10 +136,10 @@ def whole_panels(chunks: Iterable[Rows]) -> Iterator[Rows]:
         yield rest
 
 
-def joined(first: Rows, second: Rows) -> Rows:
-    """The rows of both."""
-    pairs = zip(first, second, strict=True)
-    return tuple(None if one is None else np.concatenate([one, other]) for one, other in pairs)
+def joined(chunks: Iterable[Rows]) -> Rows:
+    """The rows of all."""
+    arrays = zip(*chunks, strict=True)
+    return tuple(None if one[0] is None else np.concatenate(one) for one in arrays)
 
 
 def _part(arrays: Rows, rows: slice) -> Rows:

@@ -73,9 +73,10 @@ static bool attends(const kvq::Device& device, int head_dim) {
 
 extern "C" {
 
-int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, kvq_layout* layout) {
+int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, int32_t columns,
+                  kvq_layout* layout) {
     kvq::Layout full{};
-    const int status = kvq::lay_out(*config, budget_bytes, full);
+    const int status = kvq::lay_out(*config, budget_bytes, columns, full);
     *layout = full.sizes;
     return status;
 }
@@ -100,10 +101,11 @@ int kvq_device_best(int32_t device, const float* logits, int32_t rows, int32_t c
     if (!there || rows < 1 || count < 1) return KVQ_BAD_ARGUMENT;
     return there->best(logits, rows, columns, count, places, values);
 }
-int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, const uint8_t* forms,
-                   int32_t device, int32_t resident_columns, int64_t* handle) {
+int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int32_t columns,
+                   const uint8_t* forms, int32_t device, int32_t resident_columns,
+                   int64_t* handle) {
     kvq::Layout layout{};
-    if (const int status = kvq::lay_out(*config, budget_bytes, layout)) return status;
+    if (const int status = kvq::lay_out(*config, budget_bytes, columns, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
     kvq::Device* there = kvq::Device::find(device);
     if (device && (!there || !attends(*there, config->head_dim))) return KVQ_BAD_ARGUMENT;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "rotary.h"
@@ -47,8 +48,10 @@ struct Run {
         pages[count++] = page;
         delta = moved;
     }
-    void attend(Block& block, Rotated& rotated) {
-        if (count) kernels().pages(block, rotated.queries(block, delta), pages, visible, count);
+    void attend(Block& block, Rotated& rotated, const Run& next) {
+        if (count)
+            kernels().pages(block, rotated.queries(block, delta), pages, visible, count, next.pages,
+                            next.count);
         count = 0;
     }
 };
@@ -111,8 +114,10 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
         if (in_.q_norm) normalize(q, in_.q_norm, a_.head_dim, a_.norm_eps);
         const float* cos = arena_.rope + int64_t{token} * 2 * a_.rotary_pairs;
         rotate(q, cos, cos + a_.rotary_pairs, a_.rotary_pairs);
-        // What is not finite makes the row's sum, and so its result, NaN.
-        for (int i = 0; i < a_.head_dim; i++) q[i] *= scale, block.sum[r] += 0.0f * q[i];
+        // What is not finite makes the row's sum, and so its result, NaN; four sums add faster.
+        float nothing[4] = {};
+        for (int i = 0; i < a_.head_dim; i++) q[i] *= scale, nothing[i % 4] += 0.0f * q[i];
+        block.sum[r] = (nothing[0] + nothing[1]) + (nothing[2] + nothing[3]);
         sight.add(in_.positions[token], tail_.first_row() + token);
     }
 }
@@ -205,28 +210,31 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
     Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
     int64_t seen = 0, read = 0;
     const int last = pages_.first_view(end);
-    Run run;
+    // A run is attended to when the one after it is known.
+    Run runs[2], *run = &runs[0], *before = &runs[1];
+    const auto end_run = [&] {
+        before->attend(block, rotated, *run);
+        std::swap(run, before);
+    };
     for (int i = pages_.first_view(begin); i < last; i++) {
         const View& view = pages_.view_at(i);
         const Entry& e = pages_.entry(stream, view.column);
         const uint64_t* masks;
         if (i % kRunPages == 0 || pages_.view_at(i - 1).delta != view.delta)
-            run.attend(block, rotated);
+            end_run();
         if (!e.k_bits || !sight.page(view, masks)) continue;
         seen++;
         if (!reads(block, kv_head, first, i)) continue;
-        hide(block, kv_head, first, i, masks, run.masks[run.count]);
+        hide(block, kv_head, first, i, masks, run->masks[run->count]);
         const PageView page = pages_.view(stream, e, hi_view);
         if (step && reading_.rule.exact &&
             negligible(block, rotated.queries(block, view.delta), page))
             continue;
-        const int ahead = i + kRunPages;
-        if (ahead < last && reads(block, kv_head, first, ahead))
-            pages_.prefetch(pages_.entry(stream, pages_.view_at(ahead).column), hi_view);
-        run.add(block, page, view.delta, masks);
+        run->add(block, page, view.delta, masks);
         read++;
     }
-    run.attend(block, rotated);
+    end_run();
+    end_run();
     if (step) reading_.seen += seen, reading_.read += read;
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 15
+#define KVQ_ABI 17
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -88,7 +88,10 @@ typedef struct {
 
 typedef struct { int32_t layer, head, column, k_bits, v_bits; } kvq_action;
 
-KVQ_EXPORT int kvq_layout_of(const kvq_config *config, int64_t budget_bytes, kvq_layout *layout);
+/* How `budget_bytes` divide for a table of `columns` pages per (layer, KV head): from those that a draft
+   closes to those of the whole context. */
+KVQ_EXPORT int kvq_layout_of(const kvq_config *config, int64_t budget_bytes, int32_t columns,
+                             kvq_layout *layout);
 
 /* A device beside the processor, by the library of its kernels (cuda/kvq_cuda.h). `device` is its
    number, from 1 on, the same for the same path; KVQ_DEVICE_FAILED: `reason` says why not. */
@@ -106,11 +109,12 @@ KVQ_EXPORT int kvq_device_open(const char *path, int32_t *device, kvq_device *fa
 KVQ_EXPORT int kvq_device_best(int32_t device, const float *logits, int32_t rows, int32_t columns,
                                int32_t count, int32_t *places, float *values);
 
-/* `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
+/* `columns`: as kvq_layout_of. `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
    run, 0: here. `resident_columns`: the newest so many columns lie on the device, the others in the
    host's memory, from where passes bring them; 0: all of them. Pages in two tiers lose no bits. */
-KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, const uint8_t *forms,
-                              int32_t device, int32_t resident_columns, int64_t *handle);
+KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, int32_t columns,
+                              const uint8_t *forms, int32_t device, int32_t resident_columns,
+                              int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
@@ -244,6 +248,21 @@ typedef struct {
     int32_t tokens, mixed;
 } kvq_embed;
 KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
+
+/* out = residual + for every token the sum over its `chosen` experts of share * down . (activation(gate
+   half) * up half of gate_up . x). Experts and shares come of `logits`: those with the largest softmax,
+   which is divided by their sum where `normalised`. A matrix is that of one expert, of whole panels,
+   and its panels those of all, one expert's behind the other's. kvq/reference_experts.py defines it. */
+typedef struct {
+    kvq_matrix gate_up, down; /* [2 * width, columns] and [columns, width] */
+    const uint8_t *gate_up_panels, *down_panels;
+    const float *x;           /* [tokens, columns] */
+    const float *logits;      /* [tokens, count] */
+    const float *residual;    /* [tokens, columns], or NULL */
+    float *out;               /* [tokens, columns] */
+    int32_t tokens, count, chosen, normalised, activation, view;
+} kvq_experts;
+KVQ_EXPORT int kvq_experts_run(const kvq_experts *call);
 
 /* Bytes of weights read by products since the library was loaded. */
 KVQ_EXPORT int64_t kvq_weight_bytes_read(void);

@@ -85,7 +85,7 @@ bool forms_fit(const kvq_config& c, const uint8_t* forms) {
     return true;
 }
 
-int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
+int lay_out(const kvq_config& c, int64_t budget, int columns, Layout& out) {
     out = {};
     if (!valid(c)) return KVQ_BAD_ARGUMENT;
     const int64_t streams = int64_t{c.layers} * c.kv_heads;
@@ -93,11 +93,9 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     const int64_t constant = static_cast<int64_t>(constant_bytes(c.head_dim, c.value_groups));
     out.sizes.granule_bytes = granule;
     out.sizes.constant_bytes = constant;
-    // The table has room for every page the context needs, or the pool could hold at two bits.
     const int64_t paged = int64_t{c.context_tokens} - c.sink_tokens - c.tail_tokens;
     const int64_t wanted = quantized(c) && paged > 0 ? (paged + kPageTokens - 1) / kPageTokens : 0;
     const int64_t row = size_of<View>(2) + streams * (size_of<Entry>(1) + size_of<uint32_t>(1));
-    const int64_t smallest_page = streams * (constant + 2 * granule);
     const int64_t full_page =
         wanted ? streams * (constant + (granules(c.k_bits) + granules(c.v_bits)) * granule) : 0;
     // The most pages per stream that a draft closes when it is kept.
@@ -108,14 +106,11 @@ int lay_out(const kvq_config& c, int64_t budget, Layout& out) {
     // The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
     out.sizes.minimum_bytes = bare + least + 4 * (least / (granule - 4) + 1) + slack;
     if (budget < out.sizes.minimum_bytes) return KVQ_TOO_SMALL;
-    const int64_t room = budget - bare - slack;
-    const int64_t free = room - room / granule * 4;
-    // No more rows than leave those pages of every stream at full width.
-    const int64_t columns =
-        std::min({wanted, free / (row + smallest_page), (free - first * full_page) / row});
-    out.sizes.fixed_bytes = place(c, columns, room, out);
-    out.sizes.max_columns = static_cast<int32_t>(columns);
+    if (columns < first || columns > wanted) return KVQ_BAD_ARGUMENT;
+    out.sizes.fixed_bytes = place(c, columns, budget - bare - slack, out);
+    out.sizes.max_columns = columns;
     out.sizes.pool_bytes = budget - out.pool;
+    if (out.sizes.pool_bytes < first * full_page) return KVQ_TOO_SMALL;
     return KVQ_OK;
 }
 

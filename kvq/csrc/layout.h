@@ -73,7 +73,8 @@ struct Layout {
     kvq_layout sizes;
 };
 bool forms_fit(const kvq_config& config, const uint8_t* forms);  // null: all 0
-int lay_out(const kvq_config& config, int64_t budget, Layout& layout);
+// `columns`: pages per stream that the table has room for.
+int lay_out(const kvq_config& config, int64_t budget, int columns, Layout& layout);
 
 // The arena of one cache, region by region.
 struct Arena {

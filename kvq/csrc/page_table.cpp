@@ -327,23 +327,6 @@ PageView PageTable::view(int stream, const Entry& e, bool hi_view) const {
     return page;
 }
 
-// Pages lie anywhere in the pool, where no hardware prefetcher expects them. Into the first level: a
-// run of pages fits it, and is attended to before the run after the next is asked for.
-void PageTable::prefetch(const Entry& e, bool hi_view) const {
-    for (int slot = 0; slot < 2 * kGranulesPerSide; slot++) {
-        const bool low = slot % kGranulesPerSide >= kGranulesPerSide / 2;
-        if (e.granule[slot] == kNone || (low && hi_view)) continue;
-        const uint8_t* start = pool_.granule(e.granule[slot]);
-        for (int64_t i = 0; i < arena_.sizes.granule_bytes; i += 64)
-            __builtin_prefetch(start + i, 0, 3);
-    }
-    if (e.constants == kNone) return;
-    for (int64_t i = 0; i < arena_.sizes.constant_bytes; i += 64)
-        __builtin_prefetch(constants(e) + i, 0, 3);
-    // Without an effect the compiler can name, it would drop this function.
-    asm volatile("" ::: "memory");
-}
-
 void PageTable::restore(int stream, int column, const uint8_t* widths_and_history) {
     Entry& e = entry_at(stream, column);
     if (widths_and_history[0]) {

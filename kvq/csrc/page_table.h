@@ -53,7 +53,6 @@ public:
 
     // `hi_view`: 8- and 6-bit sides are read by their hi plane, which is how 4 bits are read.
     PageView view(int stream, const Entry& e, bool hi_view) const;
-    void prefetch(const Entry& e, bool hi_view) const;
     const uint8_t* constants(const Entry& e) const { return pool_.constant(e.constants); }
 
     // Takes room for a page that a snapshot holds; calls part(address, bytes) on a page's bytes.

@@ -232,7 +232,7 @@ struct Observation {
         }
         for (int c = 0; c < pages.columns(); c++)
             page(c, [&](const float* q, const PageView& view, const uint64_t* masks) {
-                kernel.pages(block, q, &view, &masks, 1);
+                kernel.pages(block, q, &view, &masks, 1, nullptr, 0);
             });
         for (int r = 0; r < block.rows; r++) {
             const float inverse = block.sum[r] > 0 ? 1.0f / block.sum[r] : 0.0f;

@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 15
+ABI = 17
 
 
 class Config(Structure):
@@ -141,12 +141,12 @@ POINTERS = {
     }.items()
 }  # fmt: skip
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, POINTER(Layout))),
+    "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, c_int32, POINTER(Layout))),
     "kvq_device_open": (c_int32, (c_char_p, _INT32S, POINTER(DeviceFacts))),
     "kvq_device_best": (c_int32, (c_int32, c_void_p, c_int32, c_int32, c_int32, _INT32S, _FLOATS)),
     "kvq_cache_open": (
         c_int32,
-        (POINTER(Config), c_int64, _BYTES, c_int32, c_int32, POINTER(c_int64)),
+        (POINTER(Config), c_int64, c_int32, _BYTES, c_int32, c_int32, POINTER(c_int64)),
     ),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),

@@ -17,9 +17,10 @@ from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, policy_named
+from kvq.policies.spend import evictions
 from kvq.reference import stored_rows
 from kvq.selectors import rule_named
-from kvq.sizing import Arena
+from kvq.sizing import WINDOW_MARGIN_TOKENS, Arena
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +29,10 @@ class Holdings:
 
     `mean_k_bits`, `mean_v_bits`: widths of what is held, a token of a page at its page's, one of
     the tail or the sinks at 16; 0 while nothing is. `evicted_share`: of all tokens in all layers
-    and heads the share whose page is gone, or that is masked. `read_share`: of the pages that steps
-    could see so far the share they have read. `offloaded_bytes`: of a device's pages those that lie
-    in the host's memory; `streamed_bytes`: what the newest pass copied from there.
+    and heads, but those that a layer's window has left behind, the share whose page is gone, or
+    that is masked. `read_share`: of the pages that steps could see so far the share they have read.
+    `offloaded_bytes`: of a device's pages those that lie in the host's memory; `streamed_bytes`:
+    what the newest pass copied from there.
     """
 
     mean_k_bits: float
@@ -82,6 +84,8 @@ class Cache:
         self.context_tokens = arena.context_tokens
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
+        # Of every layer the first tokens that have gone with its window.
+        self._behind = np.zeros(len(self.windows), np.int64)
         self._weight_norms = weight_norms
         self.engine = open_engine(engine, arena)
         self.engine.read_by(rule_named(spec.read))
@@ -180,8 +184,11 @@ class Cache:
         assert self.engine.used_bytes <= self.budget_bytes
 
     def _make_room(self, tokens: int) -> None:
-        """Lets the policy give up what `tokens` more rows need. Raises `BudgetError`."""
-        short, columns = self.engine.missing(tokens)
+        """Gives up what `tokens` more rows need: what nobody sees, then what the policy says.
+
+        Raises `BudgetError`.
+        """
+        short, columns = self._missing(tokens)
         if (short or columns) and not self.arena.probes:
             short, columns = self._give_up_sparse(tokens)
         if short or columns:
@@ -199,6 +206,28 @@ class Cache:
                 f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
                 f"once; {sized(self.budget_bytes + short)} can"
             )
+
+    def _missing(self, tokens: int) -> tuple[int, int]:
+        """(bytes, columns) that `tokens` more rows lack, once no page is held that none will see.
+
+        Pages that their layer's window has passed stay for rollbacks as long as there is room.
+        """
+        missing = self.engine.missing(tokens)
+        if not any(missing) or not any(self.arena.windows):
+            return missing
+        facts, widths = self.engine.columns()
+        ends = facts[:, 0] + facts[:, 1] + PAGE_TOKENS + WINDOW_MARGIN_TOKENS
+        windows = self.windows[:, None]
+        passed = (windows > 0) & (ends < self._boundary - windows)
+        gone = np.where(passed, facts[:, 2] + PAGE_TOKENS, 0).max(axis=1, initial=0)
+        self._behind = np.maximum(self._behind, gone)
+        self.engine.demote(evictions((widths[..., 0] > 0) & passed[:, None, :]))
+        return self.engine.missing(tokens)
+
+    def _forgot(self, token: int) -> bool:
+        """Whether a layer's window left behind what a row at `token` sees."""
+        sees = token - self.windows + 1
+        return bool(((self.windows > 0) & (self._behind > np.maximum(sees, 0))).any())
 
     @property
     def _gap(self) -> int:
@@ -357,8 +386,14 @@ class Cache:
         self.engine.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens."""
+        """Rolls back to the first `tokens` tokens, or to none.
+
+        None where a layer's window has left behind what the next token sees again.
+        """
+        if tokens < self.tokens and self._forgot(tokens):
+            tokens = 0
         self.engine.trim(tokens)
+        self._behind[:] = np.minimum(self._behind, tokens)
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None: it always can."""
@@ -371,8 +406,14 @@ class Cache:
         key is rotated; a page that tokens of both sides lie in gets two *views*, each with a mask
         and a shift of its own, and queries are turned back by the shift. `begin(n, at=start)`
         fills the gap; until then its tokens are seen by nobody. Raises `CacheError` where a sink
-        would move, the context would overflow, or the views the budget has room for are used up.
+        would move, the context would overflow, the views the budget has room for are used up, or a
+        layer's window has left behind what is seen from `start`.
         """
+        if self._forgot(start):
+            raise CacheError(
+                f"layers with a window have given up tokens that are seen from token {start} on; a "
+                "session opened for edits keeps them"
+            )
         self.engine.edit(start, stop, count)
 
     def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
@@ -404,7 +445,7 @@ class Cache:
         are gaps the page is free. None where there is room, and none where no page has lost any;
         in a budget that gives pages up anyway, only those of a page that is half gone.
         """
-        if not any(self.engine.missing(max(0, min(tokens, self.context_tokens)))):
+        if not any(self._missing(max(0, min(tokens, self.context_tokens)))):
             return []
         left = self._tokens_left()
         most = PAGE_TOKENS // 2 if self.arena.probes else PAGE_TOKENS - 1
@@ -468,13 +509,14 @@ class Cache:
         visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
         streams, tail = self.arena.streams, self.engine.tail_rows
         held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
+        behind = np.maximum(0, self._behind - self.plan.sink_tokens).sum() * self.shape.num_kv_heads
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
         k_bits, v_bits = (bits / max(1, held)).tolist()
         tiers = self.engine.tiers
         return Holdings(
             mean_k_bits=k_bits,
             mean_v_bits=v_bits,
-            evicted_share=1 - held / (streams * self.tokens) if self.tokens else 0.0,
+            evicted_share=1 - held / max(1, streams * self.tokens - behind) if self.tokens else 0.0,
             read_share=self.read_share,
             offloaded_bytes=tiers.offloaded_bytes,
             streamed_bytes=tiers.streamed_bytes,
@@ -501,6 +543,21 @@ class Cache:
     def load_state(self, state: bytes) -> None:
         """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
         self.engine.load_state(state)
+        self._behind = self._gone_out_of_sight()
+
+    def _gone_out_of_sight(self) -> NDArray[np.int64]:
+        """Int64 [L]: the first tokens that layers with a window neither hold nor see.
+
+        Some may be gone by the policy: a rollback will compute them again, which it need not.
+        """
+        sinks = self.plan.sink_tokens
+        facts, widths = self.engine.columns()
+        floats = self.engine.places()[sinks:, 0].min(initial=self.tokens)
+        held = (widths[..., 0] > 0).any(axis=1)
+        oldest = np.where(held, facts[:, 2], floats).min(axis=1, initial=floats)
+        unseen = np.minimum(oldest, np.maximum(0, self.tokens - self.windows))
+        leaves = (self.windows > 0) & (oldest > sinks) & any(self.arena.windows)
+        return np.where(leaves, unseen, 0)
 
     def close(self) -> None:
         """Gives the arena back; the cache cannot be used afterwards."""

@@ -1,6 +1,6 @@
 """Bytes of every stored form, in Python: what `csrc/format.h` means. Holds no data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 
@@ -66,6 +66,15 @@ def bytes_per_token(shape: CacheShape, plan: KvPlan, value_groups: int = PAGE_TO
     return (
         streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits, value_groups) / PAGE_TOKENS
     )
+
+
+def seen_tokens(num_layers: int, windows: Sequence[int], context_tokens: int) -> int:
+    """Tokens that the last of a text sees, summed over layers with these windows; 0: all of them.
+
+    No `windows`: every layer sees all.
+    """
+    each = windows or (0,) * num_layers
+    return sum(min(context_tokens, window or context_tokens) for window in each)
 
 
 def format_bytes(count: float) -> str:

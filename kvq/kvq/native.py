@@ -127,10 +127,10 @@ def pack(
     return planes[: 64 * dim * bits // 8], grid
 
 
-def layout(geometry: Geometry, num_bytes: int) -> dict[str, Any]:
+def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
     """The library's own count of an arena's bytes, to be compared with `kvq.sizing`'s."""
-    out = Layout()
-    library().kvq_layout_of(ctypes.byref(as_config(geometry)), num_bytes, ctypes.byref(out))
+    config, out = as_config(geometry), Layout()
+    library().kvq_layout_of(ctypes.byref(config), num_bytes, columns, ctypes.byref(out))
     found = {field[0]: getattr(out, field[0]) for field in Layout._fields_}
     return found | {"regions": Regions(*out.regions)}
 
@@ -153,6 +153,7 @@ class NativeCache:
             self._library.kvq_cache_open(
                 ctypes.byref(as_config(arena)),
                 arena.num_bytes,
+                arena.max_columns,
                 pointer(forms) if len(forms) else None,
                 self._device_number(),
                 arena.resident_columns,

@@ -32,6 +32,17 @@ class _Linear(ctypes.Structure):
     )
 
 
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("gate_up", _Matrix),
+        ("down", _Matrix),
+        *((f"{name}_panels", POINTER(c_uint8)) for name in ("gate_up", "down")),
+        *((name, POINTER(c_float)) for name in ("x", "logits", "residual", "out")),
+        *((name, c_int32) for name in ("tokens", "count", "chosen", "normalised", "activation")),
+        ("view", c_int32),
+    )
+
+
 class _Embed(ctypes.Structure):
     _fields_ = (
         ("matrix", _Matrix),
@@ -73,6 +84,33 @@ def linear(
         VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
     _check(native.library().kvq_linear_run(ctypes.byref(call)))
+    return out
+
+
+def experts(
+    gate_up: tuple[PanelFormat, Bytes],
+    down: tuple[PanelFormat, Bytes],
+    x: Float,
+    logits: Float,
+    *,
+    chosen: int,
+    normalised: bool,
+    activation: str = "silu",
+    residual: Float | None = None,
+    view: View = "full",
+) -> Float:
+    """`residual` + the experts of each token, float32 [T, K], on the calling thread.
+
+    As `reference_experts.experts`, with any activation. Raises `BackendError`.
+    """
+    x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
+    out = np.empty((len(x), down[0].rows), np.float32)
+    call = _Experts(
+        matrix(gate_up[0]), matrix(down[0]), _pointer(gate_up[1]), _pointer(down[1]),
+        _pointer(x), _pointer(logits), _pointer(residual), _pointer(out), len(x), logits.shape[1],
+        chosen, normalised, ACTIVATIONS.index(activation), VIEWS.index(view),
+    )  # fmt: skip
+    _check(native.library().kvq_experts_run(ctypes.byref(call)))
     return out
 
 

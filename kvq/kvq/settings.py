@@ -1,6 +1,7 @@
 """The only reader of the environment: every `KVQ_*` name is derived from a flag's name."""
 
 import os
+import sys
 from pathlib import Path
 
 # They would have git look at another checkout than the one it is asked about.
@@ -39,7 +40,8 @@ def state_folder() -> Path:
 
 def editor_command() -> str:
     """The user's editor, as a command line."""
-    return os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    usual = "notepad" if sys.platform == "win32" else "vi"
+    return os.environ.get("VISUAL") or os.environ.get("EDITOR") or usual
 
 
 def stay_offline() -> None:

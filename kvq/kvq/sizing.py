@@ -4,6 +4,7 @@ The native library counts the same bytes (`kvq_layout_of`); a test compares them
 Knows policies by name and holds no data.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from kvq.formats import (
     granule_bytes,
     page_bytes,
     probe_slots,
+    seen_tokens,
     sized,
     value_groups,
 )
@@ -37,6 +39,8 @@ from kvq.selectors import rule_named
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
 DEFAULT_TOKENS = 8192
 SHORTEST_CONTEXT_TOKENS = 2
+# What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
+WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 # `sizeof` of the library's structs.
 STATE_BYTES = 144
 VIEW_BYTES = 24
@@ -99,7 +103,9 @@ class Geometry:
     `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
     the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
     threads. `probes`: query rows are kept, for policies that ask what attention looks at.
-    `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`.
+    `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
+    the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
+    all; empty: no page goes.
     """
 
     shape: CacheShape
@@ -110,6 +116,7 @@ class Geometry:
     splits: int
     probes: bool
     value_groups: int = PAGE_TOKENS
+    windows: tuple[int, ...] = ()
 
     @property
     def pass_tokens(self) -> int:
@@ -139,9 +146,40 @@ class Geometry:
         """Smallest budget that opens: sinks, tail, scratch and the pages a draft can close."""
         return self.bytes_for_columns(self._columns_closed_by(self.draft_tokens))
 
+    def held_pages(self, columns: int) -> int:
+        """Most pages that are held of so many per stream: of a layer with a window the newest."""
+        if not self.windows:
+            return columns * self.streams
+        newest = (self.window_columns(window) if window else columns for window in self.windows)
+        return self.shape.num_kv_heads * sum(min(columns, most) for most in newest)
+
+    def window_columns(self, window_tokens: int) -> int:
+        """Most pages per stream of a layer with such a window.
+
+        They hold what the first row of a pass sees, what a rollback may want again, and the pass;
+        at both ends a page is there in part. A draft is looked at as of its first row.
+        """
+        behind = window_tokens + WINDOW_MARGIN_TOKENS + self.draft_tokens
+        return _pages(behind + self.pass_tokens) + 2
+
     def column_bytes(self, k_bits: int, v_bits: int) -> int:
         """Bytes of one page of every stream."""
-        return self.streams * page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
+        return self.streams * self._page_bytes(k_bits, v_bits)
+
+    def columns_within(self, num_bytes: int, k_bits: int, v_bits: int, row_bytes: int = 0) -> int:
+        """Most pages per stream, up to what the context needs, that fit `num_bytes`.
+
+        Each also takes `row_bytes` per stream of all.
+        """
+        page = self._page_bytes(k_bits, v_bits)
+        return (
+            bisect_right(
+                range(self.wanted_columns + 1),
+                num_bytes,
+                key=lambda columns: columns * row_bytes + self.held_pages(columns) * page,
+            )
+            - 1
+        )
 
     def closing_pages(self, tail_rows: int, tokens: int) -> int:
         """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
@@ -175,7 +213,7 @@ class Geometry:
 
     def bytes_for_columns(self, columns: int) -> int:
         """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
-        least = columns * (self._row_bytes + self._full_bytes) if columns else 0
+        least = columns * self._row_bytes + self.pages_bytes(columns) if columns else 0
         # The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
         table = 4 * (least // (granule_bytes(self.shape.head_dim) - 4) + 1)
         return self.regions_for(0, 0).num_bytes + least + table + SLACK_BYTES
@@ -188,9 +226,9 @@ class Geometry:
         if self.wanted_columns:
             free = room - room // granule_bytes(self.shape.head_dim) * 4
             # No more rows than leave the pages a draft can close at full width.
-            first = self._columns_closed_by(self.draft_tokens) * self._full_bytes
-            smallest = self._row_bytes + self.column_bytes(2, 2)
-            columns = min(self.wanted_columns, free // smallest, (free - first) // self._row_bytes)
+            first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
+            smallest = self.columns_within(free, 2, 2, self._row_bytes)
+            columns = min(smallest, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
     def room_for_pages(self, num_bytes: int) -> int:
@@ -204,17 +242,19 @@ class Geometry:
         if num_bytes < self.minimum_bytes:
             return False
         columns = self._columns_closed_by(self.pass_tokens)
-        return not columns or self.room_for_pages(num_bytes) >= columns * self._full_bytes
+        return not columns or self.room_for_pages(num_bytes) >= self.pages_bytes(columns)
 
     @property
     def _row_bytes(self) -> int:
         """Bytes of one column of the page table."""
         return 2 * VIEW_BYTES + self.streams * (ENTRY_BYTES + 4)
 
-    @property
-    def _full_bytes(self) -> int:
-        """Bytes of one page of every stream at the plan's widths."""
-        return self.column_bytes(self.plan.k_bits, self.plan.v_bits)
+    def _page_bytes(self, k_bits: int, v_bits: int) -> int:
+        return page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
+
+    def pages_bytes(self, columns: int) -> int:
+        """Bytes of what is held of so many pages per stream at the plan's widths."""
+        return self.held_pages(columns) * self._page_bytes(self.plan.k_bits, self.plan.v_bits)
 
     def _columns_closed_by(self, tokens: int) -> int:
         """Most pages per stream that a pass of so many tokens closes."""
@@ -251,7 +291,8 @@ class Arena(Geometry):
         """Most tokens held at the plan's widths; of more, bits or tokens are given up."""
         if not self.plan.quantized:
             return self.context_tokens
-        columns = min(self.max_columns, self.pool_bytes // self._full_bytes)
+        within = self.columns_within(self.pool_bytes, self.plan.k_bits, self.plan.v_bits)
+        columns = min(self.max_columns, within)
         if columns >= self.wanted_columns:
             return self.context_tokens
         return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
@@ -267,13 +308,13 @@ class Arena(Geometry):
     def offload_bytes(self) -> int:
         """Bytes of the host's memory that pages may move to."""
         spilled = self.max_columns - self.resident_columns if self.resident_columns else 0
-        return spilled * self._full_bytes
+        return self.pages_bytes(spilled)
 
     def bytes_with_resident(self, columns: int) -> int:
         """Bytes on a device that holds so many of the columns, and twice what a layer lacks."""
         layers = self.shape.num_layers
         pages = layers * columns + 2 * (self.max_columns - columns)
-        return self.regions.num_bytes + pages * self._full_bytes // layers
+        return self.regions.num_bytes + self.pages_bytes(pages) // layers
 
     def in_tiers(self, device_bytes: int) -> "Arena":
         """With as many columns on a device as so many bytes there take.
@@ -299,8 +340,10 @@ class CacheSpec:
 
     `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
     `chunk_tokens`: tokens of a prompt at once, fewer in a small context or budget. `windows`: the
-    sliding window of every layer, 0 for none. `observed`: keep probe queries for evidence; None:
-    if the policy asks for attention and the budget cannot hold the whole context. `forms`: how the
+    sliding window of every layer, 0 for none; empty: none has one. `edits`: the text will be edited
+    in the middle, where queries look again at what a window has passed: all of it is kept.
+    `observed`: keep probe queries for evidence; None: if the policy asks for attention and the
+    budget cannot hold the whole context. `forms`: how the
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
     what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
@@ -315,6 +358,7 @@ class CacheSpec:
     threads: int = 1
     policy: str = DEFAULT_POLICY
     windows: tuple[int, ...] = ()
+    edits: bool = False
     observed: bool | None = None
     forms: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
@@ -324,6 +368,10 @@ class CacheSpec:
         streams = self.shape.num_layers * self.shape.num_kv_heads
         if self.forms and len(self.forms) != streams:
             raise UsageError(f"{len(self.forms)} forms of pages were given for {streams} heads")
+        if self.windows and len(self.windows) != self.shape.num_layers:
+            raise UsageError(
+                f"{len(self.windows)} windows were given for {self.shape.num_layers} layers"
+            )
         if not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise UsageError(
                 f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
@@ -380,6 +428,8 @@ class CacheSpec:
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
             value_groups=value_groups(self.shape.head_dim, self.forms),
+            # A second tier has room for all, and gives up no page.
+            windows=() if self.edits or self.offload_bytes else self.windows,
         )
 
     @cached_property
@@ -389,8 +439,15 @@ class CacheSpec:
         if budget.num_bytes is not None:
             return budget.num_bytes
         if budget.fraction is not None:
-            return int(budget.fraction * self.shape.float_bytes_per_token * self.context_tokens)
+            return int(budget.fraction * self.float_bytes)
         return self.bytes_for_tokens(self._budget_tokens)
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of the whole context at 16 bits, of a layer with a window those it sees."""
+        layers = self.shape.num_layers
+        seen = seen_tokens(layers, self.windows, self.context_tokens)
+        return seen * self.shape.float_bytes_per_token // layers
 
     @cached_property
     def minimum_bytes(self) -> int:
@@ -421,7 +478,7 @@ class CacheSpec:
             return replace(self, context_tokens=tokens).whole_bytes
         geometry = self.geometry(tight=True, probes=self._asks_attention)
         columns = replace(geometry, context_tokens=tokens).wanted_columns
-        pages = columns * geometry.column_bytes(self.plan.k_bits, self.plan.v_bits)
+        pages = geometry.pages_bytes(columns)
         num_bytes = geometry.bytes_for_columns(columns)
         while (short := pages - geometry.room_for_pages(num_bytes)) > 0:
             num_bytes += short

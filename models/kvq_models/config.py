@@ -49,7 +49,9 @@ class Attention:
 
     `scale` multiplies q.k; a `softcap` c > 0 turns that into c * tanh(x / c) (0 = none); of the
     tokens the newest `window_tokens` are seen (0 = all). `rope` is the index of its rotary table.
-    `qk_norm`: how queries, and keys, are normalised before they are rotated.
+    `qk_norm`: how queries, and keys, are normalised before they are rotated. With a `growth` the
+    query of a token at position p is multiplied by 1 + growth * ln(1 + p // growth_tokens): in a
+    long context attention stays as sharp as in a short one.
     """
 
     heads: int
@@ -62,6 +64,8 @@ class Attention:
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
+    growth: float = 0.0
+    growth_tokens: int = 0
 
     @property
     def width(self) -> int:
@@ -90,16 +94,42 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A mixture of `count` gated MLPs of `width`, of which each token is fed to `chosen`.
+
+    A router gives every expert a share, the softmax of its products; a token's output is the sum
+    of those of its `chosen` experts with the largest shares, each times its share, which are first
+    divided by their sum where `normalised` (Mixtral, 2401.04088).
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normalised: bool
+    activation: Activation = "silu"
+
+    @property
+    def gated(self) -> bool:
+        """They all are, as `Dense` may be."""
+        return True
+
+
+Feed = Dense | Experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One layer: what its mixer and then its feed make of the stream is added to the stream.
 
-    That is multiplied by `scale` before, which canonical weights have in them.
+    That is multiplied by `scale` before, which canonical weights have in them. Where both are
+    `parallel` the feed reads what the mixer does, through the same norm, and not what it made.
     """
 
     mixer: Attention
-    feed: Dense
+    feed: Feed
     norms: Norms = "before"
     scale: float = 1.0
+    parallel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +139,7 @@ class ModelConfig:
     The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
     canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
     `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`. `norm` is the kind of
-    all norms but those of queries and keys.
+    all norms but those of queries and keys. With a `head_bias` one is added to the logits.
     """
 
     model_type: str
@@ -125,6 +155,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     norm_offset: float = 0.0
     norm: NormKind = "rms"
+    head_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -162,11 +193,17 @@ class ModelConfig:
         for name in ("heads", "kv_heads", "head_dim"):
             _check_count(_CALLED[name], getattr(mixer, name), least=1)
         _check_count("intermediate_size", feed.width, least=1)
+        if isinstance(feed, Experts):
+            _check_count("the number of experts", feed.count, least=1, most=_MOST_EXPERTS)
+            _check_count("the experts of a token", feed.chosen, least=1, most=feed.count)
         _check_count("a layer's window_tokens", mixer.window_tokens, least=0)
         _check_count("a layer's rope", mixer.rope, least=0, most=len(self.ropes) - 1)
         _check_real("a layer's scale", layer.scale)
         _check_real("attention_scale", mixer.scale)
         _check_real("attention_softcap", mixer.softcap)
+        _check_real("the growth of queries", mixer.growth)
+        least = 1 if mixer.growth else 0
+        _check_count("the tokens after which queries grow", mixer.growth_tokens, least=least)
         if mixer.heads % mixer.kv_heads:
             raise ModelError(
                 f"{mixer.heads} query heads cannot share {mixer.kv_heads} key-value heads "
@@ -179,6 +216,8 @@ class ModelConfig:
         ):
             if value not in known:
                 raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
+        if layer.parallel and layer.norms != "before":
+            raise ModelError("a layer whose halves are parallel has one norm, before both")
         # A sequence owns one cache, whose pages have one shape.
         first = self.layers[0].mixer
         if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (
@@ -227,6 +266,11 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
         )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding window of every layer, 0 for one that sees all."""
+        return tuple(layer.mixer.window_tokens for layer in self.layers)
 
     @property
     def has_long_rope(self) -> bool:
@@ -293,6 +337,7 @@ _REAL = ("norm_eps", "final_softcap", "embedding_scale", "logits_scale", "norm_o
 _CALLED = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
 # What native code counts with.
 _MOST = (1 << 31) - 1
+_MOST_EXPERTS = 1 << 12
 
 
 def _check_real(name: str, value: Any) -> None:
@@ -318,7 +363,9 @@ def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
 
 def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     values = dict(data)
-    return Layer(mixer=Attention(**values.pop("mixer")), feed=Dense(**values.pop("feed")), **values)
+    feed = values.pop("feed")
+    kind = Experts if "count" in feed else Dense
+    return Layer(mixer=Attention(**values.pop("mixer")), feed=kind(**feed), **values)
 
 
 def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Layer, ModelConfig, Norms
+from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, Norms
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
@@ -94,15 +94,18 @@ def decoder_config(
     feed: Mapping[str, Any] = _NOTHING,
     norms: Norms = "before",
     scale: float = 1.0,
+    parallel: bool = False,
     own: Sequence[Mapping[str, Any]] | None = None,
+    experts: Mapping[int, Experts] = MappingProxyType({}),
     **overrides: Any,
 ) -> ModelConfig:
     """The config of a family built from `DECODER_KEYS`; `overrides` replace its fields.
 
-    `norms` and `scale` are fields of every layer, `mixer` and `feed` those of its `Attention` and
-    `Dense`, `own` those of the `Attention` of each layer that differ. Without them: one rotary
-    table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family
-    reads attention_bias or mlp_bias and the file has it so.
+    `norms`, `scale` and `parallel` are fields of every layer, `mixer` and `feed` those of its
+    `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
+    `experts` have those in place of the `Dense`. Without them: one rotary table for all layers,
+    no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family reads attention_bias
+    or mlp_bias and the file has it so.
     """
     head_dim = head_dim_of(values)
     shared: dict[str, Any] = {
@@ -127,8 +130,14 @@ def decoder_config(
         "tied_head": values["tie_word_embeddings"],
         "context_length": values["max_position_embeddings"],
         "layers": tuple(
-            Layer(mixer=Attention(**(shared | dict(one))), feed=dense, norms=norms, scale=scale)
-            for one in each
+            Layer(
+                mixer=Attention(**(shared | dict(one))),
+                feed=experts.get(index, dense),
+                norms=norms,
+                scale=scale,
+                parallel=parallel,
+            )
+            for index, one in enumerate(each)
         ),
         "bos_token_id": values["bos_token_id"],
         "eos_token_ids": token_ids(values["eos_token_id"]),

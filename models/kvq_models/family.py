@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq_models.config import ModelConfig
+from kvq_models.config import Experts, ModelConfig
 from kvq_models.keys import Key, read_keys
 from kvq_models.products import layer_products
 
@@ -34,12 +34,21 @@ class FimNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSource:
-    """A canonical weight of this shape: the rows of `parts`, plus `offset`, times `scale`."""
+    """A canonical weight of this shape: the rows of `parts`, plus `offset`, times `scale`.
+
+    A matrix may be quantised, unless it is `exact`.
+    """
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     offset: float = 0.0
     scale: float = 1.0
+    exact: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a bundle keeps codes of it; all else is float32 there."""
+        return len(self.shape) > 1 and not self.exact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +56,10 @@ class Family:
     """One model_type: how its config.json reads and what its weights are called.
 
     `build` turns checked key values into a config; `layer_weights` maps the canonical name of a
-    layer's weight to checkpoint names below `model.layers.{i}.`. `fim_tokens` lists the
+    layer's weight to checkpoint names below `model.layers.{i}.`, with `{expert}` where each expert
+    has one. `fim_tokens` lists the
     fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
-    a tokenizer is searched for both.
+    a tokenizer is searched for both. `final_norm` is the norm before the head.
     """
 
     model_type: str
@@ -58,6 +68,7 @@ class Family:
     layer_weights: Mapping[str, tuple[str, ...]]
     fim_tokens: tuple[FimNames, ...] = ()
     turn_ends: tuple[str, ...] = ()
+    final_norm: str = "model.norm"
 
     def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
         """The model a checkpoint's config.json describes.
@@ -84,28 +95,44 @@ class Family:
         """Every canonical weight of the model, in the order of the forward pass."""
         sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
         for layer in range(config.num_layers):
+            exact = {product.name for product in layer_products(config, layer) if product.exact}
             for name, shape in layer_shapes(config, layer).items():
                 sources[f"layers.{layer}.{name}"] = WeightSource(
                     parts=tuple(
-                        f"model.layers.{layer}.{part}" for part in self.layer_weights[name]
+                        f"model.layers.{layer}.{part}" for part in self._parts(config, layer, name)
                     ),
                     shape=shape,
                     offset=config.norm_offset if name.endswith("_norm") else 0.0,
                     scale=config.layers[layer].scale if name in _last(config, layer) else 1.0,
+                    exact=name in exact,
                 )
         sources["final_norm"] = WeightSource(
-            parts=("model.norm.weight",),
+            parts=(f"{self.final_norm}.weight",),
             shape=(config.hidden_size,),
             offset=config.norm_offset,
             scale=config.logits_scale,
         )
         if config.norm == "layer":
             sources["final_norm_bias"] = WeightSource(
-                parts=("model.norm.bias",), shape=(config.hidden_size,)
+                parts=(f"{self.final_norm}.bias",), shape=(config.hidden_size,)
             )
         if not config.tied_head:
             sources["head"] = _embedding_source(config, "lm_head.weight")
+        if config.head_bias:
+            sources["head_bias"] = WeightSource(parts=("lm_head.bias",), shape=(config.vocab_size,))
         return sources
+
+    def _parts(self, config: ModelConfig, layer: int, name: str) -> tuple[str, ...]:
+        """Those of a layer's weight; of experts one expert's after the other's."""
+        parts, feed = self.layer_weights[name], config.layers[layer].feed
+        if not (is_stack(name) and isinstance(feed, Experts)):
+            return parts
+        return tuple(part.format(expert=one) for one in range(feed.count) for part in parts)
+
+
+def is_stack(name: str) -> bool:
+    """Whether a weight's canonical name is of the matrices of all experts of a layer."""
+    return name.rpartition(".")[2].startswith("experts_")
 
 
 def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
@@ -115,7 +142,7 @@ def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
     """What the output of each half of a layer is linear in, by canonical name."""
     if config.layers[index].norms == "before":
-        return ("o", "o_bias", "down", "down_bias")
+        return ("o", "o_bias", "down", "down_bias", "experts_down")
     return ("post_attn_norm", "post_mlp_norm")
 
 
@@ -132,7 +159,7 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for product in layer_products(config, index):
         shapes |= _norm_shapes(config, product.norm, product.columns)
-        shapes[product.weight] = (product.rows, product.columns)
+        shapes[product.weight] = (product.count * product.rows, product.columns)
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)
         if product.name == "qkv" and mixer.qk_norm == "heads":

@@ -8,6 +8,9 @@ from kvq_models.decoder import DECODER_KEYS, FIM_STARCODER, LAYER_WEIGHTS, decod
 from kvq_models.family import Family, FimNames
 from kvq_models.keys import Required
 
+FIM_TOKENS = (FimNames(prefix="[PREFIX]", suffix="[SUFFIX]", middle="[MIDDLE]"), FIM_STARCODER)
+TURN_ENDS = ("</s>", "<|im_end|>")
+
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     window = {"window_tokens": values["sliding_window"] or 0}
@@ -23,9 +26,6 @@ FAMILY = Family(
     },
     build=_build,
     layer_weights=LAYER_WEIGHTS,
-    fim_tokens=(
-        FimNames(prefix="[PREFIX]", suffix="[SUFFIX]", middle="[MIDDLE]"),
-        FIM_STARCODER,
-    ),
-    turn_ends=("</s>", "<|im_end|>"),
+    fim_tokens=FIM_TOKENS,
+    turn_ends=TURN_ENDS,
 )

@@ -7,16 +7,18 @@ of a weight and no node.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_models.config import Activation, ModelConfig
+from kvq_models.config import Activation, Experts, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
     """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: the head.
 
-    What enters it is normalised by `norm`; or it is activation(first half) * other half by `gate`,
-    activation(x) by `activation`. What comes out is normalised by `after`. Where a pass wants the
-    layer's keys and values alone, the last `kept` rows are computed.
+    Of experts it is `count` such matrices, one behind the other; a router's is kept as it is
+    (`exact`), for a token that goes to another expert is answered otherwise. What enters a product
+    is normalised by `norm`; or it is activation(first half) * other half by `gate`, activation(x)
+    by `activation`. What comes out is normalised by `after`. Where a pass wants the layer's keys
+    and values alone, the last `kept` rows are computed.
     """
 
     weight: str
@@ -30,6 +32,8 @@ class Product:
     bias: str | None = None
     kept: int = 0
     after: str | None = None
+    count: int = 1
+    exact: bool = False
 
     @property
     def first_kept(self) -> int:
@@ -38,36 +42,81 @@ class Product:
 
     @property
     def name(self) -> str:
-        """What a layer calls it: qkv, o, gate_up, down."""
+        """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down."""
         return self.weight.rpartition(".")[2]
 
 
-def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, Product, Product]:
-    """Those of one layer: queries, keys, values; attention's output; gate and up, or up; down."""
-    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
-    mixer, feed = layer.mixer, layer.feed
-    before, after = layer.norms != "after", layer.norms != "before"
-    up = "gate_up" if feed.gated else "up"
+def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
+    """Those of one layer: the mixer's two, then the feed's."""
+    return (*mixer_products(config, index), *feed_products(config, index))
+
+
+def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
+    """Queries, keys and values; attention's output."""
+    layer, name = config.layers[index], f"layers.{index}"
+    mixer = layer.mixer
     return (
         Product(
             weight=f"{name}.qkv",
             bias=f"{name}.qkv_bias" if mixer.qkv_bias else None,
             place="attn/qkv",
             rows=mixer.qkv_width,
-            columns=hidden,
+            columns=config.hidden_size,
             layer=index,
             kept=2 * mixer.kv_width,
-            norm=f"{name}.attn_norm" if before else None,
+            norm=None if layer.norms == "after" else f"{name}.attn_norm",
         ),
         Product(
             weight=f"{name}.o",
             bias=f"{name}.o_bias" if mixer.output_bias else None,
             place="attn/o",
-            rows=hidden,
+            rows=config.hidden_size,
             columns=mixer.width,
             layer=index,
-            after=f"{name}.post_attn_norm" if after else None,
+            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
         ),
+    )
+
+
+def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
+    """Gate and up, or up, then down; of experts the router before those of all of them."""
+    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
+    before = "attn_norm" if layer.parallel else "mlp_norm"
+    norm = None if layer.norms == "after" else f"{name}.{before}"
+    after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
+    feed = layer.feed
+    if isinstance(feed, Experts):
+        return (
+            Product(
+                weight=f"{name}.router",
+                place="mlp/router",
+                rows=feed.count,
+                columns=hidden,
+                layer=index,
+                norm=norm,
+                exact=True,
+            ),
+            Product(
+                weight=f"{name}.experts_gate_up",
+                place="mlp",
+                rows=2 * feed.width,
+                columns=hidden,
+                layer=index,
+                count=feed.count,
+            ),
+            Product(
+                weight=f"{name}.experts_down",
+                place="mlp",
+                rows=hidden,
+                columns=feed.width,
+                layer=index,
+                gate=feed.activation,
+                after=after,
+                count=feed.count,
+            ),
+        )
+    up = "gate_up" if feed.gated else "up"
+    return (
         Product(
             weight=f"{name}.{up}",
             bias=f"{name}.{up}_bias" if feed.bias else None,
@@ -75,7 +124,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             rows=2 * feed.width if feed.gated else feed.width,
             columns=hidden,
             layer=index,
-            norm=f"{name}.mlp_norm" if before else None,
+            norm=norm,
         ),
         Product(
             weight=f"{name}.down",
@@ -86,7 +135,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, Product, P
             layer=index,
             gate=feed.activation if feed.gated else None,
             activation=None if feed.gated else feed.activation,
-            after=f"{name}.post_mlp_norm" if after else None,
+            after=after,
         ),
     )
 
@@ -100,6 +149,7 @@ def head_product(config: ModelConfig) -> Product:
         columns=config.hidden_size,
         layer=None,
         norm="final_norm",
+        bias="head_bias" if config.head_bias else None,
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.reference import normalize, rotate, split_heads
-from kvq_models.config import ModelConfig, Norms
+from kvq.reference_experts import added, by_expert, routed
+from kvq_models.config import Dense, Experts, ModelConfig, Norms
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -53,6 +54,7 @@ def forward(
     predicted: Collection[int] = (),
     maps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
     watch: Callable[[int, np.ndarray], None] | None = None,
+    entering: tuple[int, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
@@ -61,15 +63,12 @@ def forward(
     `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
     stream as it is; `attend` is given zeros for them. Those of `predicted` do so too, but `attend`
     is given their keys and values, by `maps` where it has one: of a layer float32 [2 Hk D, hidden]
-    and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden].
+    and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden]; `entering` is a
+    layer and what enters it: those before it are not computed.
     """
     table = weight("embed")
-    if mixed is None:
-        hidden = table[ids].astype(np.float32)
-    else:
-        hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
-    hidden = hidden * np.float32(config.embedding_scale)
-    for layer in range(config.num_layers):
+    start, hidden = entering or (0, _embedded(config, table, ids, mixed))
+    for layer in range(start, config.num_layers):
         if watch is not None:
             watch(layer, hidden)
         if layer in skipped:
@@ -80,16 +79,33 @@ def forward(
             first = config.layers[layer].mixer.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
-                entering = _half(config, weight, layer, hidden, "attn_norm", without="after")
-                qkv[:, first:] = entering @ maps[layer][0].T + maps[layer][1]
+                normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
+                qkv[:, first:] = normed @ maps[layer][0].T + maps[layer][1]
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
+        entered = hidden
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
-        hidden = _mlp(config, weight, layer, hidden)
+        parallel = config.layers[layer].parallel
+        hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
     hidden = hidden if rows is None else hidden[rows]
     hidden = _normed(config, weight, "final_norm", hidden)
     logits = hidden @ (table if config.tied_head else weight("head")).T
+    if config.head_bias:
+        logits = logits + weight("head_bias")
     return softcap(logits, config.final_softcap)
+
+
+def _embedded(
+    config: ModelConfig,
+    table: np.ndarray,
+    ids: np.ndarray,
+    mixed: tuple[np.ndarray, np.ndarray] | None,
+) -> np.ndarray:
+    if mixed is None:
+        hidden = table[ids].astype(np.float32)
+    else:
+        hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
+    return hidden * np.float32(config.embedding_scale)
 
 
 def _attention(
@@ -150,6 +166,11 @@ def _attend_with(
 ) -> np.ndarray:
     name, mixer = f"layers.{layer}.", config.layers[layer].mixer
     normed = mixer.qk_norm == "heads"
+    if mixer.growth:
+        # Rotation is linear: it may as well come after.
+        factor = 1 + mixer.growth * np.log(1 + positions // mixer.growth_tokens)
+        query = qkv[:, : mixer.width] * factor[:, None].astype(np.float32)
+        qkv = np.concatenate([query, qkv[:, mixer.width :]], axis=1)
     if mixer.qk_norm == "rows":
         query, key, value = np.split(qkv, [mixer.width, mixer.width + mixer.kv_width], axis=1)
         query = normalize(query, weight(name + "q_norm"), config.norm_eps)
@@ -174,16 +195,48 @@ def _attend_to_zeros(
 
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    name, feed = f"layers.{layer}.", config.layers[layer].feed
+    """What a layer's feed makes of `hidden` [T, hidden], which is added to the stream."""
+    feed, norm = config.layers[layer].feed, "mlp_norm"
+    if config.layers[layer].parallel:
+        norm = "attn_norm"
+    x = _half(config, weight, layer, hidden, norm, without="after")
+
+    def own(name: str) -> np.ndarray:
+        return weight(f"layers.{layer}.{name}")
+
+    output = experts(own, feed, x) if isinstance(feed, Experts) else _dense(own, feed, x)
+    return _half(config, weight, layer, output, "post_mlp_norm", without="before")
+
+
+def _dense(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
     up = "gate_up" if feed.gated else "up"
-    inner = _half(config, weight, layer, hidden, "mlp_norm", without="after") @ weight(name + up).T
+    inner = x @ weight(up).T
     if feed.bias:
-        inner = inner + weight(f"{name}{up}_bias")
+        inner = inner + weight(f"{up}_bias")
     active = ACTIVATIONS[feed.activation](inner[:, : feed.width])
-    output = (active * inner[:, feed.width :] if feed.gated else active) @ weight(name + "down").T
-    if feed.bias:
-        output = output + weight(name + "down_bias")
-    return hidden + _half(config, weight, layer, output, "post_mlp_norm", without="before")
+    output = (active * inner[:, feed.width :] if feed.gated else active) @ weight("down").T
+    return output + weight("down_bias") if feed.bias else output
+
+
+def experts(weight: Weights, feed: Experts, x: np.ndarray) -> np.ndarray:
+    """What the experts make of x float32 [T, K]: [T, K]. `weight` knows the layer's by name."""
+    chosen, shares = routed(x @ weight("router").T, feed.chosen, normalised=feed.normalised)
+    order, counts = by_expert(chosen, feed.count)
+    inner = grouped(weight("experts_gate_up"), x[order // feed.chosen], counts)
+    inner = ACTIVATIONS[feed.activation](inner[:, : feed.width]) * inner[:, feed.width :]
+    return added(grouped(weight("experts_down"), inner, counts), order, shares)
+
+
+def grouped(stack: np.ndarray, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Rows x float32 [R, K], `counts` of them for each expert, times its matrix: [R, N].
+
+    `stack` holds the experts' matrices one behind the other, or stands in for them.
+    """
+    if not isinstance(stack, np.ndarray):
+        return stack.grouped(x, counts)
+    matrices = stack.reshape(len(counts), -1, stack.shape[1])
+    parts = np.split(x, np.cumsum(counts)[:-1])
+    return np.concatenate([part @ one.T for part, one in zip(parts, matrices, strict=True)])
 
 
 def softcap(x: np.ndarray, cap: float) -> np.ndarray:
@@ -193,7 +246,13 @@ def softcap(x: np.ndarray, cap: float) -> np.ndarray:
 
 def silu(x: np.ndarray) -> np.ndarray:
     """Computes x * sigmoid(x), written with tanh so that no exponential overflows."""
-    return x * (np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5))
+    half = np.float32(0.5)
+    out = half * x
+    np.tanh(out, out=out)
+    out *= half
+    out += half
+    out *= x
+    return out
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:

@@ -24,12 +24,17 @@ FAMILIES: Mapping[str, str] = {
     "gemma3_text": "kvq_models.gemma3_text:FAMILY",
     "granite": "kvq_models.granite:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
+    "ministral3": "kvq_models.ministral3:FAMILY",
     "mistral": "kvq_models.mistral:FAMILY",
+    "mixtral": "kvq_models.mixtral:FAMILY",
     "olmo2": "kvq_models.olmo2:FAMILY",
     "olmo3": "kvq_models.olmo3:FAMILY",
+    "olmoe": "kvq_models.olmoe:FAMILY",
+    "phi": "kvq_models.phi:FAMILY",
     "phi3": "kvq_models.phi3:FAMILY",
     "qwen2": "kvq_models.qwen2:FAMILY",
     "qwen3": "kvq_models.qwen3:FAMILY",
+    "qwen3_moe": "kvq_models.qwen3_moe:FAMILY",
     "smollm3": "kvq_models.smollm3:FAMILY",
     "starcoder2": "kvq_models.starcoder2:FAMILY",
 }
@@ -42,6 +47,20 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
+    },
+    "mistral3": {
+        "model_type": "mistral",
+        "vocab_size": 131072,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e9,
+        "sliding_window": None,
     },
 }
 # What may stand beside a text_config and holds for it too.
@@ -65,7 +84,9 @@ def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
             "what its language model is"
         )
     shared = {name: config_json[name] for name in _SHARED if name in config_json}
-    return {**WRAPPERS[config_json["model_type"]], **shared, **cast(dict[str, Any], own)}
+    # Whether the head is tied is said outside, whatever stands inside.
+    tied = {name: shared[name] for name in shared if name == "tie_word_embeddings"}
+    return {**WRAPPERS[config_json["model_type"]], **shared, **cast(dict[str, Any], own), **tied}
 
 
 def family_for(config_json: Mapping[str, Any]) -> Family:

@@ -33,7 +33,7 @@ from kvq.reference_linear import (
     unpack,
 )
 from kvq.settings import cache_folder
-from kvq_models.config import ModelConfig
+from kvq_models.config import Experts, ModelConfig
 from kvq_models.products import products
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.config import Sampling
@@ -323,15 +323,31 @@ class Bundle:
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """Bytes of weights one decode step reads: all, but one row of an untied embedding."""
+        """Bytes of weights one decode step reads: all, but one row of an untied embedding.
+
+        And but the experts that its token does not choose.
+        """
         stored = self._graph_weights
+        read_bytes = stored.num_bytes - self._unchosen_bytes
         if self.config.tied_head:
-            return stored.num_bytes
+            return read_bytes
         form = self.form("embed")
         if stored.linear == "kvq":
-            return stored.num_bytes - (form.panels - 1) * form.panel_bytes
+            return read_bytes - (form.panels - 1) * form.panel_bytes
         row_bytes = form.blocks * (form.block * form.bits // 8 + 4)
-        return stored.num_bytes - (form.rows - 1) * row_bytes
+        return read_bytes - (form.rows - 1) * row_bytes
+
+    @property
+    def _unchosen_bytes(self) -> int:
+        """Of the matrices of experts, without those of the experts of one token."""
+        left_out = 0
+        for product in products(self.config):
+            feed = None if product.layer is None else self.config.layers[product.layer].feed
+            if product.count > 1 and isinstance(feed, Experts):
+                form = self.form(product.weight)
+                one = form.panels // product.count * form.panel_bytes
+                left_out += (feed.count - feed.chosen) * one
+        return left_out
 
     def gguf(self) -> GgufFile:
         """The GGUF file, known by the bundle's name, plan and tokenizer. Raises `ModelError`."""
@@ -467,7 +483,10 @@ class Bundle:
     def _matrix_shapes(self) -> Mapping[str, tuple[int, int]]:
         """[rows, columns] of every matrix, by canonical name."""
         config = self.config
-        layers = {product.weight: (product.rows, product.columns) for product in products(config)}
+        layers = {
+            product.weight: (product.count * product.rows, product.columns)
+            for product in products(config)
+        }
         return layers | {"embed": (config.vocab_size, config.hidden_size)}
 
     @property
@@ -591,7 +610,8 @@ def _read_manifest(folder: Path) -> Manifest:
 def _matrices(config: ModelConfig) -> set[str]:
     """Canonical names of what is quantised."""
     tied = {"head"} if config.tied_head else set[str]()
-    return {"embed"} | {product.weight for product in products(config)} - tied
+    matrices = {product.weight for product in products(config) if not product.exact}
+    return {"embed"} | matrices - tied
 
 
 def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
@@ -655,17 +675,17 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     if isinstance(version, int) and version > VERSION:
         raise BundleError(
             f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
-            "upgrade kvq-runtime or export the model again"
+            "upgrade kvq-runtime, or export or pull the model again"
         )
     if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
         raise BundleError(
             f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
-            "export the model again"
+            "export or pull the model again"
         )
     if version in OLD_VERSIONS:
         raise BundleError(
             f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
-            "reads; export the model again"
+            "reads; export or pull the model again"
         )
     if version not in READ_VERSIONS:
         raise BundleError(

@@ -94,7 +94,10 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRequest:
-    """What a user asks of a session; what is None or empty the backend decides."""
+    """What a user asks of a session; what is None or empty the backend decides.
+
+    `edits`: its text will be edited in the middle, so layers with a window keep what it has passed.
+    """
 
     kv_budget: Budget = field(default_factory=Budget)
     k_bits: int | None = None
@@ -107,6 +110,7 @@ class SessionRequest:
     seed: int | None = None
     sink_tokens: int | None = None
     offload_bytes: int = 0
+    edits: bool = False
 
     def plan(self, default: KvPlan) -> KvPlan:
         """The widths asked for, or those of `default`; no more sinks than `default` has."""

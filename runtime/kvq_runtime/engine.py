@@ -200,6 +200,7 @@ class Engine:
         draft: Callable[[], Drafter | None] | None = None,
         predict: str | None = None,
         sink_tokens: int | None = None,
+        edits: bool = False,
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
@@ -215,9 +216,10 @@ class Engine:
         `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
         such a share of the layers of a prompt, 50%, instead of computing them, see
         `kvq_runtime.prediction`; lossy, and None or `off`: none. `sink_tokens`: so few of the
-        first tokens stay as they are in front of an edit. Raises `UsageError`,
-        `BackendError` for what the backend cannot do, and `BudgetError` for a budget too
-        small, naming the smallest that works.
+        first tokens stay as they are in front of an edit. `edits`: the text will be edited in the
+        middle, so layers with a window keep what it has passed; without it an edit may compute all
+        that follows again. Raises `UsageError`, `BackendError` for what the backend cannot do, and
+        `BudgetError` for a budget too small, naming the smallest that works.
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
@@ -233,6 +235,7 @@ class Engine:
             draft_tokens=DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
             seed=seed,
             sink_tokens=sink_tokens,
+            edits=edits,
         )
         return self._session(request, self.drafter if draft is None else draft, predict)
 

@@ -6,7 +6,7 @@ library for it takes longer than opening the model.
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import numpy as np
 
 from kvq.errors import BundleError
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
-from kvq_models.config import ModelConfig
-from kvq_models.products import Product, products
+from kvq_models.config import Experts, ModelConfig
+from kvq_models.products import Product, feed_products, products
 
 # Fields of onnx.proto's messages.
 _GRAPH = 7
@@ -76,10 +76,13 @@ def _refused(path: Path, what: str) -> BundleError:
 
 def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     """Operator and attributes of what decides which tokens a layer looks at, by name."""
-    return {
-        f"/model/layers.{layer}/attn/Attention": ("Attention", asdict(config.attention(layer)))
-        for layer in range(config.num_layers)
-    }
+    nodes: dict[str, Node] = {}
+    for layer, own in enumerate(config.layers):
+        path = f"/model/layers.{layer}/attn"
+        nodes[f"{path}/Attention"] = ("Attention", asdict(config.attention(layer)))
+        if own.mixer.growth:
+            nodes[f"{path}/growth/Mul"] = ("Mul", {})
+    return nodes
 
 
 def node_path(product: Product) -> str:
@@ -98,11 +101,50 @@ def linear_attributes(config: ModelConfig, product: Product) -> dict[str, Any]:
     }
 
 
+def experts_attributes(
+    config: ModelConfig, feed: Sequence[Product], format_of: Formats
+) -> dict[str, Any]:
+    """What a node of `kvq::Experts` says, of the products of its layer's feed."""
+    _, gate_up, down = feed
+    assert down.layer is not None
+    assert down.gate is not None
+    experts = config.layers[down.layer].feed
+    assert isinstance(experts, Experts)
+    return {
+        "columns": gate_up.columns,
+        "width": down.columns,
+        "count": experts.count,
+        "chosen": experts.chosen,
+        "normalised": int(experts.normalised),
+        "activation": ACTIVATIONS.index(down.gate),
+        "layer": down.layer,
+    } | {
+        f"{product.name.removeprefix('experts_')}_{name}": int(value)
+        for product in (gate_up, down)
+        for name, value in asdict(format_of(product.weight)).items()
+    }
+
+
+def _experts_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
+    """Routers and experts, by name."""
+    nodes: dict[str, Node] = {}
+    for layer, own in enumerate(config.layers):
+        if isinstance(own.feed, Experts):
+            feed = feed_products(config, layer)
+            nodes[f"{node_path(feed[0])}/Gemm"] = ("Gemm", {"transB": 1})
+            facts = experts_attributes(config, feed, format_of)
+            nodes[f"{node_path(feed[-1])}/Experts"] = ("Experts", facts)
+    return nodes
+
+
 def _own_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
     size = {"rows": config.vocab_size, "columns": config.hidden_size}
     nodes: dict[str, Node] = {"/model/Embed": ("Embed", size | asdict(format_of("embed")))}
+    nodes |= _experts_nodes(config, format_of)
     for product in products(config):
+        if product.exact or product.count > 1:
+            continue
         facts = {"rows": product.rows, "columns": product.columns}
         facts |= asdict(format_of(product.weight)) | linear_attributes(config, product)
         nodes[f"{node_path(product)}/Linear"] = ("Linear", facts)

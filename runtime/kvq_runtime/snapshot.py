@@ -2,7 +2,10 @@
 
 Layout, integers little-endian: 8 bytes magic, uint32 header length, header (JSON), tokens
 (int64), logits (float32), ages (int32), cache state, then the SHA-256 of everything before it. The
-header holds format, version, what the session must agree on, and the length of each part.
+header holds format, version, what the session must agree on, and the length of each part. Magic,
+digest, and format and version in a header of JSON, are the same in every version, so that any kvq
+can say of a file of any other what it is. `VERSION` rises with every change of what is written,
+also of the cache's bytes (`PAGE_VERSION`).
 """
 
 import hashlib
@@ -191,15 +194,26 @@ def _header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
         kind, version = header["format"], header["version"]
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise _damaged(path, "has a header that is none") from error
-    if kind != FORMAT or version != VERSION:
-        raise SnapshotError(
-            f"{path} is a {kind} file of version {version}; this kvq reads "
-            f"{FORMAT} version {VERSION}: upgrade kvq-runtime or save the session again"
-        )
+    if kind != FORMAT or type(version) is not int:
+        raise _damaged(path, "has a header that is none")
+    _check_version(path, version)
     types = {"identity": dict, "generator": dict, "part_bytes": list}
     if not all(isinstance(header.get(key), type) for key, type in types.items()):
         raise _damaged(path, "has a header that lacks something")
     return header, offset
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise SnapshotError(
+            f"{path} is a session of version {version}, newer than the {VERSION} this kvq reads; "
+            "upgrade kvq-runtime, or read its text again and save the session again"
+        )
+    if version < VERSION:
+        raise SnapshotError(
+            f"{path} is a session of version {version}, older than the {VERSION} this kvq reads; "
+            "read its text again and save the session again"
+        )
 
 
 def _generator_state(what: Path | str, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -80,16 +80,25 @@ def test_it_is_gptq_from_the_last_column_to_the_first() -> None:
     assert (blocks.codes == expected).mean() > 0.98
 
 
-def test_threads_and_rows_beside_change_nothing() -> None:
+def test_a_factor_of_several_panels_is_the_moments_root() -> None:
+    x = correlated(3000, 1100).astype(np.float64)
+    moments = x.T @ x
+    lower = factor(moments.astype(np.float32), 64)
+    assert lower.shape == (1152, 1152)
+    damped = moments + np.eye(1100) * DAMPING * np.trace(moments) / 1100
+    exact = np.linalg.cholesky(damped)
+    np.testing.assert_allclose(lower[:1100, :1100], exact, atol=2e-5 * np.abs(exact).max())
+    np.testing.assert_array_equal(lower[1100:], np.eye(1152, dtype=np.float32)[1100:])
+
+
+def test_rows_beside_change_nothing() -> None:
     x = correlated(512, 64)
     lower = factor(x.T @ x, 32)
-    weights = np.random.default_rng(2).standard_normal((1100, 64), np.float32)
-    whole = quantize_with(weights, lower, FORM, threads=2)
-    again = quantize_with(weights, lower, FORM, threads=1)
-    for found, expected in zip(whole, again, strict=True):
-        np.testing.assert_array_equal(found, expected)
-    some = quantize_with(weights[512:1024], lower, FORM)
-    np.testing.assert_array_equal(some.codes, whole.codes[512:1024])
+    weights = np.random.default_rng(2).standard_normal((4500, 64), np.float32)
+    whole = quantize_with(weights, lower, FORM)
+    for part in (slice(2048, 4096), slice(4096, None)):
+        some = quantize_with(weights[part], lower, FORM)
+        np.testing.assert_array_equal(some.codes, whole.codes[part])
 
 
 def test_inputs_that_say_nothing_leave_plain_rounding() -> None:

@@ -182,7 +182,7 @@ def test_a_predicted_prompt_lies_between_the_prompt_and_none(fitted: Path) -> No
 @needs_native
 def test_a_trained_model_goes_on_between_the_prompt_and_none(shelf: Shelf) -> None:
     """KVP-8, for the nats of real text: more layers computed, less lost."""
-    bundle = shelf.exported(Path(str(resources.files("kvq_models"))) / "nano")
+    bundle = shelf.embedded("nano")
     with Engine.open(bundle, threads=1) as engine:
         text = resources.files("kvq_runtime").joinpath("session.py").read_text(encoding="utf-8")
         ids = engine.tokenizer.encode(text)

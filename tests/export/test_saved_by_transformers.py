@@ -15,7 +15,7 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_export.source import open_source
 from kvq_models.reference import PlainAttention, forward
-from kvq_models.registry import read_checkpoint, text_config
+from kvq_models.registry import family_for, read_checkpoint, text_config
 from kvq_runtime.engine import Engine
 from tiny import (
     CASES,
@@ -135,6 +135,61 @@ def test_the_language_model_of_one_that_sees_is_read_alone(
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
+def mistral3_that_sees(folder: Path, text: str, *, outside: bool, inside: bool) -> Any:
+    """A random checkpoint of one, and the model; is its head tied, says its config twice."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    _, keys = CASES[text]
+    values = COMMON | dict(keys) | {"model_type": keys.get("model_type", CASES[text][0])}
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "image_size": 32,
+              "patch_size": 8}  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=values | {"tie_word_embeddings": inside},
+        vision_config=vision,
+        tie_word_embeddings=outside,
+    )
+    torch.manual_seed(4)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("text", ["ministral3", "mistral-window"])
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_mistral_says_outside_decides_whether_its_head_is_tied(
+    text: str, outside: bool, inside: bool, tmp_path: Path
+) -> None:
+    model = mistral3_that_sees(tmp_path, text, outside=outside, inside=inside)
+    config, weights = opened(tmp_path)
+    assert config.model_type == CASES[text][0]
+    assert config.tied_head == outside
+    import torch
+
+    ids = np.arange(5, 85)
+    found = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_a_head_of_its_own_is_not_left_out_where_it_is_said_to_be_tied(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    file = source / "model.safetensors"
+    tensors = read_safetensors(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    write_safetensors(file, tensors | {"lm_head.weight": embedding})
+    assert opened(source)[0].tied_head
+    other = embedding.copy()
+    other[-1] += 1
+    write_safetensors(file, tensors | {"lm_head.weight": other})
+    with pytest.raises(CheckpointError, match=r"ties the output head.*has a head of its own"):
+        opened(source)
+
+
 def test_a_part_that_is_none_of_a_language_model_is_refused(tmp_path: Path) -> None:
     gemma3_that_sees(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -158,3 +213,7 @@ def test_what_released_files_leave_out_is_known() -> None:
         "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "max_position_embeddings": 131072, "eos_token_id": [1, 106],
     }  # fmt: skip
+    small = text_config({"model_type": "mistral3", "text_config": {"vocab_size": 131072}})
+    config = family_for(small).config(small)
+    assert (config.model_type, config.hidden_size, config.head_dim) == ("mistral", 5120, 128)
+    assert not config.tied_head

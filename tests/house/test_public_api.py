@@ -41,7 +41,7 @@ def test_type_checkers_are_told_the_same_names() -> None:
 
 def test_every_package_says_that_it_is_typed() -> None:
     packages = [file.parent for file in Path(__file__).parents[2].glob("*/kvq*/__init__.py")]
-    assert len(packages) == 6
+    assert len(packages) == 7
     assert all((package / "py.typed").exists() for package in packages)
 
 

@@ -371,8 +371,9 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
 @pytest.mark.parametrize("budget", [1 << 19, 3 << 20])
 def test_python_counts_the_bytes_of_probes_as_the_library_does(budget: int) -> None:
     probing = geometry(SHAPE, KvPlan(), context_tokens=5000, threads=2, probes=True)
-    counted = native.layout(probing, budget)
-    assert (counted["max_columns"], counted["regions"]) == probing.divide(budget)
+    columns, regions = probing.divide(budget)
+    counted = native.layout(probing, budget, columns)
+    assert (counted["max_columns"], counted["regions"]) == (columns, regions)
     assert counted["pool_bytes"] == probing.room_for_pages(budget)
     assert counted["minimum_bytes"] == probing.minimum_bytes
 

@@ -192,6 +192,7 @@ def test_a_wheel_is_in_order_and_its_library_passes(
 @pytest.mark.skipif(sys.platform != "linux", reason="installs the wheel for Linux")
 def test_a_wheel_is_installed_without_a_compiler(shelf: Shelf, tmp_path: Path) -> None:
     (wheel,) = wheel_of("manylinux_2_28_x86_64", shelf).glob("*.whl")
+    (models,) = wheel_of("kvq-models", shelf).glob("*.whl")
     folder = tmp_path / "installed"
     pip = (sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", folder)
     assert run(*pip, wheel).returncode == 0
@@ -199,9 +200,16 @@ def test_a_wheel_is_installed_without_a_compiler(shelf: Shelf, tmp_path: Path) -
     packages = os.pathsep.join([str(folder), *(path for path in sys.path if "-packages" in path)])
     environment = {"PATH": "", "PYTHONPATH": packages, "HOME": str(tmp_path)}
 
-    def said(*words: str | Path) -> str:
+    def start(*words: str | Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", *map(str, words)]
-        return subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
+        return subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+    def said(*words: str | Path) -> str:
+        finished = start(*words)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
 
     library, kernels = said(
         "-c", "from kvq import native; print(native.library_path(), ','.join(native.isas()))"
@@ -209,3 +217,8 @@ def test_a_wheel_is_installed_without_a_compiler(shelf: Shelf, tmp_path: Path) -
     assert (library, kernels) == (str(folder / "kvq/libkvq_native.so"), HERE)
     tests = (ROOT / "tests/kvq" / name for name in ("test_linear.py", "test_snapshots.py"))
     assert "skipped" not in said("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    # The embedded models are a package of their own.
+    answer = ("-m", "kvq_apps.cli", "run", "-m", "nano", "-n", "4", "--temp", "0", "def f")
+    assert "`pip install kvq-models` brings it" in start(*answer).stderr
+    assert run(*pip, models).returncode == 0
+    assert said(*answer).strip()

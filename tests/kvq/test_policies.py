@@ -104,26 +104,6 @@ def test_columns_are_freed_whole_and_oldest_first() -> None:
     assert relieve(evidence(widths), 0, 1) == [[0, 0, 0, 0, 0]]
 
 
-def test_pages_no_window_can_see_go_first_and_alone() -> None:
-    """Layer 0 sees 100 tokens: its pages more than a margin behind are free to take."""
-    widths = all_at(8, 8, columns=8)
-    tokens = 4 + 64 * 8 + 64
-    one_layer = 2 * page_bytes(DIM, 8, 8)
-    facts = evidence(widths, windows=(100, 0), tokens=tokens)
-    assert relieve(facts, 1) == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
-    unseen = [c for c in range(8) if 4 + 64 * c + 64 + 256 < tokens - 100]
-    assert unseen == [0, 1, 2]
-    actions = relieve(facts, 3 * one_layer + 1)
-    assert actions[:6] == [[0, head, c, 0, 0] for c in unseen for head in (0, 1)]
-    assert actions[6:] == [[1, 0, 0, 6, 6], [1, 1, 0, 6, 6]]
-
-
-def test_a_page_moved_into_sight_is_not_unseen() -> None:
-    facts = evidence(all_at(8, 8, columns=8), windows=(100, 100), tokens=4 + 64 * 9)
-    facts.facts[0, 1] = 400
-    assert relieve(facts, 1) == every_page(1, 0, 0)
-
-
 # ---- laws of all policies ----------------------------------------------------------------------
 
 WIDTH_PAIRS = st.sampled_from([(0, 0), *((k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS)])
@@ -173,7 +153,7 @@ def test_no_step_too_many(policy: str, facts: Evidence, short: int) -> None:
     elif (fewer == left).all():
         # The surplus is part of one step: a page, or a column where those fall whole.
         streams = facts.widths.shape[0] * facts.widths.shape[1]
-        pages = streams if policy.partition(":")[0] in WHOLE_COLUMNS or facts.windows.any() else 1
+        pages = streams if policy.partition(":")[0] in WHOLE_COLUMNS else 1
         assert freed - short < pages * page_bytes(DIM, 8, 8)
 
 
@@ -195,25 +175,6 @@ def test_equal_pages_go_by_column_layer_and_head(policy: str) -> None:
     gone = relieve(facts, 3 * page_bytes(DIM, 2, 2) - 100, 0, policy)
     whole = policy.partition(":")[0] in WHOLE_COLUMNS
     assert gone == [[0, head, 0, 0, 0] for head in range(4 if whole else 3)]
-
-
-@pytest.mark.parametrize("policy", VARIANTS)
-def test_what_no_window_can_see_goes_before_anything_else(policy: str) -> None:
-    facts = evidence(all_at(8, 8, columns=8), windows=(100, 0), tokens=4 + 64 * 9)
-    assert relieve(facts, 1, 0, policy) == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
-
-
-def test_rows_of_columns_no_layer_can_see_are_freed_first() -> None:
-    """Columns 0 to 2 are out of sight; of the others the newest is the least important here."""
-    facts = evidence(
-        all_at(4, 2, columns=8),
-        windows=(100, 100),
-        tokens=4 + 64 * 9,
-        total_mass=np.arange(8, 0, -1),
-    )
-    gone = relieve(facts, 0, 4, "h2o:recent=0")
-    expected = [[layer, head, c, 0, 0] for c in (2, 1, 0, 7) for layer in (0, 1) for head in (0, 1)]
-    assert gone == expected
 
 
 @pytest.mark.parametrize(

@@ -199,9 +199,9 @@ def test_sizes_beyond_64_bits_are_none_of_a_cache() -> None:
     most = (1 << 16, 1 << 12, 1 << 12, 256, 16, 16, 4, 64, 1 << 30, 8, 1 << 30, 1, 0, 8, 64)
     config, out = abi.Config(*most, PAGE_VERSION), abi.Layout()
     call = native.library().kvq_layout_of
-    assert call(ctypes.byref(config), 1 << 60, ctypes.byref(out)) == 2
+    assert call(ctypes.byref(config), 1 << 60, 0, ctypes.byref(out)) == 2
     config.layers = config.kv_heads = config.heads = 1 << 10
-    assert call(ctypes.byref(config), 1 << 60, ctypes.byref(out)) == 6
+    assert call(ctypes.byref(config), 1 << 60, 0, ctypes.byref(out)) == 6
     assert out.minimum_bytes > 1 << 60
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import kvq_models
+import kvq_embedded
 from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
@@ -26,7 +26,7 @@ from kvq_runtime.backends.onnx import OnnxBackend
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 
-MODELS = Path(kvq_models.__path__[0])
+MODELS = Path(kvq_embedded.__path__[0])
 # Nothing the models were trained on, and nothing that a change elsewhere rewrites.
 SOURCE = '''"""The shortest roads between the towns of a map."""
 

@@ -55,7 +55,7 @@ def test_pass_keys_are_hidden_in_texts_of_up_to_the_whole_length(
         for kind, text in (("books", prose), ("python", source)):
             line = {"kind": kind, "text": text, "source": kind, "held_out": False}
             lines.write(json.dumps(line) + "\n")
-    tokenizer = Tokenizer.from_file(str(ROOT / "models/kvq_models/default/tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(ROOT / "models/kvq_embedded/default/tokenizer.json"))
     packer = pack.Packer(pack.Corpus(path), tokenizer, seed=1, length=LENGTH)
     found = list(itertools.islice(packer.stream({"recall": 1.0}), 200))
     keys = [ids for ids in found if "The pass key is" in tokenizer.decode(ids)]

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvq_models
 from kvq import reference_cache
 from kvq_apps.evaluation.editing import EditCase, edit_cases, editing
 from kvq_runtime.engine import Engine
@@ -19,7 +18,6 @@ from kvq_runtime.staleness import MOST_SEGMENTS, NEXT_TOKENS, Staleness
 from logits import divergence, prompt
 from shelf import Shelf
 
-MODELS = Path(kvq_models.__path__[0])
 FP, QUANTIZED = {"kv": "fp"}, {"kv": "8:8"}
 TEXT = prompt(300)
 # Of texts that a trained model reads: programs of forty lines and more.
@@ -291,7 +289,7 @@ def conflicting(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(shelf: Shelf) -> tuple[Path, list[str]]:
     """A trained model, and programs that it never saw."""
     texts = [path.read_text() for path in sorted(Path(__file__).parents[1].glob("kvq/*.py"))]
-    return shelf.exported(MODELS / "nano"), texts
+    return shelf.embedded("nano"), texts
 
 
 def after_edits(session: Session, case: EditCase) -> np.ndarray:

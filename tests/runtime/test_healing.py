@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-import kvq_models
 from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_apps.cli import main
@@ -531,7 +530,7 @@ def test_a_wrong_wish_is_refused_by_its_name(server: Server) -> None:
 @pytest.fixture(scope="module")
 def nano(shelf: Shelf) -> str:
     """The small embedded model."""
-    return str(shelf.exported(Path(kvq_models.__path__[0]) / "nano"))
+    return str(shelf.embedded("nano"))
 
 
 def test_a_line_that_ends_goes_on_below(

@@ -89,7 +89,9 @@ class Fuzz:
         if self.chance.random() < 0.1:
             values[self.chance.randrange(len(values))] = self.chance.choice(NUMBERS)
         config, layout, handle = abi.Config(*values), abi.Layout(), ctypes.c_int64()
-        self.call.kvq_layout_of(ctypes.byref(config), 1 << 40, ctypes.byref(layout))
+        columns = -(-max(0, context - sinks - tail) // 64) if k_bits < 16 else 0
+        columns = min(columns, 2) if self.chance.random() < 0.5 else self.number(columns)
+        self.call.kvq_layout_of(ctypes.byref(config), 1 << 40, columns, ctypes.byref(layout))
         budget = layout.minimum_bytes + self.chance.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
         if budget > 64 << 20:
             return
@@ -101,7 +103,7 @@ class Fuzz:
         device = 1 if self.chance.random() < 0.1 else 0  # of which there are none
         resident = self.number(4) if self.chance.random() < 0.1 else 0
         if not self.call.kvq_cache_open(
-            ctypes.byref(config), budget, given, device, resident, ctypes.byref(handle)
+            ctypes.byref(config), budget, columns, given, device, resident, ctypes.byref(handle)
         ):
             assert device == resident == 0
             self.caches.append(Opened(handle.value, config))

@@ -93,7 +93,12 @@ class RecordedCache(ReferenceCache):
         self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
         forms = np.array(arena.spec.forms, np.uint8)
-        cases.add("open", abi.as_config(arena), np.int64(arena.num_bytes).tobytes(), forms)
+        cases.add(
+            "open",
+            abi.as_config(arena),
+            np.array([arena.num_bytes, arena.max_columns], np.int64).tobytes(),
+            forms,
+        )
 
     def begin(
         self, tokens: int, parents: Sequence[int] | None = None, *, view: str = "full"

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_models.embedded import embedded_folder
 from tiny import make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False)
@@ -43,6 +44,12 @@ class Shelf:
         return self.once(
             "bundle", (source, options), lambda path: export_model(source, path, options)
         )
+
+    def embedded(self, name: str) -> Path:
+        """The embedded model `name`, exported."""
+        folder = embedded_folder(name)
+        assert folder is not None
+        return self.exported(folder)
 
     def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
         """What `make` writes at a path that ends with `name`, by what it was `asked` to be."""

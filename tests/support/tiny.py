@@ -109,6 +109,21 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": 512,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "mistral-window": (
         "mistral",
         {"head_dim": 80, "num_key_value_heads": 1, "sliding_window": 24},
@@ -125,6 +140,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+    "phi": ("phi", {"hidden_size": 256, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": (
         "phi3",
         {"hidden_size": 96, "head_dim": 96, "num_key_value_heads": 4, "sliding_window": 40},
@@ -175,6 +191,31 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             },
         },
+    ),
+    "olmoe": (
+        "olmoe",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
     ),
     "starcoder2": ("starcoder2", {"sliding_window": 24}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
 from kvq_apps import output
-from kvq_apps.bench.engine_llamacpp import same_weights
+from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.suite import Setup
 from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model

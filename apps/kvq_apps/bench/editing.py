@@ -22,7 +22,7 @@ from kvq.errors import UsageError
 from kvq_apps import output
 from kvq_apps.bench import around, starting
 from kvq_apps.bench.engine_kvq import fill
-from kvq_apps.bench.engine_llamacpp import same_weights
+from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.frozen import Frozen

@@ -23,6 +23,7 @@ from kvq_apps.bench.engines import (
     OURS,
     OURS_ON_HALVES,
     OURS_ON_ORT,
+    InProcess,
     Setting,
     draft_ids,
     wanted_rows,
@@ -104,7 +105,7 @@ class KvqEngine:
             threads=self._threads,
             policy=setting.policy or DEFAULT_POLICY,
             read=setting.read,
-            windows=tuple(layer.mixer.window_tokens for layer in model.layers),
+            windows=model.windows,
         )
 
 
@@ -139,7 +140,7 @@ def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
         )
 
 
-class KvqSequence:
+class KvqSequence(InProcess):
     """A cache, and a snapshot of what it began with."""
 
     def __init__(

@@ -3,7 +3,6 @@
 Flash attention is on and weights are repacked, llama.cpp's fast paths. Knows no other engine.
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -13,18 +12,16 @@ from numpy.typing import NDArray
 
 from kvq.config import KvPlan, parse_kv
 from kvq.errors import BackendError
-from kvq.settings import cache_folder
-from kvq_apps import output
-from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
+from kvq_apps.bench.engines import InProcess, Setting, draft_ids, wanted_rows
+from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.llama_state import StateLayout
 from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
 from kvq_runtime.backends.llama_layout import CACHE_TYPES
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
-from kvq_runtime.gguf_file import GgufFile
 
 MICRO_BATCH = 512
 # As a peer it is measured with each of its types for both keys and values.
@@ -36,8 +33,8 @@ PEER_PLANS: Mapping[str, KvPlan] = {
 class LlamaCppEngine:
     """One model in memory; each sequence is a context of its own.
 
-    On a bundle's graph it is a peer, with the graph's weights and each of its cache types; a model
-    that is only a GGUF file it runs with the settings asked for.
+    On a bundle's graph it is a peer, with the graph's weights; a GGUF file it runs as it is. Its
+    cache has the settings asked for of a file, or each of its types.
     """
 
     name = "llama.cpp"
@@ -46,15 +43,13 @@ class LlamaCppEngine:
         self, files: ModelFiles, *, threads: int, settings: Sequence[Setting], device: str
     ) -> None:
         on_gpu = device != gpu.PROCESSOR
+        asked = {setting.kv: _plan(setting.kv) for setting in settings}
         if files.has_onnx:
             # Only a bundle has a graph.
-            same = same_weights(cast(Bundle, files))
-            self._backend = LlamaCppBackend(same, threads=threads, on_gpu=on_gpu)
-            plans = PEER_PLANS.items()
-            self._plans = {kv: plan for kv, plan in plans if not refusal(same, plan)}
-        else:
-            self._backend = LlamaCppBackend(files, threads=threads, on_gpu=on_gpu)
-            self._plans = {setting.kv: _plan(setting.kv) for setting in settings}
+            files, asked = same_weights(cast(Bundle, files), self.name), {}
+        self._backend = LlamaCppBackend(files, threads=threads, on_gpu=on_gpu)
+        file, plans = files.gguf(), PEER_PLANS.items()
+        self._plans = asked or {kv: plan for kv, plan in plans if not refusal(file, plan)}
         self.settings = tuple(Setting(kv=kv) for kv in self._plans)
 
     @staticmethod
@@ -86,10 +81,8 @@ class LlamaCppEngine:
         self._backend.close()
 
 
-class LlamaCppSequence:
+class LlamaCppSequence(InProcess):
     """A context and the depth it began with."""
-
-    relief_s = 0.0
 
     def __init__(
         self, backend: LlamaCppBackend, cache: LlamaCppCache, plan: KvPlan, depth: int
@@ -147,21 +140,3 @@ class LlamaCppSequence:
 def _plan(kv: str) -> KvPlan:
     k_bits, v_bits = parse_kv(kv)
     return KvPlan(k_bits=k_bits, v_bits=v_bits, sink_tokens=0)
-
-
-def same_weights(bundle: Bundle) -> GgufFile:
-    """The graph's weights as GGUF in the cache folder, written the first time."""
-    from kvq_apps.bench.gguf_file import REVISION, refusal, write_gguf
-
-    check_computable(LlamaCppEngine.name, refusal(bundle.config))
-    files = bundle.manifest.files
-    hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
-    digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
-    path = cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}.gguf"
-    if not path.exists():
-        output.print_note(f"writing the weights once for llama.cpp: {path}")
-        try:
-            write_gguf(bundle, path)
-        except OSError as error:
-            raise BackendError(f"{path} cannot be written: {error.strerror}") from error
-    return GgufFile.open(path).vouched_for()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvq_apps import output
 from kvq_apps.bench.attention_graph import attention_model
-from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
+from kvq_apps.bench.engines import InProcess, Setting, check_computable, draft_ids, wanted_rows
 from kvq_apps.bench.gqa_graph import (
     KV_TYPES,
     WEIGHT_FOLDER,
@@ -194,10 +194,8 @@ class OnnxRuntimeBatch:
         self.values.cache.clear()
 
 
-class OnnxRuntimeSequence:
+class OnnxRuntimeSequence(InProcess):
     """One sequence's buffers and how many of their rows are in use."""
-
-    relief_s = 0.0
 
     def __init__(
         self, session: Any, config: ModelConfig, alone: OnnxRuntimeBatch, *, weight_bytes: int
@@ -273,7 +271,7 @@ def _stored_types(provider: str) -> set[str]:
 
 
 def _refusal(config: ModelConfig) -> str | None:
-    if any(layer.mixer.window_tokens for layer in config.layers):
+    if any(config.windows):
         return "it has attention windows"
     if any(layer.mixer.softcap > 0 for layer in config.layers):
         return "its attention has a soft cap"

@@ -7,6 +7,7 @@ caches are the plain one and each quantised one whose package is installed. Know
 
 import copy
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq_apps import output
-from kvq_apps.bench.engines import Setting, check_computable, draft_ids, wanted_rows
-from kvq_models.config import ModelConfig
+from kvq_apps.bench.engines import InProcess, Setting, check_computable, draft_ids, wanted_rows
+from kvq_models.config import Dense, ModelConfig
 from kvq_models.registry import family_for
 from kvq_runtime import gpu
 from kvq_runtime.bundle import Bundle
@@ -138,10 +139,8 @@ class TransformersEngine:
         return True
 
 
-class TransformersSequence:
+class TransformersSequence(InProcess):
     """A cache, and its layers as they were in the beginning."""
-
-    relief_s = 0.0
 
     def __init__(self, model: Any, cache: Any, *, kv_bytes: int, device: str) -> None:
         self._torch = import_module("torch")
@@ -182,16 +181,21 @@ class TransformersSequence:
         """Logits of the last `wanted` tokens; copying them waits for the device."""
         with self._torch.inference_mode():
             tokens = self._torch.from_numpy(ids[None]).to(self._device)
-            told = self._model(
-                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=wanted
-            )
+            held = {cache_argument(self._model): self._cache}
+            told = self._model(tokens, use_cache=True, logits_to_keep=wanted, **held)
             return told.logits[0].float().cpu().numpy()
+
+
+def cache_argument(model: Any) -> str:
+    """What a model calls its cache, as an argument and in what it returns: new in 5.24."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def _refusal(config: ModelConfig) -> str | None:
     if config.model_type not in FAMILIES:
         return f"it is a {config.model_type}; this peer knows {', '.join(FAMILIES)}"
-    if any(layer.mixer.window_tokens for layer in config.layers):
+    if any(config.windows):
         return "it has attention windows"
     return None
 
@@ -229,7 +233,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_head,
         "attention_bias": mixer.output_bias,
-        "mlp_bias": feed.bias,
+        "mlp_bias": isinstance(feed, Dense) and feed.bias,
         "sliding_window": None,
     }
 

@@ -6,6 +6,7 @@ To add an engine: one file with a class that has `BenchEngine`'s members, one ro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,9 +31,13 @@ ENGINES = {
     OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
     "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
+    "llama-bench": "kvq_apps.bench.engine_llamabench:LlamaBench",
     "transformers": "kvq_apps.bench.engine_transformers:TransformersEngine",
 }
 PEERS = tuple(name for name in ENGINES if name not in OWN.values())
+# Of the peers those that are a program of the user's, `NAME=COMMAND`, and those that read GGUF.
+PROGRAMS = ("llama-bench",)
+GGUF_READERS = ("llama.cpp", "llama-bench")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +79,15 @@ class BenchSequence(Protocol):
         """Seconds that making room for new tokens has taken so far."""
         ...
 
+    @property
+    def why_no_prefill(self) -> str | None:
+        """Why it cannot be extended by many tokens at once, or None."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds, by the clock that what it does is timed with."""
+        ...
+
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Appends tokens `ids` [T] and returns the logits float32 [V] of the last."""
         ...
@@ -103,6 +117,14 @@ class BenchSequence(Protocol):
     def close(self) -> None:
         """Gives the cache's memory back."""
         ...
+
+
+class InProcess:
+    """What is the same of all sequences that compute in this process."""
+
+    relief_s = 0.0
+    why_no_prefill: str | None = None
+    clock = staticmethod(perf_counter)
 
 
 class BenchBatch(Protocol):
@@ -163,8 +185,10 @@ def wanted_rows(rows: int) -> NDArray[np.int64]:
 def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
     """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
-        if name not in PEERS:
-            raise UsageError(f"--peer {name!r} is not known; choose {', '.join(PEERS)}")
+        kind, _, command = name.partition("=")
+        if kind not in PEERS or bool(command) != (kind in PROGRAMS):
+            shown = (f"{one}=COMMAND" if one in PROGRAMS else one for one in PEERS)
+            raise UsageError(f"--peer {name!r} is not known; choose {', '.join(shown)}")
         reason = _load(name).missing(device)
         if reason is not None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
@@ -199,6 +223,20 @@ def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[
     return tuple(dict.fromkeys(OWN[name] for name in linear)) or (own_engine(files),)
 
 
+def shown_peers(names: Sequence[str]) -> dict[str, str]:
+    """What a peer is called in tables, by its name: two programs of one kind by their paths."""
+    kinds = [name.partition("=")[0] for name in names]
+    return {
+        name: kind if kinds.count(kind) == 1 else name
+        for name, kind in zip(names, kinds, strict=True)
+    }
+
+
+def reads_gguf(name: str) -> bool:
+    """Whether a peer can be given a GGUF file as it is."""
+    return name.partition("=")[0] in GGUF_READERS
+
+
 def is_own(name: str) -> bool:
     """Whether an engine is ours, with whatever weights."""
     return name.partition(" ")[0] == OURS
@@ -218,13 +256,16 @@ def open_engine(
     settings: Sequence[Setting],
     device: str = gpu.PROCESSOR,
 ) -> BenchEngine:
-    """BenchEngine `name` with the weights of `files`; `settings` are those asked of ours.
+    """BenchEngine `name` with the weights of `files`, on `device` as `gpu.chosen` gives it.
 
-    `device` as `gpu.chosen` gives it. Raises `BackendError` for a model the engine cannot compute.
+    `settings` are those asked of ours; a peer is asked for none, and has all it can. Raises
+    `BackendError` for a model the engine cannot compute.
     """
     return _load(name)(files, threads=threads, settings=settings, device=device)
 
 
 def _load(name: str) -> Any:
-    module_name, _, class_name = ENGINES[name].partition(":")
-    return getattr(import_module(module_name), class_name)
+    kind, _, command = name.partition("=")
+    module_name, _, class_name = ENGINES[kind].partition(":")
+    found = getattr(import_module(module_name), class_name)
+    return found(command) if command else found

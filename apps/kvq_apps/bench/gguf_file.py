@@ -5,6 +5,7 @@ multiply by the same weights; others are rounded anew. What a file holds is `kvq
 has no tokenizer.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +14,36 @@ import numpy as np
 
 from kvq.errors import BackendError, KvqError
 from kvq.reference_linear import BlockFormat, Grid
+from kvq.settings import cache_folder
+from kvq_apps import output
+from kvq_apps.bench.engines import check_computable
 from kvq_export import gguf_file
 from kvq_export.export import unseen
 from kvq_export.gguf_blocks import BLOCK, StoredKind, pack_blocks
 from kvq_export.gguf_model import GgufModel, GgufTensor, gguf_model
 from kvq_export.weights import quantize
 from kvq_models.config import ModelConfig
-from kvq_runtime.bundle import Bundle, WeightInfo
+from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle, WeightInfo
+from kvq_runtime.gguf_file import GgufFile
 
 # Counts the changes of what this file writes for the same bundle.
 REVISION = 2
+
+
+def same_weights(bundle: Bundle, peer: str = "llama.cpp") -> GgufFile:
+    """The graph's weights as GGUF in the cache folder, written the first time, for a `peer`."""
+    check_computable(peer, refusal(bundle.config))
+    files = bundle.manifest.files
+    hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
+    digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
+    path = cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}.gguf"
+    if not path.exists():
+        output.print_note(f"writing the weights once for {peer}: {path}")
+        try:
+            write_gguf(bundle, path)
+        except OSError as error:
+            raise BackendError(f"{path} cannot be written: {error.strerror}") from error
+    return GgufFile.open(path).vouched_for()
 
 
 def refusal(config: ModelConfig) -> str | None:

@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ from kvq_apps.bench.engines import (
     open_engine,
     own_engines,
     own_width,
+    reads_gguf,
+    shown_peers,
 )
 from kvq_apps.output import Shown
 from kvq_runtime import device, gpu
@@ -185,23 +186,26 @@ def measure(
     progress: Shown,
     *,
     beside: Sequence[ModelFiles] = (),
+    gguf: ModelFiles | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of all engines at `threads` threads, by depth, ours first.
 
-    `beside`: the same model with weights of other widths, one more engine of ours each.
+    `beside`: the same model with weights of other widths, one more engine of ours each. `gguf`: the
+    file that `files` were made of, which peers run as it is if they can.
     """
     progress(0, 1, "reading memory")
     bandwidth = read_bandwidth(threads, job.device)
     with ExitStack() as stack:
+        asked, peers = job.settings, shown_peers(job.peers).items()
         named = [
-            *((name, name, files) for name in own_engines(files, job.linear, job.device)),
-            *((own_width(other), OURS, other) for other in beside),
-            *((name, name, files) for name in job.peers),
+            *((name, name, files, asked) for name in own_engines(files, job.linear, job.device)),
+            *((own_width(other), OURS, other, asked) for other in beside),
+            *((one, name, gguf if gguf and reads_gguf(name) else files, ()) for name, one in peers),
         ]
         engines = list[BenchEngine]()
-        for shown, name, weights in named:
+        for shown, name, weights, settings in named:
             engine = open_engine(
-                name, weights, threads=threads, settings=job.settings, device=job.device
+                name, weights, threads=threads, settings=settings, device=job.device
             )
             engines.append(stack.enter_context(closing(engine)))
             engine.name = shown
@@ -286,12 +290,13 @@ def _decode(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
 
     for turn, case in _turns(cases, job.repeat):
         progress(turn, job.repeat * len(cases), f"decode at {case.context}: {case.name}")
-        case.sequence.forward(token)
+        sequence = case.sequence
+        sequence.forward(token)
         for _ in range(samples):
-            before = case.sequence.relief_s
-            case.decode_s.append(_seconds(lambda case=case: decode(case.sequence)) / steps)
-            case.relief_s.append((case.sequence.relief_s - before) / steps)
-        case.sequence.rollback()
+            before = sequence.relief_s
+            case.decode_s.append(_seconds(sequence, lambda one=sequence: decode(one)) / steps)
+            case.relief_s.append((sequence.relief_s - before) / steps)
+        sequence.rollback()
 
 
 def _passes(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
@@ -306,13 +311,13 @@ def _passes(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
                 willing = run(rows)
                 sequence.rollback()
                 for _ in range(willing * (STEPS_PER_VISIT if rows <= MOST_DRAFT_TOKENS else 1)):
-                    taken = _seconds(lambda run=run, rows=rows: run(rows))
+                    taken = _seconds(sequence, lambda run=run, rows=rows: run(rows))
                     seconds.setdefault(rows, []).append(taken)
                     sequence.rollback()
         for count, batch in case.batches.items():
             batch.attend(1)
             for _ in range(STEPS_PER_VISIT):
-                taken = _seconds(lambda batch=batch: batch.attend(1))
+                taken = _seconds(sequence, lambda batch=batch: batch.attend(1))
                 case.batch_s.setdefault(count, []).append(taken)
 
 
@@ -331,7 +336,7 @@ def _prefill(cases: Sequence[Case], job: SpeedJob, progress: Shown) -> None:
                 continue
             share = place + turn / (PREFILL_ROUNDS * len(willing))
             progress(share, len(contexts), f"prefill at {context}: {case.name}")
-            seconds = _seconds(lambda case=case: case.sequence.forward(ids))
+            seconds = _seconds(case.sequence, lambda case=case: case.sequence.forward(ids))
             case.sequence.rollback()
             if turn >= len(willing) or seconds > WARM_UP_S:
                 case.prefill_s.append(seconds)
@@ -344,8 +349,8 @@ def _too_long(case: Case, before: Case | None, job: SpeedJob) -> str | None:
     Two bounds: time grows at most in proportion to the tokens attended to, and a row of a prefill
     takes on at most what a decode step does.
     """
-    if before is None:
-        return None
+    if before is None or case.sequence.why_no_prefill:
+        return case.sequence.why_no_prefill
     seconds = median(before.prefill_s)
     proportion = (case.context + job.prefill_tokens) / (before.context + job.prefill_tokens)
     slower = max(0.0, min(case.decode_s) - min(before.decode_s))
@@ -361,10 +366,11 @@ def _turns(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
     return enumerate(turned)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    since = perf_counter()
+def _seconds(sequence: BenchSequence, work: Callable[[], object]) -> float:
+    """What `work` takes by the sequence's clock."""
+    since = sequence.clock()
     work()
-    return perf_counter() - since
+    return sequence.clock() - since
 
 
 def p95(values: list[float]) -> float:

@@ -511,7 +511,7 @@ class ChatApp(App[None]):
 
     def action_suspend_process(self) -> None:
         """Goes to the background; where only the process itself can stop, it does."""
-        if not self.is_inline:
+        if not self.is_inline or not hasattr(signal, "SIGTSTP"):
             super().action_suspend_process()
             return
         with self.suspend():

@@ -19,6 +19,7 @@ from typing import Any
 from kvq.errors import DataError
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.visible import storable
+from kvq_apps.processes import is_alive
 
 # One script per version; a database of version v gets the scripts after the first v.
 MIGRATIONS = (
@@ -369,7 +370,7 @@ class History:
         """What a process that is gone was streaming stays, as interrupted."""
         rows = db.execute("SELECT id, writer FROM message WHERE state = 'streaming'").fetchall()
         for row in rows:
-            if row["writer"] == os.getpid() or not _alive(row["writer"]):
+            if row["writer"] == os.getpid() or not is_alive(row["writer"]):
                 db.execute("UPDATE message SET state = 'interrupted' WHERE id = ?", (row["id"],))
                 _index(db, row["id"])
 
@@ -498,13 +499,3 @@ def _summary(row: sqlite3.Row) -> ChatSummary:
         model=row["model"],
         excerpt=" ".join((excerpt or "").split()),
     )
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

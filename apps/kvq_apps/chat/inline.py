@@ -1,4 +1,7 @@
-"""The screen below the command line: Textual's driver, which here can also make way for others."""
+"""The screen below the command line: Textual's driver, which here can also make way for others.
+
+Linux and macOS only: elsewhere there is no such driver, and this cannot be imported.
+"""
 
 from rich.control import Control
 from textual.drivers.linux_inline_driver import LinuxInlineDriver

@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import DEFAULT_READ, parse_budget, parse_kv
@@ -123,7 +124,7 @@ def _run_speed(arguments: Namespace) -> int:
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
     threads = _threads(arguments)
-    files = _files(arguments)
+    files, gguf = _files(arguments), _gguf(arguments)
     widths = _widths(arguments)[1:] if arguments.shape else ()
     beside = [open_files(shape_bundle(arguments.shape, bits=bits)) for bits in widths]
     own = engines.own_engine(files)
@@ -143,7 +144,7 @@ def _run_speed(arguments: Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
-            rows += measure.measure(files, job, count, progress, beside=beside)
+            rows += measure.measure(files, job, count, progress, beside=beside, gguf=gguf)
     data = report.report(files, job, threads, found, rows)
     if arguments.plot is not None:
         plot.draw(arguments.plot, data)
@@ -355,6 +356,15 @@ def _files(arguments: Namespace) -> "ModelFiles":
     if arguments.shape is not None:
         return open_files(shape_bundle(arguments.shape, bits=_widths(arguments)[0]))
     return open_files(resolve_model(arguments.bundle or arguments.model))
+
+
+def _gguf(arguments: Namespace) -> "ModelFiles | None":
+    """The GGUF file that was given, if one was."""
+    from kvq_runtime.gguf_file import GgufFile
+    from kvq_runtime.gguf_format import is_gguf
+
+    given = Path(arguments.bundle or arguments.model or "").expanduser()
+    return GgufFile.open(given) if arguments.shape is None and is_gguf(given) else None
 
 
 def _job(

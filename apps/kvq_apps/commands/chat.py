@@ -3,6 +3,7 @@
 import logging
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from kvq import settings as environment_settings
 from kvq.errors import KvqError, UsageError
 from kvq_apps import configuration, flags, options, output, text_input
 from kvq_models.catalogue import catalogue
+from kvq_models.embedded import installed_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +54,8 @@ def run(arguments: Namespace) -> int:
         return _exchange(settings, arguments)
     named = options.model_name(arguments)
     model = named if settings.model_pinned else _written_with(settings) or named
-    if arguments.server is None and not arguments.engine and model in catalogue():
+    to_pull = model in catalogue() or (model is None and not installed_names())
+    if arguments.server is None and not arguments.engine and to_pull:
         from kvq_apps.model_path import pull_missing
 
         pull_missing(model)
@@ -72,6 +75,9 @@ def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namesp
 
     teach_old_terminals()
     driver = None
+    if arguments.inline and find_spec("termios") is None:
+        output.print_note("--inline needs a terminal of Linux or macOS; the whole screen is used")
+        arguments.inline = False
     if arguments.inline:
         from kvq_apps.chat.inline import InlineDriver
 

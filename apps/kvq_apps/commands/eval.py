@@ -332,7 +332,9 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
         least_prompt_tokens=int(LEAST_FILLED * context_tokens),
     )
     with UNQUANTIZED.opener(engine.session, context_tokens)() as session:
-        fp16_bytes = int(session.stats().bytes_per_token * context_tokens)
+        arena = session.config.arena
+        whole = session.stats().bytes_per_token * context_tokens
+        fp16_bytes = int(whole) if arena is None else arena.spec.float_bytes
     plan = sweep.Sweep(
         tasks=tasks,
         settings=_sweep_settings(arguments),

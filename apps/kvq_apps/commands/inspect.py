@@ -126,14 +126,17 @@ def _located(name: str) -> Path:
 
 
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
-    from kvq.formats import bytes_per_token
+    from kvq.formats import bytes_per_token, seen_tokens
 
-    shape = bundle.config.cache_shape
+    config, shape = bundle.config, bundle.config.cache_shape
     manifest = bundle.manifest.to_json()
+    token_bytes = bytes_per_token(shape, bundle.manifest.kv)
+    seen = seen_tokens(shape.num_layers, config.windows, config.context_length)
     return manifest | {
         "path": str(bundle.path),
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
-        "bytes_per_token": bytes_per_token(shape, bundle.manifest.kv),
+        "bytes_per_token": token_bytes,
+        "bytes_at_context": round(token_bytes * seen / shape.num_layers),
         "fp16_bytes_per_token": shape.float_bytes_per_token,
     }
 
@@ -159,7 +162,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
         ),
         (
             "KV at context",
-            format_bytes(report["bytes_per_token"] * report["context_length"]),
+            format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
@@ -187,14 +190,25 @@ def _shape(config: dict[str, Any]) -> str:
     )
 
 
+def _windowed(config: dict[str, Any]) -> str:
+    """Which layers hold less than the context."""
+    windows = [layer["mixer"].get("window_tokens", 0) for layer in config["layers"]]
+    some = sorted({window for window in windows if window})
+    if not some:
+        return ""
+    those = " or ".join(map(str, some))
+    return f" ({sum(map(bool, windows))} of {len(windows)} layers see the last {those} tokens)"
+
+
 # The list
 
 
 def _print_names(*, as_json: bool) -> int:
     """Prints what `-m` takes: the embedded models, and those that were made or run."""
-    from kvq_apps.model_path import EMBEDDED, known_names
+    from kvq_apps.model_path import known_names
+    from kvq_models.embedded import installed_names
 
-    names = list(dict.fromkeys((*EMBEDDED, *known_names())))
+    names = list(dict.fromkeys((*installed_names(), *known_names())))
     if as_json:
         output.print_json({"names": names})
     else:
@@ -236,7 +250,7 @@ def _list(*, as_json: bool) -> int:
     else:
         output.print_note(
             'no model was made or run yet: `kvq run "Once upon a time"` makes a bundle of the '
-            "embedded one, `kvq export MODEL -o DIR` of any; `kvq inspect DIR` shows it"
+            "first one, `kvq export MODEL -o DIR` of any; `kvq inspect DIR` shows it"
         )
     return 0
 

@@ -73,6 +73,7 @@ class CompletionEngine:
         options: dict[str, Any] = {
             "draft_tokens": DRAFT_ROWS,
             "sink_tokens": fixed_tokens(self._tokenizer),
+            "edits": not exact,
             **(session_options or {}),
         }
         self._session = engine.session(**options)

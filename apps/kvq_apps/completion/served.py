@@ -20,7 +20,8 @@ from kvq_apps.completion.drafts import (
     Completion,
     to_show,
 )
-from kvq_apps.serve.reach import UnixConnection
+from kvq_apps.serve.protocol import check_answer
+from kvq_apps.serve.reach import UnixConnection, check_files_can_be_sockets
 
 # Characters around the cursor; the server leaves out what does not fit its context.
 NEAR = 200_000
@@ -114,6 +115,7 @@ class ServedCompletions:
                 if cancel():
                     return None
             response = connection.getresponse()
+            check_answer(self._address, response.getheader)
             answer = json.loads(response.read())
         except (OSError, HTTPException, ValueError) as error:
             raise BackendError(f"{self._address} does not answer: {error}") from error
@@ -148,6 +150,7 @@ def _host(address: str) -> tuple[str | None, int | None]:
         raise UsageError(
             f"--server {address!r} is not possible: give http://HOST:PORT or a socket's path"
         )
+    check_files_can_be_sockets()
     return None, None
 
 

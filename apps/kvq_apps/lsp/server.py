@@ -32,6 +32,7 @@ from kvq_apps.lsp.frames import (
 from kvq_apps.lsp.progress import Progress
 from kvq_apps.lsp.settings import Settings
 from kvq_apps.lsp.typed import TypedThrough
+from kvq_apps.processes import is_alive
 
 # Idle time begins so long after the last answer or change, and is used so many tokens at a time.
 IDLE_S, IDLE_TOKENS = 0.3, 64
@@ -276,13 +277,9 @@ class LanguageServer:
     def _watch(self, parent: int) -> None:
         """Ends the process once its editor has died without a word."""
         while not self._gone.wait(PARENT_CHECK_S):
-            try:
-                os.kill(parent, 0)
-            except ProcessLookupError:
+            if not is_alive(parent):
                 self._log("the editor has gone")
                 os._exit(1)
-            except PermissionError:
-                pass
 
     def _on_initialized(self, _: dict[str, Any], __: Any) -> None:
         self._pull()

@@ -5,12 +5,13 @@ import threading
 import time
 from pathlib import Path
 
-from kvq.errors import BackendError, ModelError, in_command
+from kvq.errors import BackendError, BundleError, ModelError, in_command
 from kvq.settings import agreed, is_offline
 from kvq_apps import known_models, output
 from kvq_apps.pulling import pulled
 from kvq_apps.pulling.fetching import Checkpoint, discard, fetch
 from kvq_apps.pulling.wanted import Wanted
+from kvq_models.embedded import installed_names
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.device import default_threads
 
@@ -18,7 +19,7 @@ _YES = ("y", "yes")
 
 
 def pull(wanted: Wanted, *, anew: bool = False) -> Bundle:
-    """The bundle of what is wanted, fetched and exported now unless it is here.
+    """The bundle of what is wanted, fetched and exported now unless one that can be used is here.
 
     The sources are tried in their order, and a note on stderr names the next one. `anew` replaces
     what is here. Raises `ModelError` when no source gives the model, with each one's reason, and
@@ -26,8 +27,8 @@ def pull(wanted: Wanted, *, anew: bool = False) -> Bundle:
     """
     folder = known_models.pulled_folder(wanted.name)
     record = pulled.record_of(folder)
-    if record is not None and not anew:
-        return _kept(wanted, folder, record)
+    if record is not None and not anew and (kept := _kept(wanted, folder, record)) is not None:
+        return kept
     reasons: list[str] = []
     for source, following in zip(wanted.sources, (*wanted.sources[1:], None), strict=True):
         output.print_note(f"pulling {wanted.name} from {source}")
@@ -68,15 +69,23 @@ def _agrees(wanted: Wanted) -> bool:
     return sys.stdin.readline().strip().lower() in _YES
 
 
-def _kept(wanted: Wanted, folder: Path, record: pulled.Record) -> Bundle:
-    """The bundle that is here, which counts as pulled now. Raises `ModelError` for another's."""
+def _kept(wanted: Wanted, folder: Path, record: pulled.Record) -> Bundle | None:
+    """The bundle that is here, which counts as pulled now; None if it cannot be used.
+
+    Raises `ModelError` for another's.
+    """
     if record.source not in map(str, wanted.sources):
         raise ModelError(
             f"a model called {wanted.name} is here already, from {record.source}; delete it with "
             f"`kvq models rm {wanted.name}`, or replace it with --force"
         )
+    try:
+        bundle = Bundle.open(folder, verify="size")
+    except BundleError as error:
+        # Of another version, or damaged: whoever asks for it wants one that runs.
+        output.print_note(f"it is pulled again: {error}")
+        return None
     output.print_note(f"{wanted.name} is here already, from {record.source}")
-    bundle = Bundle.open(folder, verify="size")
     _record(wanted, record.source, bundle)
     return bundle
 
@@ -104,5 +113,5 @@ def _what_is_here() -> str:
     """Offline, the models that can be run instead."""
     if not is_offline():
         return ""
-    here = sorted({name for name, _ in known_models.named()})
-    return f"; here are: {', '.join(here) or 'default and nano'}"
+    here = sorted({name for name, _ in known_models.named()}) or installed_names()
+    return f"; here are: {', '.join(here)}" if here else ""

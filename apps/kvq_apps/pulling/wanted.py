@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvq.errors import ModelError
 from kvq_apps import output
-from kvq_apps.model_path import EMBEDDED
 from kvq_apps.pulling.names import HUB_FILE, HUB_ID, is_name, name_here
 from kvq_apps.pulling.stores import found_models
 from kvq_models.catalogue import CatalogueModel, Source, catalogue
+from kvq_models.embedded import NAMES as EMBEDDED
 from kvq_runtime.gguf_format import is_gguf
 
 
@@ -89,7 +89,7 @@ def _checked(found: Wanted) -> Wanted:
     """Raises `ModelError` for a name that no model here can have."""
     if found.name in EMBEDDED:
         raise ModelError(
-            f"a model called {found.name} comes with kvq; rename {found.sources[0]} to pull it"
+            f"{found.name} is the name of an embedded model; rename {found.sources[0]} to pull it"
         )
     if not is_name(found.name):
         raise ModelError(

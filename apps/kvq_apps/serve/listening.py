@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from kvq.errors import UsageError
+from kvq_apps.serve.reach import check_files_can_be_sockets
 
 _BACKLOG = 256
 
@@ -30,6 +31,7 @@ def listen_on_file(path: Path) -> socket.socket:
 
     Raises `UsageError` where a server or anything else is, or no socket can be.
     """
+    check_files_can_be_sockets()
     _clear(path)
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -41,9 +43,9 @@ def listen_on_file(path: Path) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise UsageError(
-            f"cannot listen on {path}: {getattr(error, 'strerror', None) or error}; give a short "
+            f"cannot listen on {path}: {error.strerror or error}; give a short "
             "--socket path in a folder of yours"
         ) from error
     return listener

@@ -1,4 +1,4 @@
-"""Asks a running server over its address or its unix socket. Standard library only."""
+"""Asks a running server over its address or its unix socket. Nothing heavy is imported."""
 
 import json
 import socket
@@ -7,7 +7,18 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvq.errors import UsageError
+
 TIMEOUT_S = 2.0
+
+
+def check_files_can_be_sockets() -> None:
+    """Raises `UsageError` on a system without unix sockets, such as Windows."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise UsageError(
+            "this system has no unix sockets; use an address: `kvq serve --port 8012`, which "
+            "--api-key keeps to those who know the key, is reached at http://127.0.0.1:8012"
+        )
 
 
 class UnixConnection(HTTPConnection):
@@ -18,7 +29,8 @@ class UnixConnection(HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Opens the socket. Raises `OSError`."""
+        """Opens the socket. Raises `OSError`, `UsageError` where there are none."""
+        check_files_can_be_sockets()
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)

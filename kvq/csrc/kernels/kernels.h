@@ -80,9 +80,10 @@ struct Kernels {
     // A plane of nibbles becomes the 2-bit plane of their top bits, at its start.
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to up to kRunPages pages that have moved alike; visible[i] are the masks of
-    // page i. q is block.q counter-rotated by their shift.
+    // page i. q is block.q counter-rotated by their shift. What is read of `next`, the pages that
+    // come after, is asked of memory meanwhile.
     void (*pages)(Block& block, const float* q, const PageView* pages,
-                  const uint64_t* const* visible, int count);
+                  const uint64_t* const* visible, int count, const PageView* next, int next_count);
     // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `pages`.
     void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);

@@ -191,6 +191,12 @@ inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int 
     return granules[second] + (octet - second * half) * 4 * n;
 }
 
+// Memory is slow to answer and takes few questions at once: one line for every line computed with.
+// Inlined, or GCC finds that it changes nothing and drops it.
+__attribute__((always_inline)) inline void ask(const uint8_t* const* plane, int vector) {
+    __builtin_prefetch(plane[vector % 2] + 32 * (vector - vector % 2));
+}
+
 // The bytes of sixteen lanes in a side's upper plane, and in the lower one of joined reads.
 template <int Bits>
 struct Planes {
@@ -246,13 +252,15 @@ inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
 
 // Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
 template <int Bits, int N, int Numbers>
-inline void multiply_group(const Planes<Bits>& planes, const Folded& x, int first, int base,
-                           F* total) {
+inline void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next, const Folded& x,
+                           int first, int base, F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
     for (int j = 0; j < Numbers / kPerVector; j++) {
         const int vector = base / kPerVector + j, at = kPerVector * vector;
         const Bytes high = planes.at(planes.high, vector);
+        ask(next.high, vector);
+        if constexpr (kJoined<Bits>) ask(next.low, Bits == 6 ? vector / 2 : vector);
         if constexpr (Bits == 2) {
             const Bytes parts[] = {field<0, 3>(high), field<2, 3>(high), field<4, 3>(high),
                                    field<6, 3>(high)};
@@ -272,25 +280,27 @@ inline void multiply_group(const Planes<Bits>& planes, const Folded& x, int firs
 }
 
 // Products of N folded rows, from `first` on, of n numbers with the codes of `outputs` tokens or
-// channels of one side of a page, sixteen at a time: put(row, which sixteen, sums).
+// channels of one side of a page, sixteen at a time: put(row, which sixteen, sums). The same codes
+// of the side `next` are asked for.
 template <int Bits, int N, class Put>
-inline void multiply_rows(const uint8_t* const* side, int outputs, int n, const Folded& x,
-                          int first, Put&& put) {
+inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next, int outputs,
+                          int n, const Folded& x, int first, Put&& put) {
     for (int i = 0; i < outputs / 16; i++) {
-        const Planes<Bits> planes(side, outputs, n, 2 * i);
+        const Planes<Bits> planes(side, outputs, n, 2 * i), coming(next, outputs, n, 2 * i);
         F total[N];
         for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
         for (int base = 0; base + 32 <= n; base += 32)
-            multiply_group<Bits, N, 32>(planes, x, first, base, total);
-        if (n % 32) multiply_group<Bits, N, 16>(planes, x, first, n - 16, total);
+            multiply_group<Bits, N, 32>(planes, coming, x, first, base, total);
+        if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n - 16, total);
         for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
 template <int Bits, int N, class Put>
-inline void multiply(const uint8_t* const* side, int outputs, int n, const Folded& x, Put&& put) {
+inline void multiply(const uint8_t* const* side, const uint8_t* const* next, int outputs, int n,
+                     const Folded& x, Put&& put) {
     constexpr int kRows = kJoined<Bits> ? kRegisterRows / 2 : kRegisterRows;
     split_rows<N, kRows>([&](auto count, int first) {
-        multiply_rows<Bits, count()>(side, outputs, n, x, first, put);
+        multiply_rows<Bits, count()>(side, next, outputs, n, x, first, put);
     });
 }
 
@@ -380,32 +390,38 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
     return true;
 }
 
-// scores [N][64]: the page's logits.
+// scores [N][64]: the page's logits. Keys of the page `next` are asked for, if they have its width.
 template <int N>
-inline void row_logits(const PageView& page, int head_dim, const float* q, float* scores) {
+inline void row_logits(const PageView& page, const PageView& next, int head_dim, const float* q,
+                       float* scores) {
+    const auto* coming = next.k_bits == page.k_bits ? next.k : page.k;
+    for (int i = 0; i < 2 * head_dim; i += 64) __builtin_prefetch(next.k_grid + i);
     Grid keys;
     Folded folded;
     widen(page.k_grid, head_dim, page.k_bits, keys);
     with_bits(page.k_bits, [&](auto bits) {
         fold<bits(), N>(q, head_dim, keys, folded);
-        multiply<bits(), N>(page.k, kPageTokens, head_dim, folded, [&](int r, int i, F logits) {
+        const auto put = [&](int r, int i, F logits) {
             store(scores + r * kPageTokens + 16 * i, logits);
-        });
+        };
+        multiply<bits(), N>(page.k, coming, kPageTokens, head_dim, folded, put);
     });
 }
 
 // acc [N][head_dim] += weights p [N][64] . V. A grid of channels stays out of the weights, whose
-// sums are `mass`.
+// sums are `mass`. Values of the page `next` are asked for, if they have its width.
 template <int N>
-inline void add_values(const PageView& page, int head_dim, const float* p, const float* mass,
-                       float* acc) {
+inline void add_values(const PageView& page, const PageView& next, int head_dim, const float* p,
+                       const float* mass, float* acc) {
+    const auto* coming = next.v_bits == page.v_bits ? next.v : page.v;
+    for (int i = 0; i < 2 * head_dim; i += 64) __builtin_prefetch(next.v_grid + i);
     const bool channels = page.channel_values;
     Grid values;
     Folded folded;
     widen(page.v_grid, channels ? head_dim : kPageTokens, page.v_bits, values);
     with_bits(page.v_bits, [&](auto bits) {
         fold<bits(), N>(p, kPageTokens, channels ? kPlain : values, folded);
-        multiply<bits(), N>(page.v, head_dim, kPageTokens, folded, [&](int r, int i, F sums) {
+        multiply<bits(), N>(page.v, coming, head_dim, kPageTokens, folded, [&](int r, int i, F sums) {
             float* out = acc + r * head_dim + 16 * i;
             if (channels)
                 sums = fma(sums, load(values.step + 16 * i),
@@ -417,7 +433,8 @@ inline void add_values(const PageView& page, int head_dim, const float* p, const
 
 void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
     rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
-        row_logits<rows()>(page, block.head_dim, q + r * block.head_dim, scores + r * kPageTokens);
+        row_logits<rows()>(page, page, block.head_dim, q + r * block.head_dim,
+                           scores + r * kPageTokens);
     });
 }
 
@@ -439,15 +456,22 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
 
 // One stage at a time over all pages: what a page waits for is hidden behind the next one's work.
 void attend_pages(Block& block, const float* q, const PageView* pages,
-                  const uint64_t* const* visible, int count) {
+                  const uint64_t* const* visible, int count, const PageView* next,
+                  int next_count) {
     const int dim = block.head_dim;
     rows_of<kRegisterRows>(block.rows, [&](auto rows, int r) {
+        // Asked for once; a page that is here already costs nothing to ask for.
+        const auto after = [&](int i) -> const PageView& {
+            return r == 0 && i < next_count ? next[i] : pages[i];
+        };
         Weights to;
-        for (int i = 0; i < count; i++) row_logits<rows()>(pages[i], dim, q + r * dim, to.p[i]);
+        for (int i = 0; i < count; i++)
+            row_logits<rows()>(pages[i], after(i), dim, q + r * dim, to.p[i]);
         if (!softmax<rows()>(block, r, visible, count, kPageTokens, to)) return;
         for (int i = 0; i < count; i++)
             if (std::any_of(to.mass[i], to.mass[i] + rows(), [](float mass) { return mass > 0; }))
-                add_values<rows()>(pages[i], dim, to.p[i], to.mass[i], block.acc + r * dim);
+                add_values<rows()>(pages[i], after(i), dim, to.p[i], to.mass[i],
+                                   block.acc + r * dim);
     });
 }
 

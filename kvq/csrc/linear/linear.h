@@ -21,6 +21,11 @@ constexpr bool is_matrix(const kvq_matrix& m) {
            m.grid <= KVQ_MINIMUM;
 }
 
+// Whether `m` is of whole panels, so that another can lie behind it.
+constexpr bool is_stackable(const kvq_matrix& m) {
+    return is_matrix(m) && m.rows % kPanelRows == 0;
+}
+
 // Where things lie in a panel. Invariant: every part starts at a multiple of 64 bytes.
 struct PanelLayout {
     int panels, blocks, block, bits, grid;
@@ -76,8 +81,9 @@ struct Dispatch {
     void* context;
 };
 
-// kvq_linear_run and kvq_embed_run over a pool of threads.
+// kvq_linear_run, kvq_experts_run and kvq_embed_run over a pool of threads.
 int run_linear(const kvq_linear& call, const Dispatch& dispatch);
+int run_experts(const kvq_experts& call, const Dispatch& dispatch);
 int run_embed(const kvq_embed& call);
 
 }  // namespace kvq

@@ -249,7 +249,7 @@ Op embed_op() {
 }  // namespace
 
 std::vector<Op> linear_ops(Device* device) {
-    return {linear_op(device), embed_op()};
+    return {linear_op(device), experts_op(), embed_op()};
 }
 
 }  // namespace kvq::ort

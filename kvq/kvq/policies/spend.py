@@ -1,22 +1,17 @@
 """From an order of preference to actions: how every policy's wish becomes bytes freed.
 
 A policy lists steps in the order it would take them; `spend` takes as few from the front as free
-what is short. What costs nothing goes before all of them: pages their layer's window has left.
-Within a list of steps the column after the last stands for the pages about to enter, as
-`Evidence.entering` counts them.
+what is short. Within a list of steps the column after the last stands for the pages about to
+enter, as `Evidence.entering` counts them.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_TOKENS
 from kvq.formats import GRANULES, constant_bytes, granule_bytes
 from kvq.policies import Evidence, Relief
 
 Steps = NDArray[np.int32]  # [n, 5]: layer, head, column, K bits, V bits
-
-# A window's pages are kept this much longer, so that a rollback of a page or two loses nothing.
-WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 
 _GRANULES = np.array([GRANULES.get(bits, 0) for bits in range(9)])
 
@@ -64,29 +59,18 @@ def spend(
     by `column_order` (default: oldest first) as far as rows are short.
     """
     widths = all_widths(evidence)
-    unseen = _unseen(evidence)
     held = evidence.widths[..., 0] > 0
-    seen = held & ~unseen
-    rows = _rows(seen, unseen, column_order)[: max(columns_short, 0)]
     columns = np.arange(held.shape[2], dtype=np.intp)
-    plan = [_evictions(held & (columns == row)) for row in rows]
+    order = columns if column_order is None else column_order
+    pages: NDArray[np.int64] = held.sum(axis=(0, 1))
+    rows = order[pages[order] > 0][: max(columns_short, 0)]
+    plan = [evictions(held & (columns == row)) for row in rows]
     for actions in plan:
         apply(widths, actions)
     freed = _freed(evidence, widths)
     if freed < bytes_short:
-        free = _evictions(unseen)
-        enters = widths[:, :, -1:, 0] > 0
-        useful = np.concatenate([seen, enters], axis=2)[*steps[:, :3].T]
         groups = np.arange(len(steps), dtype=np.intp) if together is None else together
-        plan.append(
-            _prefix(
-                evidence,
-                widths,
-                np.concatenate([free, steps[useful]]),
-                np.concatenate([free[:, 2], widths.shape[2] + groups[useful]]),
-                bytes_short - freed,
-            )
-        )
+        plan.append(_prefix(evidence, widths, steps, groups, bytes_short - freed))
     return _relief(evidence, np.concatenate([np.zeros((0, 5)), *plan]).astype(np.int32))
 
 
@@ -138,26 +122,8 @@ def _freed(evidence: Evidence, widths: NDArray[np.int32]) -> int:
     return int(bytes_of.sum())
 
 
-def _rows(
-    seen: NDArray[np.bool_], unseen: NDArray[np.bool_], column_order: NDArray[np.intp] | None
-) -> NDArray[np.intp]:
-    """Columns that hold a page, by `column_order`, those that no layer can see first."""
-    order = np.arange(seen.shape[2], dtype=np.intp) if column_order is None else column_order
-    pages, seen_pages = (mask.sum(axis=(0, 1)) for mask in (seen | unseen, seen))
-    order = order[pages[order] > 0]
-    return order[np.argsort(seen_pages[order] > 0, kind="stable")]
-
-
-def _evictions(chosen: NDArray[np.bool_]) -> Steps:
+def evictions(chosen: NDArray[np.bool_]) -> Steps:
     """Evictions of the chosen pages [L, Hk, C], ordered by column, layer, head."""
     columns, layers, heads = np.nonzero(chosen.transpose(2, 0, 1))
     zero = np.zeros_like(layers)
     return np.column_stack([layers, heads, columns, zero, zero]).astype(np.int32)
-
-
-def _unseen(evidence: Evidence) -> NDArray[np.bool_]:
-    """[L, Hk, C]: held pages that have left the window of their layer."""
-    last = evidence.facts[:, 0] + evidence.facts[:, 1] + PAGE_TOKENS + WINDOW_MARGIN_TOKENS
-    passed = last[None, :] < evidence.tokens - evidence.windows[:, None]
-    unseen = (evidence.windows[:, None] > 0) & passed
-    return (evidence.widths[..., 0] > 0) & unseen[:, None, :]

@@ -128,12 +128,12 @@ class LlamaCppCache:
         return self._config.draft_tokens
 
     def holdings(self) -> Holdings:
-        """One width for every token; nothing is lost but what a window has left behind."""
+        """One width for every token, and nothing is lost that a token to come could see."""
         plan = self._config.plan
         return Holdings(
             mean_k_bits=plan.k_bits if self.tokens else 0,
             mean_v_bits=plan.v_bits if self.tokens else 0,
-            evicted_share=self._layout.evicted_share(self.tokens),
+            evicted_share=0.0,
         )
 
     def begin(

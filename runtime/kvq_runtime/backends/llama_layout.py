@@ -133,15 +133,6 @@ class CacheLayout:
             for group in self.groups
         )
 
-    def evicted_share(self, tokens: int) -> float:
-        """Of `tokens` tokens in every layer and head the share that a window has left behind."""
-        held = every = 0
-        for group in self.groups:
-            channels = sum(k_width for k_width, _ in group.widths)
-            held += min(tokens, group.window_tokens or tokens) * channels
-            every += tokens * channels
-        return 1 - held / every if every else 0.0
-
     def check(
         self, reported: Sequence[ReportedCache], plan: KvPlan, context_tokens: int, chunk: int
     ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from kvq.errors import BackendError, ModelError
 from kvq_runtime.backends import llama_probe
 
-INSTALL = "pip install 'kvq-runtime[gguf]'"
+INSTALL = 'pip install "kvq-runtime[gguf]"'
 _LOG_ERROR = 4
 # Where an older release takes -1 for none.
 _ALL_LAYERS = 1 << 20

@@ -118,7 +118,8 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         threads=threads,
         policy=manifest.policy if request.policy is None else request.policy,
         read=DEFAULT_READ if request.read is None else request.read,
-        windows=tuple(layer.mixer.window_tokens for layer in model.layers),
+        windows=model.windows,
+        edits=request.edits,
         forms=manifest.forms,
         offload_bytes=request.offload_bytes,
     )

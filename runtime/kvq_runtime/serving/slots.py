@@ -94,8 +94,7 @@ class Slot:
         self.dirty = False
 
     def _overflows(self, num_tokens: int) -> bool:
-        stats = self.session.stats()
-        return num_tokens * stats.bytes_per_token > stats.kv_budget
+        return num_tokens > self.session.config.budget_tokens
 
 
 class Slots:

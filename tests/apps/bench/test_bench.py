@@ -23,6 +23,8 @@ from kvq_apps.bench.engine_llamacpp import LlamaCppEngine
 from kvq_apps.bench.engines import (
     ENGINES,
     PEERS,
+    PROGRAMS,
+    InProcess,
     Setting,
     check_peers,
     open_engine,
@@ -225,6 +227,7 @@ def test_a_model_gguf_cannot_describe_is_refused(make: Make) -> None:
     [
         pytest.param(engine, marks=[pytest.mark.slow] * (engine == "transformers"))
         for engine in ENGINES
+        if engine not in PROGRAMS
     ],
 )
 def test_a_filled_cache_is_attended_to(make: Make, engine: str, device: str) -> None:
@@ -383,11 +386,10 @@ def test_a_row_holds_medians_and_rates() -> None:
     assert found["bandwidth_share"] == pytest.approx(0.22)
 
 
-class Silent:
+class Silent(InProcess):
     """A sequence nobody runs."""
 
     kv_bytes = 77
-    relief_s = 0.0
 
     def forward(self, ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids), np.float32)
@@ -695,7 +697,9 @@ def test_a_shape_is_made_once() -> None:
         (["--batch", "2", "--suite", "drafts"], "--suite drafts knows no --batch"),
         (["--device", "cpu", "--suite", "several"], "--suite several knows no --device"),
         (["--peer", "onnxruntime,kvq"], "--peer 'kvq' is not known"),
-        (["--peer", "vllm"], "choose onnxruntime, llama.cpp"),
+        (["--peer", "vllm"], "choose onnxruntime, llama.cpp, llama-bench=COMMAND"),
+        (["--peer", "llama-bench"], "--peer 'llama-bench' is not known"),
+        (["--peer", "onnxruntime=it"], "--peer 'onnxruntime=it' is not known"),
         (["--threads", "0"], "--threads 0 is not possible"),
         (["--rows", "257"], "--rows 257 is not possible: give 1 to 256"),
         (["--linear", "blas"], "--linear blas is not possible: choose kvq, ort or hi"),
@@ -733,7 +737,7 @@ def test_one_model_or_one_shape(make: Make, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="pip install 'kvq-runtime\\[gguf\\]'"):
+    with pytest.raises(BackendError, match='pip install "kvq-runtime\\[gguf\\]"'):
         check_peers(["llama.cpp"])
     with pytest.raises(BackendError, match="pip install onnxruntime"):
         check_peers(["onnxruntime"])

@@ -12,7 +12,7 @@ from kvq.cache import Cache
 from kvq.errors import BackendError
 from kvq_apps.bench import bandwidth, drafting, engine_onnxruntime, engine_transformers, shapes
 from kvq_apps.bench.engine_kvq import KvqBatch
-from kvq_apps.bench.engines import PEERS, Setting, check_peers, open_engine
+from kvq_apps.bench.engines import PEERS, PROGRAMS, Setting, check_peers, open_engine
 from kvq_apps.bench.measure import SpeedJob, measure
 from kvq_apps.bench.report import attentions
 from kvq_apps.bench.shapes import shape_bundle
@@ -182,7 +182,11 @@ def test_a_cache_that_the_operator_lacks_is_named(
 
 @pytest.mark.parametrize(
     "peer",
-    [pytest.param(peer, marks=[pytest.mark.slow] * (peer == "transformers")) for peer in PEERS],
+    [
+        pytest.param(peer, marks=[pytest.mark.slow] * (peer == "transformers"))
+        for peer in PEERS
+        if peer not in PROGRAMS
+    ],
 )
 def test_a_peer_without_cuda_says_what_to_install(
     peer: str, monkeypatch: pytest.MonkeyPatch

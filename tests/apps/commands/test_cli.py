@@ -560,5 +560,5 @@ def test_a_missing_extra_is_named(words: str, package: str) -> None:
     command = [sys.executable, "-c", program, package, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    wanted = f"this needs {package}; install it with `pip install kvq-runtime[apps]`"
+    wanted = f'this needs {package}; install it with `pip install "kvq-runtime[apps]"`'
     assert done.stderr == f"error: {wanted}\n"

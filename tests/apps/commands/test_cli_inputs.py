@@ -90,15 +90,17 @@ def test_words(bundle: str, refused: Refused) -> None:
     assert "there is no command 'qqq'; `kvq --help` lists all" in refused("qqq")
 
 
-def test_without_an_embedded_model_one_must_be_given(
+def test_without_an_embedded_model_one_is_pulled_or_installed(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    for words in (["hello"], ["-m", "default", "hello"]):
-        line = refused("run", *words)
-        assert "this installation has no embedded model 'default'; make a bundle with" in line
-        assert "`kvq export CHECKPOINT_FOLDER -o NAME` and pass it with `-m NAME`" in line
-    assert "no embedded model 'nano'" in refused("run", "-m", "nano", "hello")
+    monkeypatch.setattr("kvq_models.embedded.PACKAGE", "kvq_embedded_not_here")
+    for words in (("run", "hello"), ("chat",), ("serve",)):
+        assert "smollm2-135m is not here yet; pull it with `kvq pull" in refused(*words)
+    for name in ("default", "nano"):
+        line = refused("run", "-m", name, "hello")
+        assert f"the embedded model {name!r} is not installed; `pip install kvq-models`" in line
+    assert "'nano' is not installed" in refused("export", "nano", "-o", "somewhere")
+    assert refused("run", "-m", "defalt", "hello").count("default") == 0
 
 
 def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ from kvq.errors import ModelError
 from kvq_apps import model_path
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
+from kvq_export.random_bundle import random_bundle
+from kvq_models.registry import family_for
 from kvq_runtime import device, snapshot
 from kvq_runtime.bundle import VERSION, checksum
 from kvq_runtime.engine import Engine
 from shelf import Shelf
+from tiny import CASES, COMMON
 
 Inspect = Callable[..., dict[str, Any]]
 Refused = Callable[..., str]
@@ -174,6 +177,25 @@ def test_a_bundle_at_its_name_or_path(
     assert inspect(bundle)["path"] == str(bundle)
 
 
+def test_layers_with_a_window_are_counted_for_their_window(
+    inspect: Inspect, table: Callable[..., str], tmp_path: Path
+) -> None:
+    """In olmo3 the first layers see some tokens, the last one all: the context is paid for once."""
+    model_type, keys = CASES["olmo3"]
+    config_json = COMMON | dict(keys) | {"model_type": model_type}
+    config = family_for(config_json).config(config_json)
+    bundle = random_bundle(config, tmp_path / "olmo3").path
+    found = inspect(bundle)
+    windows = [layer["mixer"].get("window_tokens", 0) for layer in found["config"]["layers"]]
+    context, seeing = found["context_length"], [window for window in windows if window]
+    assert 0 < len(seeing) < len(windows)
+    assert max(seeing) < context
+    share = (sum(seeing) + context * windows.count(0)) / (context * len(windows))
+    assert found["bytes_at_context"] == round(found["bytes_per_token"] * context * share)
+    told = f"({len(seeing)} of {len(windows)} layers see the last {seeing[0]} tokens)"
+    assert told in table(bundle)
+
+
 def test_how_a_model_asks_to_be_sampled_is_shown(
     bundle: Path, table: Callable[..., str], inspect: Inspect, tmp_path: Path
 ) -> None:
@@ -246,7 +268,9 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         content[:-1]: "is truncated or was altered after it was saved; save the session again",
         content[:20]: "is truncated or was altered after it was saved; save the session again",
         flipped: "is truncated or was altered after it was saved; save the session again",
-        _with_header(content, version=9): "is a kvq-session file of version 9; this kvq reads",
+        _with_header(
+            content, version=9
+        ): "is a session of version 9, newer than the 5 this kvq reads",
         _with_header(content, identity={}): "lacks what it must say of its session",
         content[:4]: "is a file, and neither a GGUF file nor a saved session",
         b"": "is a file, and neither a GGUF file nor a saved session",
@@ -392,7 +416,7 @@ def test_a_checkout_takes_no_name_over(
     embedded = [model_path.resolve_model(name) for name in (None, "default", "nano")]
     assert [path.parent for path in embedded] == [cache / "bundles"] * 3
     assert exported[0] == "evil/model"
-    assert [Path(source).parent.name for source in exported[1:]] == ["kvq_models"] * 2
+    assert [Path(source).parent.name for source in exported[1:]] == ["kvq_embedded"] * 2
     # Once used by their paths they are still not meant by their names, here or elsewhere.
     by_path = [
         model_path.resolve_model(f"./{name}").resolve()

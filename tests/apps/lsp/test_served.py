@@ -18,6 +18,7 @@ from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.served import ServedCompletions
 from kvq_apps.engine import Engine
+from kvq_apps.serve.protocol import PROTOCOL, PROTOCOL_HEADER
 from kvq_specdraft import writer_named
 from language_client import URI, ProcessClient, ThreadClient, at, texts
 from serving import process
@@ -31,6 +32,7 @@ class Infill(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict[str, Any]]] = []
     waits: ClassVar[Event] = Event()
     dies = False
+    protocol = PROTOCOL
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -45,6 +47,7 @@ class Infill(BaseHTTPRequestHandler):
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
+        self.send_header(PROTOCOL_HEADER, str(self.protocol))
         self.end_headers()
         self.wfile.write(data)
 
@@ -72,6 +75,9 @@ def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
         served.complete(document, (1, 9), cancel=lambda: False)
     Infill.dies = False  # and it is there again
     assert served.complete(document, (1, 9), cancel=lambda: False).drafts
+    Infill.protocol = PROTOCOL + 1
+    with pytest.raises(BackendError, match="this kvq is older: upgrade kvq-runtime here"):
+        served.complete(document, (1, 9), cancel=lambda: False)
     server.shutdown()
     server.server_close()
     with pytest.raises(BackendError, match="does not answer"):

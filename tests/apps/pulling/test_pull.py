@@ -143,7 +143,7 @@ def test_offline_says_what_is_here(
     offered: Offer, checkpoint: Path, refused: Callable[..., str]
 ) -> None:
     offered('{ hub = "org/small" }')
-    assert "; here are: default and nano" in refused("pull", "tiny", "--offline")
+    assert "; here are: default, nano" in refused("pull", "tiny", "--offline")
     assert main(["pull", str(checkpoint)]) == 0
     assert "; here are: tiny" in refused("pull", "org/small", "--offline")
 
@@ -220,7 +220,7 @@ def test_a_hostile_name_is_refused_before_anything_is_fetched(name: str, models:
 
 def test_a_folder_called_as_an_embedded_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "default"))
-    with pytest.raises(ModelError, match="a model called default comes with kvq; rename"):
+    with pytest.raises(ModelError, match="default is the name of an embedded model; rename"):
         wanted(str(folder))
     odd = Path(shutil.copytree(checkpoint, tmp_path / ".hidden one"))
     with pytest.raises(ModelError, match="cannot be a model's name here"):
@@ -417,3 +417,20 @@ def test_the_list_has_the_catalogue(
     ]
     assert main(["pull", "tiny"]) == 0
     assert asked("pull", "--list")["models"][0]["here"] is True
+
+
+def test_a_pulled_model_of_another_version_is_pulled_again(
+    offered: Offer, checkpoint: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offered(path_source(checkpoint))
+    assert main(["pull", "tiny"]) == 0
+    manifest = models / "tiny" / "kvq.json"
+    whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(whole | {"version": 5}))
+    assert main(["run", "-m", "tiny", "-n", "1", "hi"]) == 2
+    assert "of version 5, whose weights or pages this kvq no longer reads; export or pull" in (
+        capsys.readouterr().err
+    )
+    assert main(["pull", "tiny"]) == 0
+    assert "it is pulled again: " in capsys.readouterr().err
+    assert json.loads(manifest.read_text())["version"] == whole["version"]

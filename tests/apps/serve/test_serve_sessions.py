@@ -5,7 +5,9 @@ import os
 import signal
 import stat
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,7 +238,8 @@ def test_half_written_files_of_a_killed_process_are_removed(tmp_path: Path) -> N
 
 def test_a_squeezed_session_is_not_reused_for_what_fits(rule: Rule) -> None:
     session = rule.session()
-    session.sequence.cache.bytes_per_token = (1 << 20) / 100  # the budget holds 100 tokens
+    held: Any = SimpleNamespace(whole_tokens=100)
+    session.sequence.config = replace(session.sequence.config, arena=held)
     slot = Slot(session)
 
     def reused(length: int) -> int:

@@ -127,8 +127,8 @@ def test_without_the_extra_a_file_says_what_to_install(
     for words in (["run", "-m", str(make()), "hello"], ["bench", str(make())]):
         code, _, err = command(capsys, *words)
         assert code == 2
-        assert "llama-cpp-python is not installed; pip install 'kvq-runtime[gguf]'" in err
+        assert 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"' in err
     _, out, _ = command(capsys, "doctor", "--json")
-    assert "pip install 'kvq-runtime[gguf]'" in json.loads(out)["backends"]["llama.cpp"]
+    assert 'pip install "kvq-runtime[gguf]"' in json.loads(out)["backends"]["llama.cpp"]
     code, out, _ = command(capsys, "inspect", str(make()))
     assert code == 0

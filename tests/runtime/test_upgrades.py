@@ -1,0 +1,169 @@
+"""What other versions of kvq wrote, met by this one: opened, or refused by its version.
+
+`written/B-S` holds a bundle of version B, a session of version S saved with it, and the logits
+that they led to then, float32 [2, V]. A commit that raises a version runs this file as a program:
+it writes what this version writes beside what is there.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.errors import BundleError, KvqError, SnapshotError
+from kvq_apps import configuration, trust
+from kvq_apps.pulling import pulled
+from kvq_apps.serve import instances
+from kvq_export.config import ExportOptions
+from kvq_export.export import export_model
+from kvq_runtime import bundle, snapshot
+from kvq_runtime.engine import Engine
+from kvq_runtime.session import Session
+from logits import divergence, prompt
+from tiny import make_llama_checkpoint
+
+WRITTEN = Path(__file__).parent / "written"
+TEXT = prompt(200)
+SESSION = {"context_tokens": 256, "kv": "4:2", "kv_budget": "256KiB"}
+# Other kernels round otherwise: 2e-3 nats. What is read wrongly is nats away.
+MOST_NATS = 0.02
+
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+written = pytest.mark.parametrize("folder", sorted(WRITTEN.iterdir()), ids=lambda path: path.name)
+
+
+def versions(folder: Path) -> tuple[int, int]:
+    """Of the bundle and of the session."""
+    of_bundle, of_session = folder.name.split("-")
+    return int(of_bundle), int(of_session)
+
+
+def after(session: Session, ids: list[int]) -> np.ndarray:
+    """Logits [1, V] after the session's text and `ids`."""
+    return np.concatenate(list(session.logits(ids)))[-1:]
+
+
+@written
+def test_a_bundle_computes_what_it_did_or_is_refused_by_its_version(folder: Path) -> None:
+    version, _ = versions(folder)
+    expected = np.load(folder / "logits.npy")[:1]
+    if version not in bundle.READ_VERSIONS:
+        with pytest.raises(BundleError, match=f"of version {version}.*export or pull the model"):
+            bundle.Bundle.open(folder / "bundle")
+        return
+    with Engine.open(folder / "bundle", threads=1) as engine, engine.session(kv="fp") as session:
+        found = after(session, TEXT)
+    assert divergence(expected, found) < MOST_NATS
+    assert divergence(expected, np.roll(found, 1)) > 1
+
+
+@needs_native
+@written
+def test_a_session_goes_on_or_is_refused_by_its_version(folder: Path) -> None:
+    of_bundle, version = versions(folder)
+    expected = np.load(folder / "logits.npy")[1:]
+    if version != snapshot.VERSION:
+        with pytest.raises(SnapshotError, match=f"of version {version}.*read its text again"):
+            snapshot.examine(folder / "session.kvq")
+        return
+    if of_bundle not in bundle.READ_VERSIONS:
+        pytest.skip("the bundle it was saved with is refused")
+    with Engine.open(folder / "bundle", threads=1) as engine:
+        with engine.session(**SESSION) as session:
+            session.load(folder / "session.kvq")
+            assert list(session.tokens) == TEXT
+            found = after(session, [7])
+        with engine.session(**SESSION) as session:
+            session.prefill(TEXT)
+            fresh = after(session, [7])
+    assert divergence(expected, found) < MOST_NATS
+    # It is the text that was saved which the answer goes on from.
+    assert divergence(fresh, found) < MOST_NATS
+
+
+def test_this_version_is_among_them() -> None:
+    """Else run this file as a program, and commit what it writes."""
+    assert (bundle.VERSION, snapshot.VERSION) in [versions(folder) for folder in WRITTEN.iterdir()]
+    sizes = [path.stat().st_size for path in WRITTEN.rglob("*") if path.is_file()]
+    assert sum(sizes) < 200_000 * len(list(WRITTEN.iterdir()))
+
+
+def test_bundles_of_other_versions_say_what_to_do(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sorted(WRITTEN.iterdir())[-1] / "bundle", tmp_path / "bundle"))
+    manifest = json.loads((folder / "kvq.json").read_text())
+    for version, words in (
+        (bundle.VERSION + 1, "newer than .* upgrade kvq-runtime, or export or pull the model"),
+        (5, "no longer reads; export or pull the model again"),
+        ("7", "was altered after the export"),
+    ):
+        changed = manifest | {"version": version}
+        changed["checksum"] = bundle.checksum(changed)
+        (folder / "kvq.json").write_text(json.dumps(changed))
+        with pytest.raises(KvqError, match=words):
+            Engine.open(folder)
+
+
+# Files beside the models
+
+
+def test_settings_of_a_newer_version_are_left_out_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[kv]\nbudget = "64MiB"\nshape = "round"\n\n[telepathy]\non = true\n')
+    found = configuration.settings(configuration.read(path))
+    assert {name: one.value for name, one in found.values.items()} == {"kv-budget": "64MiB"}
+    unknown, section = found.warnings
+    assert unknown.startswith(f"{path}:3: [kv] has no key shape; known: ")
+    assert section.startswith(f"{path}:5: there is no section telepathy; known: [model], [kv]")
+
+
+def test_notes_of_another_version_are_read_as_far_as_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with instances.announced(instances.Instance(pid=1, url="http://127.0.0.1:1")):
+        (file,) = (tmp_path / "kvq/servers").glob("*.json")
+        with file.open("r+") as stream:
+            stream.write(json.dumps({"pid": 1, "url": "http://127.0.0.1:9", "moons": 2}))
+            stream.truncate()
+        (one,) = instances.running()
+        assert (one.url, one.version, one.protocol) == ("http://127.0.0.1:9", "?", 0)
+    # Who trusts a file is asked again rather than guessed at.
+    project = tmp_path / ".kvq.toml"
+    trust.trust(project, "digest")
+    assert trust.is_trusted(project, "digest")
+    (note,) = (tmp_path / "kvq/trust").glob("*.json")
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"until": 2030}))
+    assert not trust.is_trusted(project, "digest")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "kvq.json").touch()
+    record = {"source": "the hub", "license": "MIT", "pulled_s": 5, "stars": 3}
+    (folder / "pulled.json").write_text(json.dumps(record))
+    assert pulled.record_of(folder) == pulled.Record(source="the hub", license="MIT", pulled_s=5.0)
+
+
+def write(folder: Path) -> None:
+    """What this version writes."""
+    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    small = {"num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 256}
+    checkpoint = make_llama_checkpoint(folder / "checkpoint", **tiny, **small)
+    export_model(checkpoint, folder / "bundle", ExportOptions(quality=False, name="tiny"))
+    shutil.rmtree(checkpoint)
+    with Engine.open(folder / "bundle", threads=1) as engine:
+        with engine.session(kv="fp") as session:
+            plain = after(session, TEXT)
+        with engine.session(**SESSION) as session:
+            session.prefill(TEXT)
+            session.save(folder / "session.kvq")
+            logits = np.concatenate([plain, after(session, [7])])
+    np.save(folder / "logits.npy", logits.astype(np.float32))
+
+
+if __name__ == "__main__":
+    place = WRITTEN / f"{bundle.VERSION}-{snapshot.VERSION}"
+    write(place)
+    sys.stdout.write(f"{place}\n")
