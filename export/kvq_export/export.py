@@ -243,7 +243,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     """Refuses what cannot be exported before the first byte is written."""
     family, config, config_json = source.config()
     # Evaluated for its refusals: the cache must be able to hold this model.
-    _ = config.cache_shape
+    _ = config.cache_classes
     checkpoint = source.checkpoint(config)
     sources = source.weight_sources(family, config)
     checkpoint.check(sources)

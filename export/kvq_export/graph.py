@@ -4,7 +4,7 @@ Owns the nodes and their names; knows no weight values. Everything is 2-D: hidde
 [T, hidden], the rows of S sequences one after the other, and only attention tells them apart.
 
 Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of the embedding is
-sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches),
+sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches; `cache.1` and so on for further classes of layers),
 `sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
 model with two sets of rotary frequencies `rope_long` int64 [1].
 Four inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
@@ -27,15 +27,27 @@ import onnx_ir as ir
 
 from kvq_export.layout import Layout
 from kvq_models.config import Activation, Attention, Experts, ModelConfig
-from kvq_models.products import Product, feed_products, head_product, mixer_products
+from kvq_models.products import (
+    Product,
+    feed_products,
+    head_product,
+    mixer_products,
+    per_layer_model_product,
+    per_layer_products,
+)
 from kvq_runtime.bundle import DATA_FILE
-from kvq_runtime.graph_check import experts_attributes, linear_attributes, node_path
+from kvq_runtime.graph_check import (
+    attention_attributes,
+    cache_inputs,
+    experts_attributes,
+    linear_attributes,
+    node_path,
+)
 
 OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10
 # The levels above 0 quantise activations; 4 (int8) is the only fast one.
 ACCURACY_LEVEL = 4
-FLOAT_ATTRIBUTES = ("scale", "softcap", "rope_factor", "norm_eps")
 
 _DTYPES = {"uint8": ir.DataType.UINT8, "float32": ir.DataType.FLOAT}
 _FLOAT = ir.DataType.FLOAT
@@ -78,7 +90,9 @@ class _Builder:
         self.ids = self._input("input_ids", integer, ["T", "K"])
         self.mix = self._input("input_weights", real, ["T", "K"])
         self.positions = self._input("position_ids", integer, ["T"])
-        self.cache = self._input("cache", integer, ["S"])
+        self.caches = [
+            self._input(name, integer, ["S"]) for name in cache_inputs(len(self.config.cache_classes))
+        ]
         self.sequence_rows = self._input("sequence_rows", integer, ["S"])
         self.logit_rows = self._input("logit_rows", integer, ["R"])
         if self.config.has_long_rope:
@@ -91,7 +105,8 @@ class _Builder:
             layers = self.config.num_layers
             self.layer_modes = self._input("layer_modes", integer, [layers], optional=True)
             self.head_rows = self._input("head_rows", integer, [1], optional=True)
-            self.maps = [self._map(layer) for layer in range(layers)]
+            uniform = self.config.uniform  # no others' keys and values are predicted
+            self.maps = [self._map(layer) if uniform else () for layer in range(layers)]
 
     def embedding(self) -> ir.Value:
         """Ids and their weights -> hidden states [T, hidden]."""
@@ -100,12 +115,7 @@ class _Builder:
             mix = self._node("/model/embed/Mul", [mix, self._scalar(self.config.embedding_scale)])
         matrix = self.layout.matrices["embed"]
         if self.layout.format.linear == "kvq":
-            return self._node(
-                "/model/Embed",
-                [self.ids, mix, self._stored("embed.panels")],
-                domain="kvq",
-                **asdict(matrix),
-            )
+            return self._gathered("/model", "embed", mix)
         rows = self._node(
             "/model/embed/GatherBlockQuantized",
             [self._stored("embed.codes"), self.ids, self._stored("embed.scales")],
@@ -121,20 +131,68 @@ class _Builder:
         return self._node("/model/embed/Einsum", [mix, rows], equation="tk,tkh->th")
 
     def layers(self, hidden: ir.Value) -> ir.Value:
-        """All layers: [T, hidden] -> [R, hidden]."""
+        """All layers: [T, hidden] -> [R, hidden].
+
+        Behind the last layer that has keys of its own no row matters that gives no logits.
+        """
+        last, rows = self.config.first_reader - 1, self.logit_rows
+        owned = self._per_layer_inputs(hidden)
         for layer in range(self.config.num_layers):
-            path = f"/model/layers.{layer}"
+            path, own = f"/model/layers.{layer}", self.config.layers[layer]
             qkv, o = mixer_products(self.config, layer)
             entering = hidden
             attended = self._attention(layer, self._linear(qkv, hidden))
-            if layer == self.config.num_layers - 1:
-                rows = self.logit_rows
+            if layer == last:
                 attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
                 entering = hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
             hidden = self._branch(o, attended, hidden)
-            parallel = self.config.layers[layer].parallel
-            hidden = self._feed(layer, entering if parallel else hidden, hidden)
+            hidden = self._feed(layer, entering if own.parallel else hidden, hidden)
+            if owned:
+                embedded = owned[layer]
+                if layer >= last:
+                    embedded = self._node(f"{path}/per_layer/Gather", [embedded, rows], axis=0)
+                hidden = self._per_layer(layer, embedded, hidden)
+            if own.scaled:
+                scalar = self._stored(f"layers.{layer}.scalar")
+                hidden = self._node(f"{path}/Mul", [hidden, scalar])
         return hidden
+
+    def _gathered(self, path: str, name: str, mix: ir.Value) -> ir.Value:
+        """Rows of a table of ours by the ids, as `mix` weighs them."""
+        matrix = self.layout.matrices[name]
+        out = self._node(
+            f"{path}/Embed",
+            [self.ids, mix, self._stored(f"{name}.panels")],
+            domain="kvq",
+            **asdict(matrix),
+        )
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape(["T", matrix.columns])
+        return out
+
+    def _per_layer_inputs(self, embedded: ir.Value) -> Sequence[ir.Value]:
+        """Every layer's own embedding of the tokens, [T, P] each; none where there are none."""
+        own, product = self.config.per_layer, per_layer_model_product(self.config)
+        if own is None or product is None:
+            return ()
+        path, layers = "/model/per_layer", self.config.num_layers
+        made = self._linear(product, embedded)
+        each, all_layers = self._integers(-1, own.width), self._integers(-1, layers * own.width)
+        made = self._node(f"{path}/each/Reshape", [made, each])
+        made = self._rms(path, made, "per_layer_norm")
+        made = self._node(f"{path}/all/Reshape", [made, all_layers])
+        mix = self._node(f"{path}/mix/Mul", [self.mix, self._scalar((own.width / 2) ** 0.5)])
+        both = self._node(f"{path}/Add", [made, self._gathered(path, "per_layer_embed", mix)])
+        sizes = self._integers(*[own.width] * layers)
+        return self._nodes(f"{path}/Split", [both, sizes], layers, axis=-1)
+
+    def _per_layer(self, layer: int, embedded: ir.Value, hidden: ir.Value) -> ir.Value:
+        """Hidden + what a layer's own embedding adds to it."""
+        gate, up = per_layer_products(self.config, layer)
+        assert self.config.per_layer is not None
+        path = node_path(gate)
+        x = self._activation(path, self.config.per_layer.activation, self._linear(gate, hidden))
+        return self._branch(up, self._node(f"{path}/Mul", [x, embedded]), hidden)
 
     def logits(self, hidden: ir.Value) -> ir.Value:
         """The final norm and the output head, with its soft cap where the model has one."""
@@ -153,13 +211,19 @@ class _Builder:
             qkv = self._normed_rows(path, weights, mixer, qkv)
         if mixer.growth:
             qkv = self._grown(path, mixer, qkv)
-        inputs = [qkv, self.positions, self.cache, self.sequence_rows, self._inv_freq(mixer.rope)]
-        if mixer.qk_norm == "heads":
-            inputs += [self._stored(f"{weights}.q_norm"), self._stored(f"{weights}.k_norm")]
-        attributes = asdict(self.config.attention(layer))
-        # An integral value read from JSON must not turn a float attribute into an integer.
-        attributes |= {name: float(attributes[name]) for name in FLOAT_ATTRIBUTES}
-        out = self._node(f"{path}/Attention", inputs, domain="kvq", **attributes)
+        shared = mixer.kv_from is not None
+        if mixer.value_norm and not shared:
+            qkv = self._normed_values(path, mixer, qkv)
+        attributes = attention_attributes(self.config, layer)
+        cache, freq = self.caches[self.config.place(layer)[0]], self._inv_freq(mixer.rope)
+        norms = [self._stored(f"{weights}.q_norm")] if mixer.qk_norm == "heads" else []
+        if shared:
+            inputs = [qkv, self.logit_rows, cache, self.sequence_rows, freq, *norms]
+        else:
+            norms += [self._stored(f"{weights}.k_norm")] if norms else []
+            inputs = [qkv, self.positions, cache, self.sequence_rows, freq, *norms]
+        kind = "SharedAttention" if shared else "Attention"
+        out = self._node(f"{path}/{kind}", inputs, domain="kvq", **attributes)
         # No shape inference knows this op, so its output is declared.
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", mixer.width])
@@ -207,6 +271,23 @@ class _Builder:
         key = self._rms(f"{path}/k_norm", key, f"{weights}.k_norm")
         return self._node(f"{path}/norms/Concat", [query, key, value], axis=-1)
 
+    def _normed_values(self, path: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
+        """Each head of values divided by its root mean square."""
+        own = f"{path}/v_norm"
+        sizes = self._integers(mixer.width + mixer.kv_width, mixer.kv_width)
+        rest, value = self._nodes(f"{own}/Split", [qkv, sizes], 2, axis=-1)
+        value = self._node(f"{own}/heads/Reshape", [value, self._integers(-1, mixer.head_dim)])
+        ones = self._constant(f"ones.{mixer.head_dim}", np.ones(mixer.head_dim, np.float32))
+        value = self._node(
+            f"{own}/SimplifiedLayerNormalization",
+            [value, ones],
+            axis=-1,
+            epsilon=float(self.config.norm_eps),
+            stash_type=1,
+        )
+        value = self._node(f"{own}/token/Reshape", [value, self._integers(-1, mixer.kv_width)])
+        return self._node(f"{own}/Concat", [rest, value], axis=-1)
+
     def _grown(self, path: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
         """Queries times what grows with their position."""
         key = (mixer.growth, mixer.growth_tokens)
@@ -249,7 +330,7 @@ class _Builder:
 
     def _own_linear(self, product: Product, x: ir.Value, residual: ir.Value | None) -> ir.Value:
         """One node of ours. It applies the view and the mode of its layer by itself."""
-        is_head = product.layer is None
+        is_head = product.is_head
         inputs = [
             x,
             self._stored(f"{self._matrix(product)}.panels"),
@@ -258,9 +339,9 @@ class _Builder:
             residual,
             self.weights_view,
             self.exact_rows if is_head else None,
-            None if is_head else self.layer_modes,
+            None if product.layer is None else self.layer_modes,
             self.head_rows if is_head else None,
-            *(() if product.layer is None or product.name != "qkv" else self.maps[product.layer]),
+            *(() if product.layer is None or not product.kept else self.maps[product.layer]),
         ]
         while inputs[-1] is None:
             inputs.pop()
@@ -339,7 +420,7 @@ class _Builder:
 
     def _matrix(self, product: Product) -> str:
         """The canonical name its matrix is stored under."""
-        return "embed" if product.layer is None and self.config.tied_head else product.weight
+        return "embed" if product.is_head and self.config.tied_head else product.weight
 
     def _input(
         self, name: str, dtype: ir.DataType, shape: Sequence[int | str], *, optional: bool = False

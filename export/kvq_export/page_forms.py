@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
+from kvq.classes import open_cache, spec_of
 from kvq.config import PAGE_TOKENS, KvPlan, PageForm
-from kvq.sizing import CacheSpec
 from kvq_export import quality
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
 from kvq_runtime.backends import forward_chain
-from kvq_runtime.backends.paged import PagedBackend
+from kvq_runtime.backends.paged import PagedBackend, class_fields
 from kvq_runtime.bundle import Bundle
 
 # Tokens read: at most, and so few that a page of each form has nothing to say.
@@ -43,39 +43,47 @@ def choose_forms(bundle: Bundle, tokenizer: Tokenizer, threads: int) -> Forms:
         found = [_noise(backend, np.array(ids), form) for form in (PageForm.PLAIN, EVERY_FORM)]
     finally:
         backend.close()
-    keys, values = zip(*found, strict=True)
-    turned, channels = keys[1] < keys[0], values[1] < values[0]
-    chosen = turned * PageForm.ROTATED_KEYS + channels * PageForm.CHANNEL_VALUES
-    return tuple(map(PageForm, chosen.ravel().tolist()))
+    chosen: list[int] = []
+    for plain, other in zip(*found, strict=True):
+        turned, channels = (new < old for old, new in zip(plain, other, strict=True))
+        forms = turned * PageForm.ROTATED_KEYS + channels * PageForm.CHANNEL_VALUES
+        chosen += forms.ravel().tolist()
+    return tuple(map(PageForm, chosen))
 
 
-def _noise(backend: PagedBackend, ids: NDArray[np.int64], form: PageForm) -> tuple[Floats, Floats]:
-    """Of keys and of values [L, Hk], were every head's pages of one form."""
-    config, shape = backend.bundle.config, backend.bundle.config.cache_shape
-    asked = CacheSpec(
-        shape=shape,
+def _noise(
+    backend: PagedBackend, ids: NDArray[np.int64], form: PageForm
+) -> list[tuple[Floats, Floats]]:
+    """Of keys and of values [L, Hk] of every class, were every head's pages of one form."""
+    classes = backend.bundle.config.cache_classes
+    streams = sum(one.shape.num_layers * one.shape.num_kv_heads for one in classes)
+    asked = spec_of(
+        class_fields(backend.bundle.config, (form,) * streams),
         plan=KvPlan(k_bits=8, v_bits=8),
         context_tokens=len(ids),
         chunk_tokens=CHUNK_TOKENS,
         threads=backend.threads,
         policy="oldest",
-        windows=config.windows,
         observed=True,
-        forms=(form,) * (shape.num_layers * shape.num_kv_heads),
     )
-    cache = Cache(asked.resolved(), engine=backend.cache_kind)
+    cache = open_cache(asked.resolved(), engine=backend.cache_kind)
     try:
         for start in range(0, len(ids), CHUNK_TOKENS):
             part = ids[start : start + CHUNK_TOKENS]
             forward_chain(backend, cache, part, np.arange(0))
-        evidence = cache.evidence()
-        assert evidence.attention is not None
-        keys, values = np.zeros((2, shape.num_layers, shape.num_kv_heads))
-        for layer, query_square in enumerate(evidence.attention.query_square):
-            spans = evidence.constants(layer)
-            key_square = np.square(spans.key_range).mean(axis=1, dtype=np.float64)
-            keys[layer] = (query_square * key_square).sum(axis=-1)
-            values[layer] = np.square(spans.value_range).mean(axis=(1, 2), dtype=np.float64)
-        return keys, values
+        return [_noise_of(part) for part in cache.parts]
     finally:
         cache.close()
+
+
+def _noise_of(cache: Cache) -> tuple[Floats, Floats]:
+    """As `_noise`, of one class."""
+    shape, evidence = cache.shape, cache.evidence()
+    assert evidence.attention is not None
+    keys, values = np.zeros((2, shape.num_layers, shape.num_kv_heads))
+    for layer, query_square in enumerate(evidence.attention.query_square):
+        spans = evidence.constants(layer)
+        key_square = np.square(spans.key_range).mean(axis=1, dtype=np.float64)
+        keys[layer] = (query_square * key_square).sum(axis=-1)
+        values[layer] = np.square(spans.value_range).mean(axis=(1, 2), dtype=np.float64)
+    return keys, values

@@ -192,9 +192,9 @@ def kv_name(plan: KvPlan) -> str:
 @contextmanager
 def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
     """Runs the graph of `bundle` as fast as this machine can, in chunks of `CHUNK_TOKENS`."""
-    from kvq.cache import Cache
-    from kvq.sizing import CacheSpec
+    from kvq.classes import open_cache, spec_of
     from kvq_runtime import backends
+    from kvq_runtime.backends.paged import class_fields
 
     reason = backends.missing("onnx")
     if reason is not None:
@@ -207,8 +207,8 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
 
     def run(plan: KvPlan, ids: np.ndarray) -> np.ndarray:
         # Room for every token: nothing is demoted or evicted.
-        spec = CacheSpec(
-            shape=bundle.config.cache_shape,
+        spec = spec_of(
+            class_fields(bundle.config),
             plan=plan,
             context_tokens=len(ids),
             budget=Budget(tokens=len(ids)),
@@ -216,7 +216,7 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
             threads=threads,
         )
         logits = np.empty((len(ids), bundle.config.vocab_size), np.float32)
-        with closing(Cache(spec.resolved(), engine=backend.cache_kind)) as cache:
+        with closing(open_cache(spec.resolved(), engine=backend.cache_kind)) as cache:
             for first in range(0, len(ids), CHUNK_TOKENS):
                 part = ids[first : first + CHUNK_TOKENS]
                 wanted = np.arange(len(part))

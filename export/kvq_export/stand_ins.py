@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvq.config import AttentionParams
-from kvq_models.reference import plain_attention
+from kvq_models.reference import PlainAttention, plain_attention
 
 Multiply = Callable[[np.ndarray], np.ndarray]
 """Inputs float32 [T, K] -> their products with a matrix [N, K], float32 [T, N]."""
@@ -55,10 +55,14 @@ class Stack:
 
 
 class SegmentedAttention:
-    """Exact attention within each of `count` segments of equal length."""
+    """Exact attention within each of `count` segments of equal length, in the order of the layers.
+
+    Of each class of layers what the newest one saw is kept, for those that read its keys.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._newest: dict[int, list[PlainAttention]] = {}
 
     def __call__(
         self,
@@ -68,8 +72,15 @@ class SegmentedAttention:
         inv_freq: np.ndarray,
         q_norm: np.ndarray | None,
         k_norm: np.ndarray | None,
+        *,
+        shared: bool = False,
     ) -> np.ndarray:
         parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
+        if not shared:
+            self._newest[params.cache] = [plain_attention() for _ in range(self._count)]
         return np.concatenate(
-            [plain_attention()(params, part, at, inv_freq, q_norm, k_norm) for part, at in parts]
+            [
+                own(params, part, at, inv_freq, q_norm, k_norm, shared=shared)
+                for own, (part, at) in zip(self._newest[params.cache], parts, strict=True)
+            ]
         )

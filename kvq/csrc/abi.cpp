@@ -153,6 +153,12 @@ int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tok
     const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, out};
     return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
 }
+int kvq_cache_look(int64_t handle, const kvq_attention* attention, int32_t queries,
+                   const int64_t* rows, const float* q, const float* inv_freq, const float* q_norm,
+                   float* out) {
+    const kvq::Inputs inputs{queries, q, nullptr, inv_freq, q_norm, nullptr, out, rows};
+    return with_cache(handle, [&](Cache& cache) { return cache.look(*attention, inputs); });
+}
 int kvq_cache_commit(int64_t handle, const int32_t* rows, int32_t count, kvq_stats* stats) {
     return with_stats(handle, stats, [&](Cache& cache) { return cache.commit(rows, count); });
 }

@@ -118,7 +118,7 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
         float nothing[4] = {};
         for (int i = 0; i < a_.head_dim; i++) q[i] *= scale, nothing[i % 4] += 0.0f * q[i];
         block.sum[r] = (nothing[0] + nothing[1]) + (nothing[2] + nothing[3]);
-        sight.add(in_.positions[token], tail_.first_row() + token);
+        sight.add(in_.positions[token], tail_.first_row() + in_.row(token));
     }
 }
 
@@ -142,7 +142,7 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
           tail_.used() + (staged ? 0 : tail_.branch().rows), false);
     if (staged)
         tiles(tail_.staging(kv_head, 0), tail_.staging(kv_head, 1), arena_.staging_positions,
-              in_.tokens, true);
+              tail_.branch().rows, true);
 }
 
 // A view of a page is worth what it may be to one of the head's queries, each measured against what

@@ -22,6 +22,11 @@ struct Inputs {
     const float* inv_freq;         // [rotary_pairs]
     const float *q_norm, *k_norm;  // [head_dim], or null
     float* out;                    // [tokens, heads * head_dim]
+    // Of a layer that reads what another has stored, and whose qkv are queries alone: which rows of the
+    // pass they are of. Null: of all, each of which brings a key and a value.
+    const int64_t* asking = nullptr;
+
+    int row(int token) const { return asking ? static_cast<int>(asking[token]) : token; }
 };
 
 // Attends the block to up to 64 floating-point rows; `deltas`: how far each has moved, or null.
@@ -43,7 +48,7 @@ public:
 
 private:
     int group() const { return a_.heads / a_.kv_heads; }
-    int stride() const { return (a_.heads + 2 * a_.kv_heads) * a_.head_dim; }
+    int stride() const { return (a_.heads + (in_.asking ? 0 : 2 * a_.kv_heads)) * a_.head_dim; }
     int rows() const { return in_.tokens * group(); }
     // Row r of a KV head is query head r % group of token r / group.
     const float* query(int kv_head, int row) const;

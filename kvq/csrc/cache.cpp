@@ -125,15 +125,18 @@ int Cache::store_keys_values(const kvq_attention& a, const Inputs& in) const {
     return finite ? KVQ_OK : KVQ_NOT_FINITE;
 }
 
+bool Cache::fits_shape(const kvq_attention& a) const {
+    return a.layer >= 0 && a.layer < config().layers && a.heads == config().heads &&
+           a.kv_heads == config().kv_heads && a.head_dim == config().head_dim &&
+           a.rotary_pairs >= 0 && a.rotary_pairs <= a.head_dim / 2;
+}
+
 int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     const BranchState& branch = tail_.branch();
     if (state().broken || in.tokens < 1 || in.tokens != branch.pass_rows) return KVQ_BAD_STATE;
     // A chunk closes a layer's pages as it passes, so each layer sees it once and in order.
     if (branch.staged && a.layer != branch.attended) return KVQ_BAD_STATE;
-    if (a.layer < 0 || a.layer >= config().layers || a.heads != config().heads ||
-        a.kv_heads != config().kv_heads || a.head_dim != config().head_dim || a.rotary_pairs < 0 ||
-        a.rotary_pairs > a.head_dim / 2)
-        return KVQ_BAD_ARGUMENT;
+    if (!fits_shape(a)) return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++)
         if (in.positions[t] < 0 || in.positions[t] > kMaxPosition) return KVQ_BAD_ARGUMENT;
     for (int t = 0; t < in.tokens; t++) {
@@ -149,6 +152,21 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
         return KVQ_BAD_ARGUMENT;
     if (probes_.kept()) keep_probes(a, in);
     return device_status();
+}
+
+int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions) const {
+    if (state().broken || !tail_.open() || tail_.unattended() || twin_) return KVQ_BAD_STATE;
+    // Of a chunk the rows of the last layer alone are still as they came.
+    if (!fits_shape(a) || (tail_.branch().staged && a.layer != config().layers - 1))
+        return KVQ_BAD_ARGUMENT;
+    for (int i = 0; i < in.tokens; i++) {
+        if (in.asking[i] < 0 || in.asking[i] >= tail_.branch().pass_rows) return KVQ_BAD_ARGUMENT;
+        positions[i] = tail_.positions()[tail_.place(in.row(i))];
+    }
+    Inputs placed = in;
+    placed.positions = positions;
+    fill_ropes(a, placed);
+    return KVQ_OK;
 }
 
 void Cache::keep_probes(const kvq_attention& a, const Inputs& in) {
@@ -177,7 +195,8 @@ AttendJob Cache::job(const kvq_attention& a, const Inputs& in) {
 
 int Cache::finish(int layer) {
     tail_.saw_layer(layer);
-    if (!tail_.branch().staged) return KVQ_OK;
+    // The last layer's pages close with the commit: other layers may still read its rows.
+    if (!tail_.branch().staged || (!twin_ && layer == config().layers - 1)) return KVQ_OK;
     return tail_.close_layer(pages_, layer, tail_.closing_pages(tail_.branch().rows));
 }
 
@@ -210,6 +229,12 @@ void run_all(std::vector<AttendJob>& jobs, const Parallel& parallel) {
     parallel.run(parallel.context, work, share.ends.back(), &share);
 }
 
+void run_jobs(std::vector<AttendJob>& jobs, const Parallel& parallel) {
+    run_all<&AttendJob::choices, &AttendJob::choose>(jobs, parallel);
+    run_all<&AttendJob::units, &AttendJob::run>(jobs, parallel);
+    for (const AttendJob& job : jobs) job.merge();
+}
+
 }  // namespace
 
 int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
@@ -226,15 +251,37 @@ int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* 
         else
             jobs.push_back(caches[s]->job(a, inputs[s]));
     }
-    run_all<&AttendJob::choices, &AttendJob::choose>(jobs, parallel);
-    run_all<&AttendJob::units, &AttendJob::run>(jobs, parallel);
-    for (const AttendJob& job : jobs) job.merge();
+    run_jobs(jobs, parallel);
     int status = KVQ_OK;
     for (size_t s = 0; s < count; s++) {
         const int closed = caches[s]->finish(a.layer);
         if (!status) status = closed;
     }
     return status;
+}
+
+int read_together(const kvq_attention& a, Cache* const* caches, Inputs* inputs, size_t count,
+                  const Parallel& parallel) {
+    std::vector<AttendJob> jobs;
+    std::vector<std::vector<int64_t>> positions(count);
+    for (size_t s = 0; s < count; s++) {
+        Inputs& in = inputs[s];
+        positions[s].resize(static_cast<size_t>(in.tokens));
+        if (const int status = caches[s]->prepare_to_read(a, in, positions[s].data())) return status;
+        in.positions = positions[s].data();
+        if (caches[s]->is_silent(a.layer))
+            std::fill_n(in.out, int64_t{in.tokens} * a.heads * a.head_dim, 0.0f);
+        else if (in.tokens)
+            jobs.push_back(caches[s]->job(a, in));
+    }
+    run_jobs(jobs, parallel);
+    return KVQ_OK;
+}
+
+int Cache::look(const kvq_attention& a, const Inputs& in) {
+    Cache* self = this;
+    Inputs own = in;
+    return read_together(a, &self, &own, 1, kSerial);
 }
 
 int Cache::commit(const int32_t* rows, int count) {
@@ -260,9 +307,16 @@ int Cache::commit(const int32_t* rows, int count) {
     return KVQ_OK;
 }
 
-// The layers' pages are closed already.
+// The layers' pages are closed already, here but for the last one's.
 int Cache::commit_chunk() {
     const int count = tail_.branch().rows;
+    if (!twin_) {
+        const int last = config().layers - 1;
+        if (const int status = tail_.close_layer(pages_, last, tail_.closing_pages(count))) {
+            state().broken = 1;
+            return status;
+        }
+    }
     state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.close_columns(pages_, tail_.closing_pages(count), tail_.used() + count);
     tail_.forget();

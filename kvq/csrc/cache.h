@@ -38,6 +38,9 @@ public:
         return !silent_.empty() && silent_[static_cast<size_t>(layer)];
     }
     int finish(int layer);
+    // For `job`s of a layer that reads what `a.layer` has stored of the pass under way, where every layer
+    // has seen it. The queries' positions are set in `positions`, of as many numbers.
+    int prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions) const;
     // On a device `in` lies there, but for positions, and this is all of it.
     Device* device() const { return twin_ ? &twin_->device() : nullptr; }
     int run_on_device(const kvq_attention& a, const Inputs& in);
@@ -45,6 +48,7 @@ public:
     int device_status() const { return twin_ ? twin_->status() : int{KVQ_OK}; }
     // All of `in` lies here.
     int attend(const kvq_attention& a, const Inputs& in);
+    int look(const kvq_attention& a, const Inputs& in);
     int commit(const int32_t* rows, int count);
     int rewind(int rows);
 
@@ -76,6 +80,7 @@ private:
     explicit Cache(uint8_t* memory, const Layout& layout);
     const kvq_config& config() const { return arena_.config(); }
     State& state() const { return *arena_.state; }
+    bool fits_shape(const kvq_attention& a) const;
     void fill_ropes(const kvq_attention& a, const Inputs& in) const;
     int store_keys_values(const kvq_attention& a, const Inputs& in) const;
     void keep_probes(const kvq_attention& a, const Inputs& in);
@@ -113,6 +118,11 @@ private:
 // One layer over several sequences, in one dispatch: `caches` are all held, no two the same.
 int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* inputs,
                     size_t count, const Parallel& parallel);
+
+// Likewise one layer that reads what layer `a.layer` of these caches has stored: `asking` of the inputs is
+// set, and their positions are the caches'.
+int read_together(const kvq_attention& a, Cache* const* caches, Inputs* inputs, size_t count,
+                  const Parallel& parallel);
 
 // The cache a handle names, or null. Whoever calls it holds `turn` while it works.
 std::shared_ptr<Cache> find_cache(int64_t handle);

@@ -35,7 +35,7 @@ namespace kvq {
 
 constexpr int kPageVersion = 3;  // of all that is said here
 constexpr int kPageTokens = 64;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr float kReach = 120.0f;  // scales from a group's mid to its ends
 constexpr int64_t kMaxPosition = INT32_MAX - 2 * kPageTokens;  // a page's last one stays an int32
 constexpr int kGranulesPerSide = 4;  // 8 bits: hi4 in granules 0 and 1, lo4 in 2 and 3

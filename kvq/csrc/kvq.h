@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 17
+#define KVQ_ABI 18
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -143,6 +143,12 @@ KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *pa
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
                                 const float *qkv, const int64_t *positions, const float *inv_freq,
                                 const float *q_norm, const float *k_norm, float *out);
+/* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen
+   the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries]; out as
+   large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device. */
+KVQ_EXPORT int kvq_cache_look(int64_t handle, const kvq_attention *attention, int32_t queries,
+                              const int64_t *rows, const float *q, const float *inv_freq,
+                              const float *q_norm, float *out);
 /* From here on `stats`, which may be NULL, is what kvq_cache_stats would say after the call.
    Keeps the path `rows` (root first, each the parent of the next; NULL: the first `count` rows), forgets
    all others and closes full pages; a count of 0 forgets all. */

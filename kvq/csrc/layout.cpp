@@ -61,7 +61,7 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
         size_of<BranchRow>(c.draft_tokens),
         size_of<Probe>(slots),
         slots * c.layers * c.heads * dim * 2,
-        slots ? size_of<LayerFacts>(c.layers) : 0,
+        slots ? c.layers * facts_bytes(c.head_dim) : 0,
         int64_t{c.chunk_tokens} * 4,
         quantized(c) ? int64_t{c.kv_heads} * 2 * c.chunk_tokens * dim * 2 : 0,
         int64_t{c.chunk_tokens} * dim * 4,

@@ -56,11 +56,15 @@ struct Probe {
     int32_t position;
 };
 
-// What a layer's attention was last asked to compute: evidence repeats it.
+// What a layer's attention was last asked to compute: evidence repeats it. A head of more channels than
+// 256 has more frequencies, and its layers' facts lie further apart.
 struct LayerFacts {
     kvq_attention attention;
-    float inv_freq[kMaxHeadDim / 2];
+    float inv_freq[128];
 };
+constexpr int64_t facts_bytes(int head_dim) {
+    return static_cast<int64_t>(sizeof(LayerFacts)) + (head_dim > 256 ? 4 * (head_dim / 2 - 128) : 0);
+}
 
 // Views beyond one of every column: so many, and one more per column. Of them an edit leaves free
 // what filling gaps may take.
@@ -90,7 +94,7 @@ struct Arena {
     BranchRow* branch;
     Probe* probes;
     uint16_t* probe_rows;
-    LayerFacts* layers;
+    uint8_t* layers;
     int32_t* staging_positions;
     uint16_t* staging;
     float* rope;  // of a pass's tokens: cosines, then sines
@@ -105,6 +109,9 @@ struct Arena {
     void move(void* to, const void* from, int64_t bytes) const;
     int most_views() const { return 2 * sizes.max_columns + kSpareViews; }
     int streams() const { return config().layers * config().kv_heads; }
+    LayerFacts& facts(int layer) const {
+        return *reinterpret_cast<LayerFacts*>(layers + layer * facts_bytes(config().head_dim));
+    }
 };
 
 }  // namespace kvq

@@ -58,7 +58,8 @@ void Probes::clear() {
     if (!kept()) return;
     // All of it is part of a snapshot, slots that no query was kept in too.
     std::memset(arena_.probe_rows, 0, static_cast<size_t>(row_bytes()));
-    std::memset(arena_.layers, 0, sizeof(LayerFacts) * static_cast<size_t>(arena_.config().layers));
+    const kvq_config& c = arena_.config();
+    std::memset(arena_.layers, 0, static_cast<size_t>(c.layers * facts_bytes(c.head_dim)));
 }
 
 int64_t Probes::row_bytes() const {
@@ -76,7 +77,7 @@ int Probes::slot(int64_t token) const {
 
 void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
                   const int64_t* positions, const float* inv_freq, const float* q_norm) {
-    LayerFacts& facts = arena_.layers[a.layer];
+    LayerFacts& facts = arena_.facts(a.layer);
     facts.attention = a;
     std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
     const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
@@ -124,7 +125,7 @@ void Probes::settle(const Tail& tail, const int32_t* rows, int count) {
 void Probes::check() {
     const kvq_config& c = arena_.config();
     for (int layer = 0; kept() && layer < c.layers; layer++) {
-        const kvq_attention& a = arena_.layers[layer].attention;
+        const kvq_attention& a = arena_.facts(layer).attention;
         const bool sound = a.layer == layer && a.heads == c.heads && a.kv_heads == c.kv_heads &&
                            a.head_dim == c.head_dim && a.rotary_pairs >= 0 &&
                            a.rotary_pairs <= a.head_dim / 2;
@@ -294,7 +295,7 @@ int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* fact
     std::memset(queries, 0, sizeof(float) * static_cast<size_t>(3 * streams * dim));
     if (newest.count + samples.count == 0) return KVQ_OK;
     for (int s = 0; s < streams; s++) {
-        const LayerFacts& layer = arena_.layers[s / heads];
+        const LayerFacts& layer = arena_.facts(s / heads);
         Observation recent(layer, pages, s), spread(layer, pages, s);
         load(recent, s % static_cast<int>(heads), newest);
         load(spread, s % static_cast<int>(heads), samples);

@@ -34,7 +34,7 @@ void Cache::visit(Part&& part) const {
     if (probes_.kept()) {
         part(arena_.probes, static_cast<int64_t>(sizeof(Probe)) * probes_.slots());
         part(arena_.probe_rows, probes_.row_bytes());
-        part(arena_.layers, static_cast<int64_t>(sizeof(LayerFacts)) * config().layers);
+        part(arena_.layers, config().layers * facts_bytes(config().head_dim));
     }
     for (int s = 0; s < arena_.streams(); s++)
         for (int c = 0; c < pages_.columns(); c++)
@@ -153,7 +153,7 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
     const int64_t probes = probes_.kept()
                                ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() +
                                      probes_.row_bytes() +
-                                     static_cast<int64_t>(sizeof(LayerFacts)) * config().layers
+                                     config().layers * facts_bytes(config().head_dim)
                                : 0;
     return rows + probes + page_bytes(parts);
 }

@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 17
+ABI = 18
 
 
 class Config(Structure):
@@ -156,6 +156,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_attend": (
         c_int32,
         (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    ),
+    "kvq_cache_look": (
+        c_int32,
+        (c_int64, POINTER(Attention), c_int32, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
     ),
     "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),

@@ -6,6 +6,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from kvq.policies import Attention, Constants, Evidence, policy_named
 from kvq.policies.spend import evictions
 from kvq.reference import stored_rows
 from kvq.selectors import rule_named
-from kvq.sizing import WINDOW_MARGIN_TOKENS, Arena
+from kvq.sizing import WINDOW_MARGIN_TOKENS, Arena, Tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,30 @@ class Holdings:
     read_share: float = 1.0
     offloaded_bytes: int = 0
     streamed_bytes: int = 0
+
+    @classmethod
+    def of(cls, tallies: Sequence["Tally"], read_share: float) -> "Holdings":
+        """Of the caches of one sequence."""
+        held = max(1, sum(one.held for one in tallies))
+        wanted = sum(one.wanted for one in tallies)
+        return cls(
+            mean_k_bits=sum(one.k_bits for one in tallies) / held,
+            mean_v_bits=sum(one.v_bits for one in tallies) / held,
+            evicted_share=1 - sum(one.held for one in tallies) / wanted if wanted > 0 else 0.0,
+            read_share=read_share,
+            offloaded_bytes=sum(one.tiers.offloaded_bytes for one in tallies),
+            streamed_bytes=sum(one.tiers.streamed_bytes for one in tallies),
+        )
+
+
+class Tally(NamedTuple):
+    """Numbers of K (as many of V) that a cache holds and should hold, and the bits of those held."""
+
+    held: int
+    wanted: int
+    k_bits: int
+    v_bits: int
+    tiers: Tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,6 +123,16 @@ class Cache:
             native.library()
             raise UsageError("this cache was opened with engine='numpy' and has no handle")
         return handle
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """What a graph is given."""
+        return (self.handle,)
+
+    @property
+    def parts(self) -> "tuple[Cache, ...]":
+        """The caches of a sequence by class of layers: this one."""
+        return (self,)
 
     @property
     def chunk_tokens(self) -> int:
@@ -303,14 +338,38 @@ class Cache:
         inv_freq: NDArray[np.float32],
         q_norm: NDArray[np.float32] | None = None,
         k_norm: NDArray[np.float32] | None = None,
+        *,
+        shared: bool = False,
     ) -> NDArray[np.float32]:
         """One layer's attention over the cache and the new tokens; stores their keys and values.
 
         qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
-        float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D].
+        float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D]. `shared`: `look` of
+        all rows, whose queries alone are in qkv.
         """
+        if shared:
+            return self.look(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+
+    def look(
+        self,
+        params: AttentionParams,
+        queries: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """Attention of a layer that has no keys and values and reads those of `params.layer`.
+
+        After every layer's `attend` of the pass; a chunk's rows can be read of the last layer only.
+        queries float32 [R, H * D], unrotated, of the pass's `rows` int64 [R]; returns as many. The
+        policy learns nothing from them. Raises `CacheError`.
+        """
+        self._check_params(params, inv_freq, (q_norm,))
+        if queries.shape != (len(rows), params.num_heads * params.head_dim):
+            raise CacheError(f"queries of shape {queries.shape} are not those of {len(rows)} rows")
+        return self.engine.look(params, queries, rows, inv_freq, q_norm)
 
     def append(
         self,
@@ -358,15 +417,23 @@ class Cache:
         norms: tuple[NDArray[np.float32] | None, ...],
     ) -> None:
         """Native code trusts what it is given, so a wrong shape must not get there."""
+        self._check_params(params, inv_freq, norms)
+        wanted = (len(positions), (params.num_heads + 2 * params.num_kv_heads) * params.head_dim)
+        if qkv.shape != wanted or positions.ndim != 1:
+            raise CacheError(f"qkv of shape {qkv.shape} is not the {wanted} of these positions")
+
+    def _check_params(
+        self,
+        params: AttentionParams,
+        inv_freq: NDArray[np.float32],
+        norms: tuple[NDArray[np.float32] | None, ...],
+    ) -> None:
         shape = self.shape
         sizes = (params.num_heads, params.num_kv_heads, params.head_dim)
         if sizes != (shape.num_heads, shape.num_kv_heads, shape.head_dim) or not (
             0 <= params.layer < shape.num_layers
         ):
             raise CacheError(f"layer {params.layer} with heads {sizes} is none of {shape}")
-        wanted = (len(positions), (sizes[0] + 2 * sizes[1]) * sizes[2])
-        if qkv.shape != wanted or positions.ndim != 1:
-            raise CacheError(f"qkv of shape {qkv.shape} is not the {wanted} of these positions")
         if inv_freq.ndim != 1 or 2 * len(inv_freq) > params.head_dim:
             raise CacheError(f"{inv_freq.shape} frequencies do not fit {params.head_dim} channels")
         if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
@@ -504,6 +571,10 @@ class Cache:
 
     def holdings(self) -> Holdings:
         """Mean widths and losses, counted from the page table."""
+        return Holdings.of([self.tally()], self.read_share)
+
+    def tally(self) -> "Tally":
+        """What `holdings` is computed from."""
         facts, widths = self.engine.columns()
         masks = np.ascontiguousarray(facts[:, 3:]).view(np.uint8)
         visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
@@ -511,15 +582,13 @@ class Cache:
         held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
         behind = np.maximum(0, self._behind - self.plan.sink_tokens).sum() * self.shape.num_kv_heads
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
-        k_bits, v_bits = (bits / max(1, held)).tolist()
-        tiers = self.engine.tiers
-        return Holdings(
-            mean_k_bits=k_bits,
-            mean_v_bits=v_bits,
-            evicted_share=1 - held / max(1, streams * self.tokens - behind) if self.tokens else 0.0,
-            read_share=self.read_share,
-            offloaded_bytes=tiers.offloaded_bytes,
-            streamed_bytes=tiers.streamed_bytes,
+        channels = self.shape.head_dim
+        return Tally(
+            held=held * channels,
+            wanted=int(streams * self.tokens - behind) * channels,
+            k_bits=int(bits[0]) * channels,
+            v_bits=int(bits[1]) * channels,
+            tiers=self.engine.tiers,
         )
 
     def entering(self) -> NDArray[np.uint8]:

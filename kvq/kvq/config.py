@@ -9,7 +9,8 @@ from kvq.errors import UsageError
 PAGE_TOKENS = 64
 PAGE_WIDTHS = (8, 6, 4, 2)
 FLOAT_WIDTH = 16
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+MOST_HEAD_DIM = 512
 
 DEFAULT_CHUNK_TOKENS = 256
 # Rows of the floating-point tail kept free for tokens that may be forgotten.
@@ -45,10 +46,10 @@ class CacheShape:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+        if self.head_dim % 16 or not 16 <= self.head_dim <= MOST_HEAD_DIM:
             raise UsageError(
-                f"head_dim {self.head_dim} is not possible: it must be a multiple of 16 up to 256 "
-                f"(tested: {', '.join(map(str, HEAD_DIMS))})"
+                f"head_dim {self.head_dim} is not possible: it must be a multiple of 16 up to "
+                f"{MOST_HEAD_DIM} (tested: {', '.join(map(str, HEAD_DIMS))})"
             )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UsageError(
@@ -177,6 +178,7 @@ def parse_bytes(flag: str, text: str | int) -> int:
 class AttentionParams:
     """What one attention layer computes; the attributes of a `kvq::Attention` node.
 
+    `layer` counts those of its class, whose cache is the `cache`th of a sequence (`kvq.classes`).
     `scale` multiplies q.k; `softcap` c > 0 gives c*tanh(s/c); `window_tokens` w > 0 lets a query
     at position p see keys at positions > p - w; `rope_factor` multiplies cos and sin.
     """
@@ -186,6 +188,7 @@ class AttentionParams:
     num_kv_heads: int
     head_dim: int
     scale: float
+    cache: int = 0
     softcap: float = 0.0
     window_tokens: int = 0
     rope_factor: float = 1.0

@@ -278,6 +278,24 @@ class NativeCache:
         self._call("attend", ctypes.byref(attention), len(qkv), *arrays)
         return out
 
+    def look(
+        self,
+        params: AttentionParams,
+        queries: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        queries = np.ascontiguousarray(queries, np.float32)
+        rows = np.ascontiguousarray(rows, np.int64)
+        inv_freq = np.ascontiguousarray(inv_freq, np.float32)
+        norm = None if q_norm is None else pointer(np.ascontiguousarray(q_norm, np.float32))
+        attention = as_attention(params, len(inv_freq))
+        out = np.empty((len(rows), params.num_heads * params.head_dim), np.float32)
+        arrays = (pointer(rows), pointer(queries), pointer(inv_freq), norm, pointer(out))
+        self._call("look", ctypes.byref(attention), len(rows), *arrays)
+        return out
+
     def commit(self, rows: int | Sequence[int]) -> None:
         path = None if isinstance(rows, int) else (c_int32 * len(rows))(*map(_int32, rows))
         count = rows if isinstance(rows, int) else len(rows)

@@ -223,12 +223,40 @@ class ReferenceCache:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         return self._attention(params, q, positions, inv_freq).reshape(len(qkv), -1)
 
-    def _attention(
-        self, params: AttentionParams, q: Float, positions: NDArray[np.int64], inv_freq: Float
+    def look(
+        self,
+        params: AttentionParams,
+        queries: Float,
+        rows: NDArray[np.int64],
+        inv_freq: Float,
+        q_norm: Float | None = None,
     ) -> Float:
-        """What the pass's queries [T, H, D], rotated, give [T, H, D]."""
+        """What queries [R, H * D] of the pass's `rows` find in what layer `params.layer` stored."""
+        if not self._parents or self._unattended:
+            raise CacheError("a layer is read before every layer has seen the pass")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self._pass_rows:
+            raise CacheError(f"the pass has rows 0 to {self._pass_rows - 1}")
+        out = np.zeros((len(rows), params.num_heads * params.head_dim), np.float32)
+        if params.layer in self._silent:
+            return out
+        q = queries.astype(np.float32).reshape(len(rows), params.num_heads, params.head_dim)
+        positions = self._branch_positions[-self._pass_rows :][rows]
+        q = q if q_norm is None else normalize(q, q_norm, params.norm_eps)
+        q = rotate(q, positions, inv_freq, params.rope_factor)
+        return self._attention(params, q, positions, inv_freq, rows).reshape(out.shape)
+
+    def _attention(
+        self,
+        params: AttentionParams,
+        q: Float,
+        positions: NDArray[np.int64],
+        inv_freq: Float,
+        rows: NDArray[np.int64] | None = None,
+    ) -> Float:
+        """What the pass's queries [T, H, D], rotated, give [T, H, D]; of `rows` alone, if given."""
         group = params.num_heads // params.num_kv_heads
         sees = ancestry(self._parents)[-self._pass_rows :]
+        sees = sees if rows is None else sees[rows]
         out = np.empty_like(q)
         for head in range(params.num_kv_heads):
             keys = self._keys(params, head, inv_freq, self._view, branch=True)

@@ -7,7 +7,7 @@ Knows policies by name and holds no data.
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
@@ -48,6 +48,8 @@ ENTRY_BYTES = 40
 PROBE_BYTES = 8
 BRANCH_ROW_BYTES = 24
 LAYER_BYTES = 552
+# Rotary frequencies of a layer that those bytes have room for; a head may have more.
+LAYER_PAIRS = 128
 # Bytes of what a floating-point row is: token, position, how far it has moved.
 PLACE_BYTES = 12
 # Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
@@ -204,7 +206,7 @@ class Geometry:
             branch=self.draft_tokens * BRANCH_ROW_BYTES,
             probes=slots * PROBE_BYTES,
             probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
-            layers=shape.num_layers * LAYER_BYTES if slots else 0,
+            layers=shape.num_layers * _layer_bytes(dim) if slots else 0,
             staging_positions=self.pass_tokens * 4,
             staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
             rope=self.pass_tokens * dim * 4,
@@ -485,6 +487,10 @@ class CacheSpec:
         # From here on the whole context fits, and there are no probes.
         return min(num_bytes, self.whole_bytes)
 
+    def changed(self, **changes: Any) -> "CacheSpec":
+        """With other values of these fields."""
+        return replace(self, **changes)
+
     def shortened(self) -> "CacheSpec":
         """With the longest context, up to this one, of which the budget gives up nothing.
 
@@ -495,13 +501,7 @@ class CacheSpec:
             return self
         if self.budget.num_bytes is None and self.budget.fraction is None:
             return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
-        fits, too_many = SHORTEST_CONTEXT_TOKENS, self.context_tokens + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if replace(self, context_tokens=middle).minimum_bytes <= self.budget_bytes:
-                fits = middle
-            else:
-                too_many = middle
+        fits = longest_context(self)
         return replace(self, context_tokens=fits, budget=Budget(num_bytes=self.budget_bytes))
 
     @property
@@ -511,6 +511,30 @@ class CacheSpec:
     @property
     def _asks_attention(self) -> bool:
         return "attention" in policy_named(self.policy).needs
+
+
+class _Sized(Protocol):
+    """What is asked of a cache, or of those of several classes."""
+
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def minimum_bytes(self) -> int: ...
+    def changed(self, *, context_tokens: int) -> "_Sized": ...
+
+
+def longest_context(spec: _Sized) -> int:
+    """The longest context, up to the one asked for, that opens in the budget."""
+    fits, too_many = SHORTEST_CONTEXT_TOKENS, spec.context_tokens + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if spec.changed(context_tokens=middle).minimum_bytes <= spec.budget_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
 
 
 def tight_plan(plan: KvPlan) -> KvPlan:
@@ -531,6 +555,11 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
             f"its first and newest tokens in 16 bits and a page of {PAGE_TOKENS} quantised ones; "
             f"{sized(minimum_bytes)} can"
         )
+
+
+def _layer_bytes(head_dim: int) -> int:
+    """Bytes of what is kept of a layer's attention, to repeat it."""
+    return LAYER_BYTES + 4 * max(0, head_dim // 2 - LAYER_PAIRS)
 
 
 def _pages(tokens: int) -> int:

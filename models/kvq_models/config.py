@@ -26,6 +26,8 @@ NormKind = Literal["rms", "layer"]
 Norms = Literal["before", "after", "both"]
 # What is normalised together before queries and keys rotate: each head, or all of a token's.
 QkNorm = Literal["none", "heads", "rows"]
+# What a layer's values are made by: a matrix of their own, or that of the keys.
+Values = Literal["own", "keys"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,9 @@ class Attention:
     tokens the newest `window_tokens` are seen (0 = all). `rope` is the index of its rotary table.
     `qk_norm`: how queries, and keys, are normalised before they are rotated. With a `growth` the
     query of a token at position p is multiplied by 1 + growth * ln(1 + p // growth_tokens): in a
-    long context attention stays as sharp as in a short one.
+    long context attention stays as sharp as in a short one. With a `value_norm` each head of values
+    is divided by its root mean square. A layer with a `kv_from` has queries alone, and reads the
+    keys and values of that earlier layer.
     """
 
     heads: int
@@ -66,6 +70,9 @@ class Attention:
     output_bias: bool = False
     growth: float = 0.0
     growth_tokens: int = 0
+    value_norm: bool = False
+    values: Values = "own"
+    kv_from: int | None = None
 
     @property
     def width(self) -> int:
@@ -74,8 +81,8 @@ class Attention:
 
     @property
     def kv_width(self) -> int:
-        """Columns of its keys, and of its values."""
-        return self.kv_heads * self.head_dim
+        """Columns of its keys, and of its values; none where it reads another layer's."""
+        return 0 if self.kv_from is not None else self.kv_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
@@ -123,6 +130,7 @@ class Layer:
 
     That is multiplied by `scale` before, which canonical weights have in them. Where both are
     `parallel` the feed reads what the mixer does, through the same norm, and not what it made.
+    Behind a `scaled` layer the stream is multiplied by a learned number.
     """
 
     mixer: Attention
@@ -130,6 +138,34 @@ class Layer:
     norms: Norms = "before"
     scale: float = 1.0
     parallel: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerLayer:
+    """Embeddings of a second table, `width` numbers for every layer: they enter behind its feed.
+
+    A token's row of the table, `rows` tokens of it, is added to what the normalised stream that
+    enters the first layer makes by one matrix; both are of `layers * width` columns. A layer
+    multiplies its part by activation(gate . stream), and what another matrix makes of that is
+    normalised and added to the stream.
+    """
+
+    rows: int
+    width: int
+    activation: Activation = "gelu_tanh"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheClass:
+    """Layers whose keys and values lie in one cache: `layers` of the model, alike in shape.
+
+    `windows`: the sliding window of each, 0 for one that sees all.
+    """
+
+    shape: CacheShape
+    layers: tuple[int, ...]
+    windows: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +192,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     norm: NormKind = "rms"
     head_bias: bool = False
+    per_layer: PerLayer | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -164,11 +201,17 @@ class ModelConfig:
         self._check_numbers()
         for layer in dict.fromkeys(self.layers):
             self._check_layer(layer)
-        for rope in self.ropes:
-            if not rope.inv_freq or 2 * len(rope.inv_freq) > self.head_dim:
+        self._check_sharing()
+        if self.per_layer is not None:
+            _check_count("tokens of per-layer embeddings", self.per_layer.rows, least=1)
+            _check_count("numbers of a per-layer embedding", self.per_layer.width, least=1)
+        for layer in dict.fromkeys(self.layers):
+            rope, dim = self.ropes[layer.mixer.rope], layer.mixer.head_dim
+            if not rope.inv_freq or 2 * len(rope.inv_freq) > dim:
                 raise ModelError(
-                    f"a rotary table turns {2 * len(rope.inv_freq)} of {self.head_dim} dimensions"
+                    f"a rotary table turns {2 * len(rope.inv_freq)} of {dim} dimensions"
                 )
+        for rope in self.ropes:
             for value in (rope.factor, *rope.inv_freq, *(rope.long_inv_freq or ())):
                 _check_real("a number of a rotary table", value)
             if rope.long_inv_freq is not None:
@@ -213,19 +256,28 @@ class ModelConfig:
             ("activation", feed.activation, get_args(Activation)),
             ("place of the norms", layer.norms, get_args(Norms)),
             ("norm of queries and keys", mixer.qk_norm, get_args(QkNorm)),
+            ("source of values", mixer.values, get_args(Values)),
         ):
             if value not in known:
                 raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
         if layer.parallel and layer.norms != "before":
             raise ModelError("a layer whose halves are parallel has one norm, before both")
-        # A sequence owns one cache, whose pages have one shape.
-        first = self.layers[0].mixer
-        if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (
-            first.heads,
-            first.kv_heads,
-            first.head_dim,
-        ):
-            raise ModelError("layers with heads of different numbers or sizes are not possible yet")
+
+    def _check_sharing(self) -> None:
+        """A layer reads one of the same shape whose rows are still there: the last of its class."""
+        last = {one.layers[-1] for one in self.cache_classes}
+        for index, layer in enumerate(self.layers):
+            source = layer.mixer.kv_from
+            if source is None:
+                continue
+            if type(source) is not int or not 0 <= source < index or source not in last:
+                raise ModelError(
+                    f"layer {index} reads the keys of layer {source!r}, which must be an earlier "
+                    "layer, the last of those that are like it and have keys of their own"
+                )
+            own, read = layer.mixer, self.layers[source].mixer
+            if (own.heads, own.kv_heads, own.head_dim) != (read.heads, read.kv_heads, read.head_dim):
+                raise ModelError(f"layer {index} reads the keys of a layer of another shape")
 
     @property
     def num_layers(self) -> int:
@@ -234,22 +286,22 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of every layer."""
+        """Query heads of the first layer, and of every one of a `uniform` model."""
         return self.layers[0].mixer.heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads of every layer."""
+        """Key-value heads, likewise."""
         return self.layers[0].mixer.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Channels of every head."""
+        """Channels of a head, likewise."""
         return self.layers[0].mixer.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Columns of every layer's packed row, see `Attention.qkv_width`."""
+        """Columns of a packed row, likewise; see `Attention.qkv_width`."""
         return self.layers[0].mixer.qkv_width
 
     @property
@@ -258,14 +310,70 @@ class ModelConfig:
         return max(layer.feed.width for layer in self.layers)
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """The shape a key-value cache for this model has."""
-        return CacheShape(
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+    def cache_classes(self) -> tuple[CacheClass, ...]:
+        """What a sequence keeps of layers that have keys of their own, by the shape of their heads.
+
+        In the order of their first layers. Where layers read others' keys, those with a window are
+        apart from those without: only the last of a class can be read.
+        """
+        shares = any(layer.mixer.kv_from is not None for layer in self.layers)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if mixer.kv_from is None:
+                window = mixer.window_tokens if shares else 0
+                key = (mixer.heads, mixer.kv_heads, mixer.head_dim, window)
+                members.setdefault(key, []).append(index)
+        return tuple(
+            CacheClass(
+                shape=CacheShape(
+                    num_layers=len(layers),
+                    num_heads=heads,
+                    num_kv_heads=kv_heads,
+                    head_dim=head_dim,
+                ),
+                layers=tuple(layers),
+                windows=tuple(self.layers[layer].mixer.window_tokens for layer in layers),
+            )
+            for (heads, kv_heads, head_dim, _), layers in members.items()
         )
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """That of the one class of a model whose layers are alike. Raises ModelError for others."""
+        if not self.uniform:
+            raise ModelError(
+                f"layers of a {self.model_type} model differ in their heads or read others' keys; "
+                "this is possible only where all are alike"
+            )
+        return self.cache_classes[0].shape
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer has keys of its own, and heads as all others."""
+        return len(self.cache_classes) == 1 and len(self.cache_classes[0].layers) == self.num_layers
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Which of `cache_classes` holds the keys that a layer reads, and which layer there."""
+        source = self.layers[layer].mixer.kv_from
+        owner = layer if source is None else source
+        for index, one in enumerate(self.cache_classes):
+            if owner in one.layers:
+                return index, one.layers.index(owner)
+        raise AssertionError(f"layer {layer} is of no class")
+
+    @property
+    def first_reader(self) -> int:
+        """The first layer from which on no layer has keys of its own; the last one at least."""
+        first = self.num_layers
+        while first and self.layers[first - 1].mixer.kv_from is not None:
+            first -= 1
+        return first
+
+    @property
+    def float_bytes_per_token(self) -> int:
+        """Bytes of all keys and values of one token at 16 bits."""
+        return sum(one.shape.float_bytes_per_token for one in self.cache_classes)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -289,8 +397,10 @@ class ModelConfig:
     def attention(self, layer: int) -> AttentionParams:
         """The constants of one layer's attention."""
         mixer = self.layers[layer].mixer
+        cache, own = self.place(layer)
         return AttentionParams(
-            layer=layer,
+            layer=own,
+            cache=cache,
             num_heads=mixer.heads,
             num_kv_heads=mixer.kv_heads,
             head_dim=mixer.head_dim,
@@ -326,6 +436,8 @@ class ModelConfig:
             if "num_heads" in values:
                 values = _of_flat(values)
             values["layers"] = tuple(_layer_from_json(layer) for layer in values["layers"])
+            if values.get("per_layer") is not None:
+                values["per_layer"] = PerLayer(**values["per_layer"])
             values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
             return cls(**values)
         except (KeyError, TypeError) as error:

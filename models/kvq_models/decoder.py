@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, Norms
+from kvq_models.config import Attention, Dense, Feed, Layer, ModelConfig, Norms
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
@@ -95,15 +95,16 @@ def decoder_config(
     norms: Norms = "before",
     scale: float = 1.0,
     parallel: bool = False,
+    scaled: bool = False,
     own: Sequence[Mapping[str, Any]] | None = None,
-    experts: Mapping[int, Experts] = MappingProxyType({}),
+    feeds: Mapping[int, Feed] = MappingProxyType({}),
     **overrides: Any,
 ) -> ModelConfig:
     """The config of a family built from `DECODER_KEYS`; `overrides` replace its fields.
 
-    `norms`, `scale` and `parallel` are fields of every layer, `mixer` and `feed` those of its
-    `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
-    `experts` have those in place of the `Dense`. Without them: one rotary table for all layers,
+    `norms`, `scale`, `parallel` and `scaled` are fields of every layer, `mixer` and `feed` those of
+    its `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
+    `feeds` have those in place of the `Dense`. Without them: one rotary table for all layers,
     no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family reads attention_bias
     or mlp_bias and the file has it so.
     """
@@ -132,10 +133,11 @@ def decoder_config(
         "layers": tuple(
             Layer(
                 mixer=Attention(**(shared | dict(one))),
-                feed=experts.get(index, dense),
+                feed=feeds.get(index, dense),
                 norms=norms,
                 scale=scale,
                 parallel=parallel,
+                scaled=scaled,
             )
             for index, one in enumerate(each)
         ),

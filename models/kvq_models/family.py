@@ -94,6 +94,7 @@ class Family:
     def weights(self, config: ModelConfig) -> dict[str, WeightSource]:
         """Every canonical weight of the model, in the order of the forward pass."""
         sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
+        sources |= self._per_layer_sources(config)
         for layer in range(config.num_layers):
             exact = {product.name for product in layer_products(config, layer) if product.exact}
             for name, shape in layer_shapes(config, layer).items():
@@ -122,9 +123,40 @@ class Family:
             sources["head_bias"] = WeightSource(parts=("lm_head.bias",), shape=(config.vocab_size,))
         return sources
 
+    def _per_layer_sources(self, config: ModelConfig) -> dict[str, WeightSource]:
+        """What all layers' own embeddings come from; the norm is that of each layer's part.
+
+        The two halves are each worth 1 / sqrt(2), and the stream's has 1 / sqrt(hidden_size).
+        """
+        own = config.per_layer
+        if own is None:
+            return {}
+        columns = config.num_layers * own.width
+        return {
+            "per_layer_embed": WeightSource(
+                parts=("model.embed_tokens_per_layer.weight",), shape=(own.rows, columns)
+            ),
+            "per_layer_model": WeightSource(
+                parts=("model.per_layer_model_projection.weight",),
+                shape=(columns, config.hidden_size),
+                scale=config.hidden_size**-0.5,
+            ),
+            "per_layer_norm": WeightSource(
+                parts=("model.per_layer_projection_norm.weight",),
+                shape=(own.width,),
+                offset=config.norm_offset,
+                scale=0.5**0.5,
+            ),
+        }
+
     def _parts(self, config: ModelConfig, layer: int, name: str) -> tuple[str, ...]:
         """Those of a layer's weight; of experts one expert's after the other's."""
         parts, feed = self.layer_weights[name], config.layers[layer].feed
+        mixer = config.layers[layer].mixer
+        if name in ("qkv", "qkv_bias") and mixer.kv_from is not None:
+            return parts[:1]
+        if name in ("qkv", "qkv_bias") and mixer.values == "keys":
+            return (parts[0], parts[1], parts[1])
         if not (is_stack(name) and isinstance(feed, Experts)):
             return parts
         return tuple(part.format(expert=one) for one in range(feed.count) for part in parts)
@@ -163,8 +195,11 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)
         if product.name == "qkv" and mixer.qk_norm == "heads":
-            shapes |= {"q_norm": (mixer.head_dim,), "k_norm": (mixer.head_dim,)}
+            shapes |= {"q_norm": (mixer.head_dim,)}
+            shapes |= {} if mixer.kv_from is not None else {"k_norm": (mixer.head_dim,)}
         if product.name == "qkv" and mixer.qk_norm == "rows":
             shapes |= {"q_norm": (mixer.width,), "k_norm": (mixer.kv_width,)}
         shapes |= _norm_shapes(config, product.after, product.rows)
+    if config.layers[index].scaled:
+        shapes["scalar"] = (1,)
     return {name.rpartition(".")[2]: shape for name, shape in shapes.items()}

@@ -16,7 +16,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         "mixtral",
         values,
         mixer={"window_tokens": values["sliding_window"] or 0},
-        experts=dict.fromkeys(range(values["num_hidden_layers"]), experts),
+        feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),
     )
 
 

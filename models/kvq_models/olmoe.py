@@ -20,7 +20,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         "olmoe",
         values,
         mixer={"qk_norm": "rows"},
-        experts=dict.fromkeys(range(values["num_hidden_layers"]), experts),
+        feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),
     )
 
 

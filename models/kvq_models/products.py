@@ -12,7 +12,7 @@ from kvq_models.config import Activation, Experts, ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: the head.
+    """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: of none.
 
     Of experts it is `count` such matrices, one behind the other; a router's is kept as it is
     (`exact`), for a token that goes to another expert is answered otherwise. What enters a product
@@ -36,19 +36,31 @@ class Product:
     exact: bool = False
 
     @property
+    def is_head(self) -> bool:
+        """Whether it is the output head."""
+        return self.weight == "head"
+
+    @property
     def first_kept(self) -> int:
         """The first of the rows that are `kept`."""
         return self.rows - self.kept
 
     @property
     def name(self) -> str:
-        """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down."""
+        """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
+
+        And of per-layer embeddings per_layer_gate, per_layer_up.
+        """
         return self.weight.rpartition(".")[2]
 
 
 def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Those of one layer: the mixer's two, then the feed's."""
-    return (*mixer_products(config, index), *feed_products(config, index))
+    """Those of one layer: the mixer's two, then the feed's, then those of its own embedding."""
+    return (
+        *mixer_products(config, index),
+        *feed_products(config, index),
+        *per_layer_products(config, index),
+    )
 
 
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
@@ -140,6 +152,43 @@ def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     )
 
 
+def per_layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
+    """The gate of a layer's own embedding and what makes it a part of the stream, if it has one."""
+    if config.per_layer is None:
+        return ()
+    name, width = f"layers.{index}", config.per_layer.width
+    return (
+        Product(
+            weight=f"{name}.per_layer_gate",
+            place="per_layer/gate",
+            rows=width,
+            columns=config.hidden_size,
+            layer=index,
+        ),
+        Product(
+            weight=f"{name}.per_layer_up",
+            place="per_layer/up",
+            rows=config.hidden_size,
+            columns=width,
+            layer=index,
+            after=f"{name}.post_per_layer_norm",
+        ),
+    )
+
+
+def per_layer_model_product(config: ModelConfig) -> Product | None:
+    """What makes the other half of all layers' own embeddings of the embedded tokens."""
+    if config.per_layer is None:
+        return None
+    return Product(
+        weight="per_layer_model",
+        place="per_layer/model",
+        rows=config.num_layers * config.per_layer.width,
+        columns=config.hidden_size,
+        layer=None,
+    )
+
+
 def head_product(config: ModelConfig) -> Product:
     """The output head, which may share the embedding's matrix."""
     return Product(
@@ -155,6 +204,8 @@ def head_product(config: ModelConfig) -> Product:
 
 def products(config: ModelConfig) -> Iterator[Product]:
     """All of a model, the head last."""
+    if (own := per_layer_model_product(config)) is not None:
+        yield own
     for layer in range(config.num_layers):
         yield from layer_products(config, layer)
     yield head_product(config)

@@ -17,7 +17,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         "qwen3_moe",
         values,
         mixer={"qk_norm": "heads"},
-        experts={
+        feeds={
             layer: experts
             for layer in range(values["num_hidden_layers"])
             if layer not in dense and (layer + 1) % step == 0

@@ -26,7 +26,8 @@ class Attend(Protocol):
 
     qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
     positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
-    Returns float32 [T, H * D].
+    A layer that reads another's keys and values has `shared`: qkv holds its queries alone, float32
+    [T, H * D], and nothing is added to what is seen. Returns float32 [T, H * D].
     """
 
     def __call__(
@@ -37,6 +38,8 @@ class Attend(Protocol):
         inv_freq: np.ndarray,
         q_norm: np.ndarray | None,
         k_norm: np.ndarray | None,
+        *,
+        shared: bool = False,
     ) -> np.ndarray: ...
 
 
@@ -68,6 +71,7 @@ def forward(
     """
     table = weight("embed")
     start, hidden = entering or (0, _embedded(config, table, ids, mixed))
+    own = _per_layer_inputs(config, weight, ids, mixed)
     for layer in range(start, config.num_layers):
         if watch is not None:
             watch(layer, hidden)
@@ -87,6 +91,10 @@ def forward(
         hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
+        if own is not None:
+            hidden = hidden + _per_layer(config, weight, layer, hidden, own[:, layer])
+        if config.layers[layer].scaled:
+            hidden = hidden * weight(f"layers.{layer}.scalar")
     hidden = hidden if rows is None else hidden[rows]
     hidden = _normed(config, weight, "final_norm", hidden)
     logits = hidden @ (table if config.tied_head else weight("head")).T
@@ -106,6 +114,37 @@ def _embedded(
     else:
         hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
     return hidden * np.float32(config.embedding_scale)
+
+
+def _per_layer_inputs(
+    config: ModelConfig,
+    weight: Weights,
+    ids: np.ndarray,
+    mixed: tuple[np.ndarray, np.ndarray] | None,
+) -> np.ndarray | None:
+    """What every layer's own embedding of each token is, [T, L, P], or None without any."""
+    own = config.per_layer
+    if own is None:
+        return None
+    embedded = _embedded(config, weight("embed"), ids, mixed)
+    shape = (len(embedded), config.num_layers, own.width)
+    made = (embedded @ weight("per_layer_model").T).reshape(shape)
+    made = normalize(made, weight("per_layer_norm"), config.norm_eps)
+    known, shares = mixed or (ids[:, None], np.ones((len(ids), 1), np.float32))
+    rows = weight("per_layer_embed")[known.ravel()].reshape(*known.shape, -1)
+    read = np.einsum("tk,tkp->tp", shares.astype(np.float32), rows)
+    return made + read.reshape(shape) * np.float32((own.width / 2) ** 0.5)
+
+
+def _per_layer(
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, own: np.ndarray
+) -> np.ndarray:
+    """What a layer's own embedding [T, P] adds to the stream [T, hidden]."""
+    name = f"layers.{layer}."
+    assert config.per_layer is not None
+    gate = ACTIVATIONS[config.per_layer.activation](hidden @ weight(name + "per_layer_gate").T)
+    up = (gate * own) @ weight(name + "per_layer_up").T
+    return _normed(config, weight, name + "post_per_layer_norm", up)
 
 
 def _attention(
@@ -176,13 +215,19 @@ def _attend_with(
         query = normalize(query, weight(name + "q_norm"), config.norm_eps)
         key = normalize(key, weight(name + "k_norm"), config.norm_eps)
         qkv = np.concatenate([query, key, value], axis=1)
+    shared = mixer.kv_from is not None
+    if mixer.value_norm and not shared:
+        value = qkv[:, mixer.width + mixer.kv_width :].reshape(-1, mixer.head_dim)
+        value = normalize(value, np.ones(mixer.head_dim, np.float32), config.norm_eps)
+        qkv = np.concatenate([qkv[:, : -mixer.kv_width], value.reshape(len(qkv), -1)], axis=1)
     return attend(
         config.attention(layer),
         qkv,
         positions,
         config.inv_freq(layer, long_rope=long_rope),
         weight(name + "q_norm") if normed else None,
-        weight(name + "k_norm") if normed else None,
+        weight(name + "k_norm") if normed and not shared else None,
+        **({"shared": True} if shared else {}),
     )
 
 
@@ -272,9 +317,9 @@ class PlainAttention:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[int, np.ndarray] = {}
-        self._values: dict[int, np.ndarray] = {}
-        self._positions: dict[int, np.ndarray] = {}
+        self._keys: dict[tuple[int, int], np.ndarray] = {}
+        self._values: dict[tuple[int, int], np.ndarray] = {}
+        self._positions: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(
         self,
@@ -284,16 +329,25 @@ class PlainAttention:
         inv_freq: np.ndarray,
         q_norm: np.ndarray | None,
         k_norm: np.ndarray | None,
+        *,
+        shared: bool = False,
     ) -> np.ndarray:
-        query, key, value = split_heads(params, qkv.astype(np.float32))
-        if q_norm is not None and k_norm is not None:
+        place = (params.cache, params.layer)
+        if shared:
+            query = qkv.astype(np.float32).reshape(len(qkv), params.num_heads, params.head_dim)
+        else:
+            query, key, value = split_heads(params, qkv.astype(np.float32))
+            if k_norm is not None:
+                key = normalize(key, k_norm, params.norm_eps)
+            key = rotate(key, positions, inv_freq, params.rope_factor)
+            for store, new in (
+                (self._keys, key), (self._values, value), (self._positions, positions)
+            ):  # fmt: skip
+                store[place] = np.concatenate([store[place], new]) if place in store else new.copy()
+        if q_norm is not None:
             query = normalize(query, q_norm, params.norm_eps)
-            key = normalize(key, k_norm, params.norm_eps)
         query = rotate(query, positions, inv_freq, params.rope_factor)
-        key = rotate(key, positions, inv_freq, params.rope_factor)
-        keys = self._append(self._keys, params.layer, key)
-        values = self._append(self._values, params.layer, value)
-        seen = self._append(self._positions, params.layer, positions)
+        keys, values, seen = self._keys[place], self._values[place], self._positions[place]
         weights = _weights(params, query, keys, positions[:, None] - seen[None, :])
         self.saw(params.layer, weights)
         return _mixed(weights, values)
@@ -301,16 +355,11 @@ class PlainAttention:
     def saw(self, layer: int, weights: np.ndarray) -> None:
         """What a layer's queries looked at, float32 [Hk, H / Hk, T, S]; for those who watch."""
 
-    @staticmethod
-    def _append(store: dict[int, np.ndarray], layer: int, new: np.ndarray) -> np.ndarray:
-        store[layer] = np.concatenate([store[layer], new]) if layer in store else new.copy()
-        return store[layer]
-
     def trim(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens."""
         for store in (self._keys, self._values, self._positions):
-            for layer in store:
-                store[layer] = store[layer][:tokens]
+            for place in store:
+                store[place] = store[place][:tokens]
 
 
 def _weights(

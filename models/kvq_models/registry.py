@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "kvq_models.gemma:FAMILY",
     "gemma2": "kvq_models.gemma2:FAMILY",
     "gemma3_text": "kvq_models.gemma3_text:FAMILY",
+    "gemma4_text": "kvq_models.gemma4:FAMILY",
     "granite": "kvq_models.granite:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
     "ministral3": "kvq_models.ministral3:FAMILY",
@@ -43,6 +44,13 @@ FAMILIES: Mapping[str, str] = {
 WRAPPERS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
         "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+    "gemma4": {
+        "vocab_size": 262144,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,

@@ -6,6 +6,7 @@ arithmetic of each kind of scaling. Knows nothing of families: they say which ki
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,8 +224,20 @@ def _longrope(settings: RopeSettings) -> RopeConfig:
     )
 
 
+def _proportional(settings: RopeSettings) -> RopeConfig:
+    """A share of all pairs (i, i + half) turns, at the speeds a whole table would have there."""
+    half = settings.head_dim // 2
+    turning = int(settings.number("partial_rotary_factor", 1.0) * half)
+    whole = dataclasses.replace(
+        settings, parameters={**settings.parameters, "partial_rotary_factor": 1.0}
+    )
+    inv_freq = _plain(whole) / np.float32(settings.number("factor", 1.0))
+    return _as_config(np.where(np.arange(half) < turning, inv_freq, np.float32(0)))
+
+
 ROPE_KINDS: Mapping[str, _RopeKind] = {
     "default": _RopeKind(frozenset(), _default),
+    "proportional": _RopeKind(frozenset({"factor"}), _proportional),
     "linear": _RopeKind(frozenset({"factor", "original_max_position_embeddings"}), _linear),
     "llama3": _RopeKind(
         frozenset(

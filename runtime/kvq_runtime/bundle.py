@@ -329,6 +329,9 @@ class Bundle:
         """
         stored = self._graph_weights
         read_bytes = stored.num_bytes - self._unchosen_bytes
+        if self.config.per_layer is not None:
+            table = self.form("per_layer_embed")
+            read_bytes -= (table.panels - 1) * table.panel_bytes
         if self.config.tied_head:
             return read_bytes
         form = self.form("embed")
@@ -377,15 +380,18 @@ class Bundle:
         blocks, form = self.read_codes(name, rows), self.form(name)
         return dequantize(blocks, form.bits, view)[:, : form.columns]
 
-    def weight_norms(self) -> np.ndarray:
-        """Frobenius norms float64 [L, 2] of the weights that make a layer's keys and values."""
-        return self._weight_norms
+    def weight_norms(self, layers: Sequence[int]) -> np.ndarray:
+        """Frobenius norms float64 [L, 2] of the weights that make these layers' keys and values."""
+        return self._weight_norms[list(layers)]
 
     @cached_property
     def _weight_norms(self) -> np.ndarray:
         norms: list[list[np.floating]] = []
         for layer, own in enumerate(self.config.layers):
             width, rows = own.mixer.kv_width, slice(own.mixer.width, None)
+            if not width:
+                norms.append([np.float64(0), np.float64(0)])
+                continue
             both = self.read_weight(f"layers.{layer}.qkv", rows).astype(np.float64)
             norms.append([np.linalg.norm(both[:width]), np.linalg.norm(both[width:])])
         return np.array(norms)
@@ -487,7 +493,9 @@ class Bundle:
             product.weight: (product.count * product.rows, product.columns)
             for product in products(config)
         }
-        return layers | {"embed": (config.vocab_size, config.hidden_size)}
+        own = config.per_layer
+        table = {} if own is None else {"per_layer_embed": (own.rows, len(config.layers) * own.width)}
+        return layers | {"embed": (config.vocab_size, config.hidden_size)} | table
 
     @property
     def _graph_weights(self) -> WeightInfo:
@@ -611,14 +619,17 @@ def _matrices(config: ModelConfig) -> set[str]:
     """Canonical names of what is quantised."""
     tied = {"head"} if config.tied_head else set[str]()
     matrices = {product.weight for product in products(config) if not product.exact}
-    return {"embed"} | matrices - tied
+    tables = {"embed"} if config.per_layer is None else {"embed", "per_layer_embed"}
+    return tables | matrices - tied
 
 
 def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
     """Raises ValueError unless there is one of every KV head, or none at all."""
     forms = tuple(PageForm(int(form)) for form in data)
     known = all(0 <= form <= PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES for form in forms)
-    if not known or len(forms) not in (0, config.num_layers * config.num_kv_heads):
+    shapes = [one.shape for one in config.cache_classes]
+    streams = sum(shape.num_layers * shape.num_kv_heads for shape in shapes)
+    if not known or len(forms) not in (0, streams):
         raise ValueError(f"page_forms {list(data)} are none of this model")
     return forms
 

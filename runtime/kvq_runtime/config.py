@@ -16,6 +16,7 @@ from kvq.config import (
 from kvq.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvq.classes import ClassedArena
     from kvq.sizing import Arena
 
 # Of an answer whose length nobody said.
@@ -149,7 +150,7 @@ class SessionConfig:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
-    arena: "Arena | None" = None
+    arena: "Arena | ClassedArena | None" = None
 
     def __post_init__(self) -> None:
         _require("ctx-size", self.context_tokens, self.context_tokens >= 2, "2 or more")

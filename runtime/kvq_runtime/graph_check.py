@@ -25,6 +25,7 @@ _NODE_NAME, _OPERATOR, _ATTRIBUTES = 3, 4, 5
 _ATTRIBUTE_NAME, _FLOAT, _INTEGER = 1, 2, 3
 _VALUE_TYPE, _TENSOR_TYPE, _SHAPE, _DIMENSION, _SIZE = 2, 1, 2, 1, 1
 
+_FLOAT_ATTRIBUTES = ("scale", "softcap", "rope_factor", "norm_eps")
 _ORT_ACTIVATIONS = {"silu": "QuickGelu", "gelu_tanh": "Gelu"}
 
 Fields = Mapping[int, list[Any]]
@@ -58,10 +59,11 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
         raise _refused(path, wrong[0])
     # Our own products compute a gate's by themselves.
     apart = {layer.feed.activation for layer in config.layers if not (own and layer.feed.gated)}
+    apart |= set() if config.per_layer is None else {config.per_layer.activation}
     activations = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
     if activations != {_ORT_ACTIVATIONS[activation] for activation in apart}:
         raise _refused(path, "the activation")
-    if sum(operator == "Attention" for _, operator, _ in nodes) != config.num_layers:
+    if sum(operator.endswith("Attention") for _, operator, _ in nodes) != config.num_layers:
         raise _refused(path, "the number of layers")
     if widths != [config.vocab_size]:
         raise _refused(path, "the shape of the logits")
@@ -78,11 +80,29 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     """Operator and attributes of what decides which tokens a layer looks at, by name."""
     nodes: dict[str, Node] = {}
     for layer, own in enumerate(config.layers):
-        path = f"/model/layers.{layer}/attn"
-        nodes[f"{path}/Attention"] = ("Attention", asdict(config.attention(layer)))
+        path, shared = f"/model/layers.{layer}/attn", own.mixer.kv_from is not None
+        kind = "SharedAttention" if shared else "Attention"
+        nodes[f"{path}/{kind}"] = (kind, attention_attributes(config, layer))
         if own.mixer.growth:
             nodes[f"{path}/growth/Mul"] = ("Mul", {})
+        if own.mixer.value_norm and not shared:
+            nodes[f"{path}/v_norm/Concat"] = ("Concat", {})
+        if own.scaled:
+            nodes[f"/model/layers.{layer}/Mul"] = ("Mul", {})
     return nodes
+
+
+def cache_inputs(classes: int) -> tuple[str, ...]:
+    """What a graph calls the handles of the caches of so many classes of layers."""
+    return ("cache", *(f"cache.{index}" for index in range(1, classes)))
+
+
+def attention_attributes(config: ModelConfig, layer: int) -> dict[str, Any]:
+    """What a layer's node of attention says; which class its cache is of, its input says."""
+    attributes = asdict(config.attention(layer))
+    del attributes["cache"]
+    # An integral value read from JSON must not turn a float attribute into an integer.
+    return attributes | {name: float(attributes[name]) for name in _FLOAT_ATTRIBUTES}
 
 
 def node_path(product: Product) -> str:
@@ -141,6 +161,10 @@ def _own_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """The products of a graph of `kvq::Linear`, which also holds norms and activation."""
     size = {"rows": config.vocab_size, "columns": config.hidden_size}
     nodes: dict[str, Node] = {"/model/Embed": ("Embed", size | asdict(format_of("embed")))}
+    if config.per_layer is not None:
+        rows, columns = config.per_layer.rows, config.num_layers * config.per_layer.width
+        facts = {"rows": rows, "columns": columns} | asdict(format_of("per_layer_embed"))
+        nodes["/model/per_layer/Embed"] = ("Embed", facts)
     nodes |= _experts_nodes(config, format_of)
     for product in products(config):
         if product.exact or product.count > 1:

@@ -89,15 +89,17 @@ class KvqEngine:
             _check_pressure(setting, arena, depth)
         on_device = self._device != gpu.PROCESSOR
         engine = self._device if on_device else self._backend.cache_kind
-        cache = Cache(arena, weight_norms=self._bundle.weight_norms, engine=engine)
-        fill(cache, self._bundle.config, depth)
+        config = self._bundle.config
+        norms = [partial(self._bundle.weight_norms, one.layers) for one in config.cache_classes]
+        cache = open_cache(arena, weight_norms=norms, engine=engine)
+        fill(cache, config, depth)
         return cache
 
     def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
         model, (k_bits, v_bits) = self._bundle.config, parse_kv(setting.kv)
         whole = Budget(tokens=tokens)
-        return CacheSpec(
-            shape=model.cache_shape,
+        return spec_of(
+            class_fields(model),
             plan=replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits),
             context_tokens=tokens,
             draft_tokens=setting.draft_tokens,
@@ -105,7 +107,6 @@ class KvqEngine:
             threads=self._threads,
             policy=setting.policy or DEFAULT_POLICY,
             read=setting.read,
-            windows=model.windows,
         )
 
 

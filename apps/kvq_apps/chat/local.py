@@ -279,7 +279,7 @@ class LocalClient:
         if arena is None:
             return ""
         plan = replace(arena.spec.plan, k_bits=4, v_bits=2)
-        spec = replace(arena.spec, plan=plan, draft_tokens=DEFAULT_DRAFT_TOKENS)
+        spec = arena.spec.changed(plan=plan, draft_tokens=DEFAULT_DRAFT_TOKENS)
         return f"4:2 {whole_units(spec.minimum_bytes)}"
 
     def _facts(self) -> Facts:

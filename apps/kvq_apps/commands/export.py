@@ -251,7 +251,6 @@ def _auxiliary_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
     kv, predicted = report["kv"], _prediction_rows(report)
-    shape = bundle.config.cache_shape
     rows = [
         ("bundle", report["path"]),
         ("model", f"{report['name']} ({report['model_type']})"),
@@ -260,7 +259,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         (
             "KV plan",
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens "
-            f"({shape.float_bytes_per_token} bytes per token at 16 bits)",
+            f"({bundle.config.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"]),
         *_verdict(report["quality"] or {}),

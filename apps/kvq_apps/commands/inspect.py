@@ -128,16 +128,20 @@ def _located(name: str) -> Path:
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.formats import bytes_per_token, seen_tokens
 
-    config, shape = bundle.config, bundle.config.cache_shape
-    manifest = bundle.manifest.to_json()
-    token_bytes = bytes_per_token(shape, bundle.manifest.kv)
-    seen = seen_tokens(shape.num_layers, config.windows, config.context_length)
+    config, manifest = bundle.config, bundle.manifest.to_json()
+    token_bytes = at_context = 0.0
+    for one in config.cache_classes:
+        own = bytes_per_token(one.shape, bundle.manifest.kv)
+        layers = one.shape.num_layers
+        seen = seen_tokens(layers, one.windows, config.context_length)
+        token_bytes += own
+        at_context += own * seen / layers
     return manifest | {
         "path": str(bundle.path),
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "bytes_per_token": token_bytes,
-        "bytes_at_context": round(token_bytes * seen / shape.num_layers),
-        "fp16_bytes_per_token": shape.float_bytes_per_token,
+        "bytes_at_context": round(at_context),
+        "fp16_bytes_per_token": config.float_bytes_per_token,
     }
 
 
@@ -307,7 +311,6 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
     checkpoint = source.checkpoint(config)
     checkpoint.check(source.weight_sources(family, config))
     tensors = checkpoint.tensors.values()
-    shape = config.cache_shape
     report = {
         "format": "checkpoint",
         "path": str(folder),
@@ -318,7 +321,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
         "tensors": len(tensors),
         "dtypes": sorted({tensor.dtype for tensor in tensors}),
         "bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
-        "fp16_bytes_per_token": shape.float_bytes_per_token,
+        "fp16_bytes_per_token": config.float_bytes_per_token,
     }
     return report, [
         ("checkpoint", report["path"]),

@@ -12,7 +12,7 @@ constexpr float kObservedMass = 1.0f / 4096.0f;
 // A block per token (a probe row) and KV head, a thread per channel: probes kept as natural logits
 // become queries of every turn.
 KVQ_KERNEL turn_probes(kvq_cuda_attention a, kvq_cuda_sequence s, const uint16_t* probes) {
-    KVQ_SHARED float x[kMaxHeadDim];
+    KVQ_SHARED float x[kMostChannels];
     const int kv_head = block_index().y, i = thread_index(), dim = a.head_dim;
     const int64_t row = int64_t{kv_head} * s.tokens + block_index().x;
     const int64_t rows = int64_t{a.kv_heads} * s.tokens;

@@ -22,7 +22,7 @@ int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* st
     if (tiled) launch(attend_tiles<Dim>, grid, kTileThreads, sizeof(TileRoom<Dim>), stream, a, s);
     else launch(attend<Dim>, grid, kThreads<Dim>, sizeof(AttendRoom<Dim>), stream, a, s);
     if (!tiled || a.splits > 1)
-        launch(merge, Dim3{rows, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
+        launch(merge, Dim3{rows, a.kv_heads}, kMostChannels, 0, stream, a, s);
     return outcome();
 }
 
@@ -95,7 +95,7 @@ void multiply_head(const kvq_cuda_linear& c, void* stream) {
 }
 
 bool is_head(int channels) {
-    return channels > 0 && channels % 16 == 0 && channels <= kvq::kMaxHeadDim;
+    return channels > 0 && channels % 16 == 0 && channels <= kMostChannels;
 }
 
 }  // namespace
@@ -127,7 +127,7 @@ KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
                               const kvq_cuda_sequence* sequence, void* stream) {
     const kvq_cuda_attention& a = *attention;
     const kvq_cuda_sequence& s = *sequence;
-    launch(prepare, Dim3{s.tokens, a.heads + 2 * a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s);
+    launch(prepare, Dim3{s.tokens, a.heads + 2 * a.kv_heads}, kMostChannels, 0, stream, a, s);
     return outcome();
 }
 
@@ -148,7 +148,7 @@ KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
     const kvq_cuda_sequence& s = *sequence;
     if (s.tokens < 1 || s.tokens > kProbeRows || a.heads != a.kv_heads || s.view_count < 1)
         return KVQ_BAD_ARGUMENT;
-    launch(turn_probes, Dim3{s.tokens, a.kv_heads}, kvq::kMaxHeadDim, 0, stream, a, s, probes);
+    launch(turn_probes, Dim3{s.tokens, a.kv_heads}, kMostChannels, 0, stream, a, s, probes);
     return with_channels(a.head_dim, [&](auto channels) {
         return observe_all<decltype(channels)::kDim>(a, s, facts, stream);
     });
@@ -157,7 +157,7 @@ KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
 KVQ_EXPORT int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream) {
     const kvq_cuda_closing& c = *closing;
     if (!is_head(c.head_dim) || c.count < 1 || c.kv_heads < 1) return KVQ_BAD_ARGUMENT;
-    launch(close_pages, Dim3{c.count, c.kv_heads, 2}, kvq::kMaxHeadDim, packing_bytes(c.head_dim),
+    launch(close_pages, Dim3{c.count, c.kv_heads, 2}, kMostChannels, packing_bytes(c.head_dim),
            stream, c);
     return outcome();
 }
@@ -165,7 +165,7 @@ KVQ_EXPORT int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream) {
 KVQ_EXPORT int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int32_t head_dim,
                                void* stream) {
     if (!is_head(head_dim) || count < 1) return KVQ_BAD_ARGUMENT;
-    launch(narrow, Dim3{count}, kvq::kMaxHeadDim, 0, stream, planes, head_dim);
+    launch(narrow, Dim3{count}, kMostChannels, 0, stream, planes, head_dim);
     return outcome();
 }
 

@@ -133,10 +133,10 @@ KVQ_DEVICE void store_planes(const Packing& p, int bits, uint8_t* const* granule
     }
 }
 
-// A block per page, KV head and side; a thread per channel, token or group, kMaxHeadDim of them.
+// A block per page, KV head and side; a thread per channel, token or group, kMostChannels of them.
 KVQ_KERNEL close_pages(kvq_cuda_closing c) {
     KVQ_DYNAMIC_SHARED(room);
-    KVQ_SHARED float mid[kMaxHeadDim], scale[kMaxHeadDim];
+    KVQ_SHARED float mid[kMostChannels], scale[kMostChannels];
     const int page = block_index().x, head = block_index().y, form = c.forms[head];
     const bool values = block_index().z == 1;
     auto* x = reinterpret_cast<float*>(room);
@@ -154,7 +154,7 @@ KVQ_KERNEL close_pages(kvq_cuda_closing c) {
     for (int i = thread_index(); values && rest + i < end; i += thread_count()) rest[i] = 0;
 }
 
-// A block of kMaxHeadDim threads per plane; the first granule is read before it is written.
+// A block of kMostChannels threads per plane; the first granule is read before it is written.
 KVQ_KERNEL narrow(const kvq_cuda_plane* planes, int head_dim) {
     const kvq_cuda_plane& plane = planes[block_index().x];
     auto* first = reinterpret_cast<uint32_t*>(plane.first);

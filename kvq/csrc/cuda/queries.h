@@ -7,6 +7,7 @@
 namespace kvq::cuda {
 
 constexpr float kLog2E = 1.44269504088896340736f;
+constexpr int kMostChannels = 256;  // of a head; heads of more have no kernels here
 
 // Sum over a block's threads of `x`; `room` float per thread.
 KVQ_DEVICE float block_sum(float x, float* room) {
@@ -57,9 +58,9 @@ KVQ_DEVICE void normalize(float* x, const float* weight, int dim, float eps, flo
     sync_block();
 }
 
-// A block per token and head of qkv, a thread per channel (kMaxHeadDim of them).
+// A block per token and head of qkv, a thread per channel (kMostChannels of them).
 KVQ_KERNEL prepare(kvq_cuda_attention a, kvq_cuda_sequence s) {
-    KVQ_SHARED float x[kMaxHeadDim], turned[kMaxHeadDim], room[kMaxHeadDim];
+    KVQ_SHARED float x[kMostChannels], turned[kMostChannels], room[kMostChannels];
     const int token = block_index().x, head = block_index().y, i = thread_index();
     const int group = a.heads / a.kv_heads, dim = a.head_dim;
     const bool is_query = head < a.heads, is_key = !is_query && head < a.heads + a.kv_heads;

@@ -1,9 +1,12 @@
-// The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the op
-// Attention and those of linear_ops.cpp.
-// Inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
+// The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the ops
+// Attention and SharedAttention and those of linear_ops.cpp.
+// Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
 // sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
 // [head_dim]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
+// SharedAttention is of a layer that reads what layer `layer` has stored of the pass. Inputs: q float [R,
+// heads * head_dim], rows int64 [R] of the T they are of, sequence by sequence, cache, sequence_rows,
+// inv_freq and optionally q_norm. Output: float [R, heads * head_dim].
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -133,6 +136,62 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
+enum SharedInput { kQ, kRows, kShared, kSharedRows, kSharedFreq, kSharedNorm, kSharedInputs };
+
+OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
+    kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
+    Input given[kSharedInputs];
+    for (size_t i = 0; i < kSharedInputs; i++)
+        if (OrtStatus* status = read(context, i, given[i])) return status;
+    const int64_t queries = given[kRows].count, sequences = given[kShared].count,
+                  width = int64_t{a.heads} * a.head_dim;
+    if (given[kQ].count != queries * width || sequences < 1 ||
+        given[kSharedRows].count != sequences || 2 * given[kSharedFreq].count > a.head_dim ||
+        (given[kSharedNorm].data && given[kSharedNorm].count != a.head_dim))
+        return failed("input shapes do not match the attributes");
+    float* out = nullptr;
+    if (OrtStatus* status = output(context, queries, width, &out)) return status;
+    a.rotary_pairs = static_cast<int32_t>(given[kSharedFreq].count);
+
+    // Rows are numbered through all sequences; a cache numbers its own.
+    std::vector<int64_t> rows(given[kRows].as<int64_t>(), given[kRows].as<int64_t>() + queries);
+    std::vector<Inputs> inputs;
+    int64_t first = 0, asked = 0;
+    for (int64_t s = 0; s < sequences; s++) {
+        const int64_t begin = asked, end = first + given[kSharedRows].as<int64_t>()[s];
+        for (; asked < queries && rows[asked] >= first && rows[asked] < end; asked++)
+            rows[asked] -= first;
+        inputs.push_back({static_cast<int>(asked - begin), given[kQ].as<float>() + begin * width,
+                          nullptr, given[kSharedFreq].as<float>(),
+                          given[kSharedNorm].as<float>(), nullptr, out + begin * width,
+                          rows.data() + begin});
+        first = end;
+    }
+    if (asked != queries) return failed("rows do not follow the sequences");
+    Held held;
+    if (OrtStatus* status = held.hold(given[kShared].as<int64_t>(), inputs.size())) return status;
+    std::vector<Cache*> caches;
+    for (const auto& cache : held.caches) caches.push_back(cache.get());
+    const int status =
+        read_together(a, caches.data(), inputs.data(), inputs.size(), {run_units, context});
+    return status ? failed(kvq_status_text(status)) : nullptr;
+}
+
+Op shared_attention_op(Device* device) {
+    Op o = op_of<AttentionKernel>(device);
+    o.GetName = [](const OrtCustomOp*) { return "SharedAttention"; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kSharedInputs}; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= kRows && i <= kSharedRows ? kInt64 : kFloat;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i >= kSharedNorm ? kOptional : kRequired;
+    };
+    o.CreateKernelV2 = create;
+    o.KernelComputeV2 = compute_shared;
+    return o;
+}
+
 Op attention_op(Device* device) {
     Op o = op_of<AttentionKernel>(device);
     o.GetName = [](const OrtCustomOp*) { return "Attention"; };
@@ -163,6 +222,7 @@ OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
         if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
         made.ops = linear_ops(device);
         made.ops.push_back(attention_op(device));
+        made.ops.push_back(shared_attention_op(device));
         for (const Op& op : made.ops)
             if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, &op)) return status;
         made.domain = domain;

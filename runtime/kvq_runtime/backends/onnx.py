@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq import devices, native, native_linear
-from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError
 from kvq_runtime import gpu, huge_pages
 from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
-from kvq_runtime.backends.paged import PagedBackend
+from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.graph_check import cache_inputs
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 
 # Threads wait for the next node by spinning, but not for long: never spinning costs a quarter of a
@@ -73,6 +73,7 @@ class OnnxBackend(PagedBackend):
         self._session: _InferenceSession | None = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
+        self._caches = cache_inputs(len(bundle.config.cache_classes))
         # Whether the head may rank by half its bytes where only the largest logits matter.
         optional = {node.name for node in self._session.get_overridable_initializers()}
         self.ranks_by_halves = "exact_rows" in optional
@@ -83,6 +84,11 @@ class OnnxBackend(PagedBackend):
         self._has_head_rows = "head_rows" in optional
         self._maps = bundle.maps() if "layers.1.map" in optional else {}
         if device != gpu.PROCESSOR:
+            if not bundle.config.uniform:
+                raise BackendError(
+                    f"layers of a {bundle.config.model_type} model differ in their heads or read "
+                    f"others' keys, which {device!r} has no kernels for; use --device cpu"
+                )
             if not self._has_modes:
                 raise BackendError(
                     f"{bundle.path} was exported with --linear ort, whose products {device!r} does "
@@ -111,11 +117,12 @@ class OnnxBackend(PagedBackend):
                 "model again with this version of kvq"
             )
 
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`: one run of the graph, the sequences' rows one after the other."""
         rows = one_pass.rows
         feeds = _own_rows(rows[0]) if len(rows) == 1 else _joint_rows(rows)
-        feeds["cache"] = np.array([own.cache.handle for own in rows], np.int64)
+        for index, name in enumerate(self._caches):
+            feeds[name] = np.array([own.cache.handles[index] for own in rows], np.int64)
         feeds["sequence_rows"] = np.array([len(own.ids) for own in rows], np.int64)
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
@@ -183,7 +190,7 @@ class OnnxBackend(PagedBackend):
         self._session = None
 
 
-def _own_rows(own: Rows[Cache]) -> dict[str, NDArray[Any]]:
+def _own_rows(own: Rows[PagedCache]) -> dict[str, NDArray[Any]]:
     """The graph's inputs about the rows of one sequence alone.
 
     After a step the weights have passed through every cache of the processor: each line of Python
@@ -197,7 +204,7 @@ def _own_rows(own: Rows[Cache]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _joint_rows(rows: Sequence[Rows[Cache]]) -> dict[str, NDArray[Any]]:
+def _joint_rows(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
     """Those of several sequences, one after the other."""
     starts = np.cumsum([0, *(len(own.ids) for own in rows)])
     width = max(own.ids.shape[1] for own in rows)

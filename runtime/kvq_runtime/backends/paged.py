@@ -4,17 +4,19 @@ Knows no engine.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
-from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan
+from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
+from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
 from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
+from kvq.cache import Cache
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
@@ -24,6 +26,8 @@ from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 
 _PLAN = KvPlan()
+
+PagedCache = Cache | ClassedCache
 
 
 class PagedBackend(ABC):
@@ -42,7 +46,7 @@ class PagedBackend(ABC):
         self.threads = threads
 
     @abstractmethod
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
 
     @abstractmethod
@@ -62,13 +66,13 @@ class PagedBackend(ABC):
     def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
         """See `backends.estimate`."""
         assert isinstance(files, Bundle)
-        shape = files.config.cache_shape
+        classes = files.config.cache_classes
         held = _config(files, request.whole(files.config.context_length), threads)
         return Estimate(
             plan=held.plan,
             context_tokens=held.context_tokens,
             kv_bytes=held.budget_bytes,
-            bytes_per_token=lambda plan: bytes_per_token(shape, plan),
+            bytes_per_token=lambda plan: sum(bytes_per_token(one.shape, plan) for one in classes),
         )
 
     def check_mode(self, mode: Mode) -> None:
@@ -81,6 +85,12 @@ class PagedBackend(ABC):
             raise BackendError(
                 f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
                 "export it again with --kv-predict"
+            )
+        if mode.silent and not self.bundle.config.uniform:
+            raise BackendError(
+                f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
+                "what they pass on is read, or scaled, by others; draft by other means, and leave "
+                "--kv-predict out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -97,19 +107,23 @@ class PagedBackend(ABC):
             )
         return _config(self.bundle, request, self.threads)
 
-    def open_cache(self, config: SessionConfig) -> Cache:
+    def open_cache(self, config: SessionConfig) -> PagedCache:
         """See `Backend.open_cache`."""
         assert config.arena is not None
         on_device = self.device != gpu.PROCESSOR
         engine = self.device if on_device else self.cache_kind
-        return Cache(config.arena, weight_norms=self.bundle.weight_norms, engine=engine)
+        norms = [
+            partial(self.bundle.weight_norms, one.layers)
+            for one in self.bundle.config.cache_classes
+        ]
+        return open_cache(config.arena, weight_norms=norms, engine=engine)
 
 
 def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:
     model, manifest = bundle.config, bundle.manifest
     given = request.context_tokens
-    spec = CacheSpec(
-        shape=model.cache_shape,
+    spec = spec_of(
+        class_fields(model, manifest.forms),
         plan=request.plan(manifest.kv),
         context_tokens=model.context_length if given is None else given,
         budget=request.kv_budget,
@@ -118,9 +132,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         threads=threads,
         policy=manifest.policy if request.policy is None else request.policy,
         read=DEFAULT_READ if request.read is None else request.read,
-        windows=model.windows,
         edits=request.edits,
-        forms=manifest.forms,
         offload_bytes=request.offload_bytes,
     )
     arena = _widest(spec.shortened() if given is None else spec, request).resolved()
@@ -138,7 +150,20 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
     )
 
 
-def _widest(spec: CacheSpec, request: SessionRequest) -> CacheSpec:
+def class_fields(
+    config: ModelConfig, forms: Sequence[PageForm] = ()
+) -> list[dict[str, Any]]:
+    """What of a `CacheSpec` is each class's own. `forms`: of all streams, class by class, or none."""
+    found, start = list[dict[str, Any]](), 0
+    for one in config.cache_classes:
+        stop = start + one.shape.num_layers * one.shape.num_kv_heads
+        own = tuple(forms[start:stop])
+        found.append({"shape": one.shape, "windows": one.windows, "forms": own})
+        start = stop
+    return found
+
+
+def _widest(spec: CacheSpec | ClassedSpec, request: SessionRequest) -> CacheSpec | ClassedSpec:
     """The spec at 8:8 where its bytes cannot hold the context and nobody chose widths.
 
     The default policy then takes bits where they cost least, and of two real models kept more so
@@ -150,7 +175,7 @@ def _widest(spec: CacheSpec, request: SessionRequest) -> CacheSpec:
     short = spec.budget.tokens is None and spec.budget_bytes < spec.whole_bytes
     if chosen or not (takes_bits and short):
         return spec
-    widest = replace(spec, plan=replace(spec.plan, k_bits=8, v_bits=8))
+    widest = spec.changed(plan=replace(spec.plan, k_bits=8, v_bits=8))
     return widest if widest.budget_bytes >= widest.minimum_bytes else spec
 
 

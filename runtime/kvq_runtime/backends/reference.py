@@ -9,10 +9,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
 from kvq_models.reference import forward
 from kvq_runtime.backends import ModelFiles, Pass
-from kvq_runtime.backends.paged import PagedBackend
+from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 
 
@@ -33,7 +32,7 @@ class ReferenceBackend(PagedBackend):
         """Why this backend cannot run here: it always can."""
         return None
 
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""
         mode, config = one_pass.mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight

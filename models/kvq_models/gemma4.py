@@ -1,0 +1,179 @@
+"""The gemma4_text family: layers of two head sizes, of which the last read others' keys and values.
+
+Layers that see a window have heads of head_dim, those that see everything heads of their own size,
+of which a quarter of the pairs turns. Queries, keys and values are normalised, the stream behind a
+layer is multiplied by a learned number, and small models add to it an embedding per layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq_models.config import Dense, ModelConfig, PerLayer, RopeConfig
+from kvq_models.decoder import decoder_config, rope_settings
+from kvq_models.family import Family
+from kvq_models.gemma import GEMMA_KEYS, SANDWICH_WEIGHTS, embedding_scale
+from kvq_models.keys import Default, MustEqual, checked
+from kvq_models.rope import build_rope
+from kvq_models.windows import rope_parameters, typed_layers
+
+_TYPE = "gemma4_text"
+_GLOBAL, _LOCAL = 0, 1
+_FULL = "full_attention"
+_PERIOD = 6
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    types = _types(values)
+    own = _layers(values, types)
+    wide = values["use_double_wide_mlp"]
+    readers = [layer for layer, one in enumerate(own) if "kv_from" in one]
+    return decoder_config(
+        _TYPE,
+        values,
+        ropes=_ropes(values),
+        mixer={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
+        feed={"activation": "gelu_tanh"},
+        feeds={
+            layer: Dense(width=2 * values["intermediate_size"], activation="gelu_tanh")
+            for layer in readers
+            if wide
+        },
+        norms="both",
+        scaled=True,
+        own=own,
+        per_layer=_per_layer(values),
+        final_softcap=values["final_logit_softcapping"],
+        embedding_scale=embedding_scale(_TYPE, values),
+    )
+
+
+def _types(values: Mapping[str, Any]) -> list[str]:
+    """The kind of every layer; the last always sees everything."""
+    count = values["num_hidden_layers"]
+    types = values["layer_types"] or [
+        "sliding_attention" if (layer + 1) % _PERIOD else _FULL for layer in range(count)
+    ]
+    return [*types[:-1], _FULL]
+
+
+def _layers(values: Mapping[str, Any], types: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """What is each layer's own of its attention."""
+    found = list[Mapping[str, Any]]()
+    plain = typed_layers(_TYPE, types, values["sliding_window"], sliding_rope=_LOCAL)
+    shared = values["num_kv_shared_layers"]
+    if not 0 <= shared < max(1, len(types)):
+        raise CheckpointError(
+            f"config.json has num_kv_shared_layers = {shared} of {len(types)} layers"
+        )
+    owners = types[: len(types) - shared]
+    for layer, kind in enumerate(types):
+        one = dict(plain[layer]) | _heads(values, layer, kind)
+        if layer >= len(owners):
+            if kind not in owners:
+                raise CheckpointError(
+                    f"config.json has layer {layer} share the keys of a {kind} layer, and none "
+                    "before it has any"
+                )
+            one["kv_from"] = max(i for i, other in enumerate(owners) if other == kind)
+        found.append(one)
+    return tuple(found)
+
+
+def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
+    """Sizes of a layer's heads: written out by layer, or by what layers that see all have."""
+    said = checked("per_layer_config", values["per_layer_config"].get(str(layer), {}), dict)
+    known = {"head_dim", "num_key_value_heads"}
+    if set(said) - known:
+        raise UnsupportedModelError(
+            f"per_layer_config of {_TYPE} holds {', '.join(sorted(set(said) - known))}; "
+            f"supported: {', '.join(sorted(known))}"
+        )
+    full, keys_alone = kind == _FULL, values["attention_k_eq_v"]
+    by_kind = {
+        "head_dim": values["global_head_dim"] if full else values["head_dim"],
+        "num_key_value_heads": values["num_key_value_heads"],
+    }
+    if full and keys_alone and values["num_global_key_value_heads"] is not None:
+        by_kind["num_key_value_heads"] = values["num_global_key_value_heads"]
+    sizes = by_kind | said
+    return {
+        "head_dim": checked("head_dim of a layer", sizes["head_dim"], int),
+        "kv_heads": checked("num_key_value_heads of a layer", sizes["num_key_value_heads"], int),
+        "values": "keys" if full and keys_alone else "own",
+    }
+
+
+def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """The table of layers that see everything and that of the others, as _GLOBAL and _LOCAL."""
+    whole, local = rope_parameters(_TYPE, values, sliding={"rope_theta": 10_000.0})
+    if not whole:
+        whole = {
+            "rope_type": "proportional",
+            "rope_theta": 1_000_000.0,
+            "partial_rotary_factor": 0.25,
+        }
+    heads = [_heads(values, layer, kind) for layer, kind in enumerate(_types(values))]
+    full = heads[-1]["head_dim"]
+    other = [
+        one["head_dim"]
+        for one, kind in zip(heads, _types(values), strict=True)
+        if kind != _FULL
+    ]
+    return (
+        build_rope(
+            _TYPE,
+            rope_settings({**values, "head_dim": full}, parameters=whole),
+            ("proportional", "default"),
+        ),
+        build_rope(
+            _TYPE,
+            rope_settings(
+                {**values, "head_dim": other[0] if other else values["head_dim"]}, parameters=local
+            ),
+            ("default",),
+        ),
+    )
+
+
+def _per_layer(values: Mapping[str, Any]) -> PerLayer | None:
+    width = values["hidden_size_per_layer_input"]
+    return PerLayer(rows=values["vocab_size_per_layer_input"], width=width) if width else None
+
+
+FAMILY = Family(
+    model_type=_TYPE,
+    keys={
+        **GEMMA_KEYS,
+        "hidden_activation": MustEqual("gelu_pytorch_tanh"),
+        "attention_bias": MustEqual(False),
+        # For images alone: text is read causally.
+        "use_bidirectional_attention": MustEqual(None, "vision", False),
+        "rope_scaling": Default(dict),
+        "sliding_window": Default(int, 512),
+        "layer_types": Default(list),
+        "global_head_dim": Default(int, 512),
+        "num_global_key_value_heads": Default(int),
+        "per_layer_config": Default(dict, {}),
+        "attention_k_eq_v": Default(bool, False),
+        "num_kv_shared_layers": Default(int, 0),
+        "use_double_wide_mlp": Default(bool, False),
+        "hidden_size_per_layer_input": Default(int, 256),
+        "vocab_size_per_layer_input": Default(int, 262_144),
+        "final_logit_softcapping": Default(float, 0.0),
+        "enable_moe_block": MustEqual(False),
+        # Without enable_moe_block they say nothing.
+        "num_experts": Default(int),
+        "top_k_experts": Default(int),
+        "moe_intermediate_size": Default(int),
+    },
+    build=_build,
+    layer_weights={
+        **SANDWICH_WEIGHTS,
+        "per_layer_gate": ("per_layer_input_gate.weight",),
+        "per_layer_up": ("per_layer_projection.weight",),
+        "post_per_layer_norm": ("post_per_layer_input_norm.weight",),
+        "scalar": ("layer_scalar",),
+    },
+    turn_ends=("<turn|>",),
+)
