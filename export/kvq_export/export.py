@@ -173,6 +173,11 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
             f"--kv-predict is fitted to what an RMS norm before a layer gives it, and a layer of "
             f"{config.model_type} has none; leave it out"
         )
+    if (asked or options.predict_with) and not config.uniform:
+        raise UsageError(
+            f"--kv-predict is of models whose layers are all alike, and those of {config.model_type} "
+            "differ in their heads or read others' keys; leave it out"
+        )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
             "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "
@@ -246,7 +251,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     _ = config.cache_classes
     checkpoint = source.checkpoint(config)
     sources = source.weight_sources(family, config)
-    checkpoint.check(sources)
+    checkpoint.check(sources, family.spare(config))
     files = source.tokenizer_files() if options.tokenizer else None
     tokenizer = None if files is None else Tokenizer.from_files(files, family, config)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:

@@ -59,7 +59,7 @@ class Holdings:
 
 
 class Tally(NamedTuple):
-    """Numbers of K (as many of V) that a cache holds and should hold, and the bits of those held."""
+    """Numbers of K (as many of V) that a cache holds, that it should hold, and their bits."""
 
     held: int
     wanted: int

@@ -276,7 +276,11 @@ class ModelConfig:
                     "layer, the last of those that are like it and have keys of their own"
                 )
             own, read = layer.mixer, self.layers[source].mixer
-            if (own.heads, own.kv_heads, own.head_dim) != (read.heads, read.kv_heads, read.head_dim):
+            if (own.heads, own.kv_heads, own.head_dim) != (
+                read.heads,
+                read.kv_heads,
+                read.head_dim,
+            ):
                 raise ModelError(f"layer {index} reads the keys of a layer of another shape")
 
     @property

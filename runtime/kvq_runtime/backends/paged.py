@@ -12,11 +12,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.cache import Cache
 from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
 from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
-from kvq.cache import Cache
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
@@ -150,10 +150,8 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
     )
 
 
-def class_fields(
-    config: ModelConfig, forms: Sequence[PageForm] = ()
-) -> list[dict[str, Any]]:
-    """What of a `CacheSpec` is each class's own. `forms`: of all streams, class by class, or none."""
+def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[dict[str, Any]]:
+    """What of a `CacheSpec` is each class's own; `forms` are of all streams, or none."""
     found, start = list[dict[str, Any]](), 0
     for one in config.cache_classes:
         stop = start + one.shape.num_layers * one.shape.num_kv_heads
