@@ -240,6 +240,14 @@ FLAGS: dict[str, Flag] = {
     "sessions-disk": Flag("bytes of sessions kept on disk, 0: none",
         "{kvq_apps.serve.config:ServeConfig.saved_bytes}", setting="serve.sessions-disk",
         metavar="SIZE"),
+    "sessions-folder": Flag("folder of the sessions kept on disk; servers that share one resume "
+        "each other's", "in the cache folder", setting="serve.sessions-folder", metavar="PATH"),
+    "ray": Flag("on Ray, which spreads the work over processes and machines: the one at "
+        "RAY_ADDRESS, one that runs here, or one that is started here", switch=True),
+    "replicas": Flag("with --ray: processes that answer, each with --sessions of its own", "1",
+        metavar="N"),
+    "autoscale": Flag("with --ray: from so many replicas to so many, as 1:8, as many as requests "
+        "need", metavar="LEAST:MOST"),
     "queue": Flag("requests that may wait for a session",
         "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
     "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",
