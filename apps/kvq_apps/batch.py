@@ -11,9 +11,9 @@ import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvq.errors import DataError, UsageError
 from kvq.files import replace_file
@@ -24,6 +24,9 @@ from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.formats import NAMES as FORMS
 from kvq_apps.serve.hosted import Hosted, ask
 from kvq_apps.serve.protocol import SAMPLING_NAMES
+
+if TYPE_CHECKING:
+    from kvq_apps.serve.loading import ServedModel
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # The name a line may give its answer, as in the files of OpenAI's batches.
@@ -76,6 +79,27 @@ class Wanted:
                 fields[field] = value
         fields["stream"] = False
         return CHAT if "messages" in fields else COMPLETIONS, fields, name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedFor:
+    """A batch as the flags ask for it: the model, how it is served, what every line wants."""
+
+    model: str | None
+    engine_options: Mapping[str, Any]
+    session_options: Mapping[str, Any]
+    config: ServeConfig
+    wanted: Wanted
+
+    def load(self) -> "ServedModel":
+        """Loads the model and opens every arena. Raises `KvqError`."""
+        from kvq_apps.serve.loading import load
+
+        return load(self.model, self.engine_options, self.session_options, self.config)
+
+    def with_threads(self, threads: int) -> "AskedFor":
+        """The same with so many threads."""
+        return replace(self, engine_options={**self.engine_options, "threads": threads})
 
 
 def _with_system(system: str, messages: Any) -> Any:
@@ -232,17 +256,14 @@ async def answer(hosted: Hosted, wanted: Wanted, text: str) -> Row | None:
 
 
 async def answer_all(
-    hosted: Hosted,
-    wanted: Wanted,
-    prompts: Iterator[Prompt],
-    at_once: int,
-    keep: Callable[[Prompt, Row], None],
+    asked: AskedFor, prompts: Iterator[Prompt], keep: Callable[[Prompt, Row], None]
 ) -> None:
-    """Answers `prompts`, so many at once, and gives each to `keep` when it is there."""
+    """Answers `prompts` in this process and gives each to `keep` when it is there."""
+    hosted = Hosted(asked.load, asked.config)
 
     async def work() -> None:
         for prompt in prompts:
-            found = await answer(hosted, wanted, prompt.text)
+            found = await answer(hosted, asked.wanted, prompt.text)
             if found is None:
                 return
             keep(prompt, found)
@@ -250,7 +271,7 @@ async def answer_all(
     hosted.start()
     try:
         await hosted.ready()
-        await asyncio.gather(*(work() for _ in range(at_once)))
+        await asyncio.gather(*(work() for _ in range(ASKED_PER_SESSION * asked.config.sessions)))
         if hosted.pool.error is not None:
             raise hosted.pool.error
     finally:
@@ -259,31 +280,28 @@ async def answer_all(
 
 def run(arguments: Namespace) -> int:
     """`kvq run --batch FILE --out FILE`; the exit code is 2 where a line has an error."""
-    model = _checked(arguments)
+    asked = _asked_for(arguments)
     prompts, out = Path(arguments.batch_file), Path(arguments.out)
-    asked = wanted(arguments)
     settings = json.dumps(
-        [model, options.given(arguments, **{name: name for name in _TELLING}), asked.fields],
+        [asked.model, options.given(arguments, **{name: name for name in _TELLING}),
+         asked.wanted.fields],
         sort_keys=True, default=str,
     )  # fmt: skip
-    answers = Answers(out, {one.line: one.digest for one in read_prompts(prompts, settings)})
-    total = sum(1 for _ in read_prompts(prompts, settings))
-    before = len(answers)
-    if not total:
+    digests = {one.line: one.digest for one in read_prompts(prompts, settings)}
+    if not digests:
         raise DataError(f"{prompts} has no lines; write one JSON object a line")
-
+    answers = Answers(out, digests)
+    total, before = len(digests), len(answers)
     with output.Progress() as progress:
 
         def keep(prompt: Prompt, row: Row) -> None:
             answers.add(prompt, row)
             progress(len(answers), total, f"{len(answers)} of {total} lines")
 
+        waiting = (one for one in read_prompts(prompts, settings) if one.line not in answers)
         try:
             if before < total:
-                waiting = (
-                    one for one in read_prompts(prompts, settings) if one.line not in answers
-                )
-                _answer_here(arguments, model, asked, waiting, keep)
+                _answer(arguments, asked, waiting, keep)
         finally:
             answers.close()
     answers.finish()
@@ -295,13 +313,35 @@ def run(arguments: Namespace) -> int:
     return 2 if answers.failed else 0
 
 
-def _checked(arguments: Namespace) -> str | None:
-    """The model that is asked. Raises `UsageError` for what a batch cannot do."""
-    if arguments.out is None:
+def _answer(
+    arguments: Namespace,
+    asked: AskedFor,
+    prompts: Iterator[Prompt],
+    keep: Callable[[Prompt, Row], None],
+) -> None:
+    """Answers `prompts`, here or on Ray."""
+    from kvq_apps.model_path import pull_missing
+
+    pull_missing(asked.model)
+    if not arguments.ray:
+        asyncio.run(answer_all(asked, prompts, keep))
+        return
+    from kvq_apps.fleet.cluster import connected
+
+    with connected():
+        from kvq_apps.fleet import answering
+
+        answering.answer_all(asked, prompts, arguments, keep)
+
+
+def _asked_for(arguments: Namespace) -> AskedFor:
+    """What the flags ask for. Raises `UsageError` for what a batch cannot do."""
+    file, out = arguments.batch_file, arguments.out
+    if out is None:
         raise UsageError("--batch needs --out FILE.jsonl, the file it writes and goes on with")
-    if not Path(arguments.out).absolute().parent.is_dir():
-        raise UsageError(f"--out {arguments.out}: there is no folder {Path(arguments.out).parent}")
-    if Path(arguments.out).absolute() == Path(arguments.batch_file).absolute():
+    if not Path(out).absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {Path(out).parent}")
+    if Path(out).absolute() == Path(file).absolute():
         raise UsageError("--out is the file of the prompts; give another name")
     for name in ("stream", "no-stream", "extract", "usage"):
         if options.written(arguments, name):
@@ -309,29 +349,12 @@ def _checked(arguments: Namespace) -> str | None:
     words = list(arguments.words)
     if len(words) > 1 or (words and options.written(arguments, "model")):
         raise UsageError("--batch takes its prompts from the file; leave out the prompt")
-    return words[0] if words else arguments.model
-
-
-def _answer_here(
-    arguments: Namespace,
-    model: str | None,
-    asked: Wanted,
-    prompts: Iterator[Prompt],
-    keep: Callable[[Prompt, Row], None],
-) -> None:
-    """Answers `prompts` in this process."""
-    from kvq_apps.model_path import pull_missing
-    from kvq_apps.serve.loading import load
-
-    config = serve_config(options.given(arguments, sessions="sessions"))
-    engine_options = options.engine_options(arguments)
-    session_options = options.session_options(arguments)
-    pull_missing(model)
-    hosted = Hosted(lambda: load(model, engine_options, session_options, config), config)
-    at_once = ASKED_PER_SESSION * config.sessions
-    asyncio.run(answer_all(hosted, asked, prompts, at_once, keep))
-
-
-def serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    """A pool for batches: it keeps no session on disk, and nobody waits for its thread."""
-    return ServeConfig(port=0, saved_bytes=0, grace_s=0.0, **given)
+    sessions = options.given(arguments, sessions="sessions")
+    return AskedFor(
+        model=words[0] if words else arguments.model,
+        engine_options=options.engine_options(arguments),
+        session_options=options.session_options(arguments),
+        # It keeps no session on disk, and nobody waits for its answers at the end.
+        config=ServeConfig(port=0, saved_bytes=0, grace_s=0.0, **sessions),
+        wanted=wanted(arguments),
+    )

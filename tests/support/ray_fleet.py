@@ -39,14 +39,11 @@ class Fleet:
 
     def replicas(self) -> set[int]:
         """The processes that answer."""
-        return {pid for pid in self._processes() if b"ServeReplica:kvq:replica" in command_of(pid)}
-
-    def _processes(self) -> Iterator[int]:
-        """All of its session, Ray's too."""
-        for folder in Path("/proc").iterdir():
-            with suppress(ValueError, OSError):
-                if os.getsid(int(folder.name)) == self.process.pid:
-                    yield int(folder.name)
+        return {
+            pid
+            for pid in processes_of(self.process.pid)
+            if b"ServeReplica:kvq:replica" in command_of(pid)
+        }
 
     def end(self) -> tuple[int, str]:
         """Asks it to end as a user does; the exit code and what stood on stderr."""
@@ -62,9 +59,7 @@ class Fleet:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        for pid in self._processes():
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill_session(self.process.pid)
         self.process.communicate()
 
 
@@ -73,3 +68,18 @@ def command_of(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
+
+
+def processes_of(session: int) -> Iterator[int]:
+    """All processes of a session, Ray's too."""
+    for folder in Path("/proc").iterdir():
+        with suppress(ValueError, OSError):
+            if os.getsid(int(folder.name)) == session:
+                yield int(folder.name)
+
+
+def kill_session(session: int) -> None:
+    """Ends all of it at once, as a machine that loses its power."""
+    for pid in processes_of(session):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

@@ -46,7 +46,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "reference; goes on with --out",
     )
     flags.add_flags(
-        batch, "out", "sessions", out="batch: the answers, one a line, in the prompts' order"
+        batch,
+        "out",
+        "sessions",
+        "ray",
+        "replicas",
+        "autoscale",
+        out="batch: the answers, one a line, in the prompts' order",
     )
 
 
