@@ -199,8 +199,9 @@ FLAGS: dict[str, Flag] = {
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
         "several: several drafts at once against one; edit: recorded typing in a file; "
-        "ttft: the first token of a prompt, predicted against computed",
-        choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft")),
+        "ttft: the first token of a prompt, predicted against computed; "
+        "fleet: requests to `kvq serve --ray` against those to `kvq serve`",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft", "fleet")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "llama-3-8b, qwen3-0.6b or smollm2-135m; NAME:layers=N: its first layers",
         metavar="NAME"),

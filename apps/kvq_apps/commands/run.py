@@ -62,8 +62,9 @@ def run(arguments: Namespace) -> int:
         from kvq_apps import batch
 
         return batch.run(arguments)
-    if arguments.out is not None:
-        raise UsageError("--out is for --batch FILE; redirect stdout to keep one answer")
+    for name in ("out", "ray", "replicas", "autoscale"):
+        if options.written(arguments, name):
+            raise UsageError(f"--{name} is for --batch FILE, which answers many prompts")
     model, prompt = model_and_prompt(arguments)
     options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)

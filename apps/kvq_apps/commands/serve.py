@@ -143,11 +143,13 @@ def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) 
 def _serve_on_ray(arguments: Namespace) -> int:
     """Has Ray serve until SIGTERM or Ctrl-C."""
     from kvq_apps.fleet.cluster import connected
+    from kvq_apps.fleet.placing import Replicas
     from kvq_apps.model_path import pull_missing
 
     if arguments.socket is not None:
         raise UsageError("--ray listens on an address alone; leave out --socket")
     config = serve_config(arguments)
+    Replicas.asked(arguments)  # refused before anything is started
     _warn_of_others(config)
     pull_missing(options.model_name(arguments))
     with connected():

@@ -11,7 +11,7 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
 from kvq.errors import BackendError
 from kvq_apps import batch
-from kvq_apps.fleet.placing import Replicas, cpus_each
+from kvq_apps.fleet.placing import Replicas, share_of
 from kvq_apps.serve.hosted import Hosted
 
 # Lines that a replica is given, and gives back, together: after a crash few are done again.
@@ -50,14 +50,16 @@ def answer_all(
     context.enable_progress_bars = False
     rows = [{"line": one.line, "text": one.text, "digest": one.digest} for one in prompts]
     replicas = Replicas.asked(arguments)
-    cpus = cpus_each(asked.engine_options.get("threads"), replicas.most)
+    share = share_of(asked.engine_options.get("threads"), replicas.most)
+    # Ray Data's types know no class here.
+    replica: Any = _Replica
     found = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // _LINES)).map(
-        _Replica,
-        fn_constructor_args=[asked.with_threads(cpus)],
+        replica,
+        fn_constructor_args=[asked.with_threads(share.threads)],
         concurrency=replicas.most if replicas.least == replicas.most else (
             replicas.least, replicas.most,
         ),
-        num_cpus=cpus,
+        num_cpus=share.cpus,
     )  # fmt: skip
     try:
         for row in found.iter_rows():

@@ -22,7 +22,7 @@ from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMiss
 from starlette.types import Message
 
 from kvq_apps.fleet.gateway import Asked, gateway, lost
-from kvq_apps.fleet.placing import Replicas, cpus_each
+from kvq_apps.fleet.placing import Replicas, share_of
 from kvq_apps.fleet.prefixes import Placements
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
@@ -68,9 +68,9 @@ def asked_for(arguments: Namespace) -> AskedFor:
 class PrefixRouter(RequestRouter):
     """Sends a text where its beginning went before; see `Placements`."""
 
-    def initialize_state(self, sessions: int) -> None:
-        """What `request_router_kwargs` says."""
-        self._placements: Placements[Any] = Placements(sessions)
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Takes what `request_router_kwargs` says: the `sessions` of a replica."""
+        self._placements: Placements[Any] = Placements(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
@@ -131,13 +131,13 @@ class Replica:
 
         running = asyncio.create_task(run())
         try:
-            message = await said.get()
-            while message is not None:
-                messages = [message]
-                while messages[-1] is not None and not said.empty():
-                    messages.append(said.get_nowait())
-                yield [one for one in messages if one is not None]
-                message = None if messages[-1] is None else await said.get()
+            ended = False
+            while not ended:
+                said_now = [await said.get()]
+                while not said.empty():
+                    said_now.append(said.get_nowait())
+                ended = said_now[-1] is None
+                yield [message for message in said_now if message is not None]
         finally:
             running.cancel()
             # What went wrong is in the answer and in the log.
@@ -192,11 +192,12 @@ class Gateway:
 def application(fleet: AskedFor) -> Any:
     """The Ray Serve application of a fleet. Raises `UsageError` where Ray has too few CPUs."""
     config, replicas = fleet.config, fleet.replicas
-    cpus = cpus_each(fleet.engine_options.get("threads"), replicas.most)
-    replica = serve.deployment(
+    share = share_of(fleet.engine_options.get("threads"), replicas.most)
+    deployment: Any = serve.deployment
+    replica = deployment(
         Replica,
         name="replica",
-        ray_actor_options={"num_cpus": cpus},
+        ray_actor_options={"num_cpus": share.cpus},
         max_ongoing_requests=config.sessions + config.queue + _SPARE,
         max_queued_requests=_WAITING,
         health_check_period_s=_HEALTH_S,
@@ -207,8 +208,8 @@ def application(fleet: AskedFor) -> Any:
             "request_router_kwargs": {"sessions": config.sessions},
         },
         **replicas.options(config.sessions),
-    ).bind(fleet, {**fleet.engine_options, "threads": cpus})
-    return serve.deployment(
+    ).bind(fleet, {**fleet.engine_options, "threads": share.threads})
+    return deployment(
         Gateway,
         name="gateway",
         ray_actor_options={"num_cpus": 0},

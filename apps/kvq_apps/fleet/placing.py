@@ -46,19 +46,33 @@ class Replicas:
         }
 
 
-def cpus_each(threads: int | None, most: int) -> int:
-    """CPUs of a replica, which are its threads: what is asked, or an even share of what Ray has.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a replica takes of its machine: `cpus` that Ray sets aside for its `threads`."""
 
-    Raises `UsageError` where no node has so many.
+    cpus: float
+    threads: int
+
+
+def share_of(threads: int | None, most: int) -> Share:
+    """The share of each of `most` replicas: of `threads`, or an even one of what Ray has.
+
+    On one machine there is always room: replicas with more threads than it has CPUs take turns.
+    What Ray has is not known where it is yet to be started, as by `serve run`: one thread then.
+    Raises `UsageError` where no machine has so many.
     """
     import ray  # pyright: ignore[reportMissingImports]
 
+    if not ray.is_initialized():
+        return Share(threads or 1, threads or 1)
     nodes = [int(one["Resources"].get("CPU", 0)) for one in ray.nodes() if one["Alive"]]
-    if threads is None:
-        return max(1, min(sum(nodes) // most, max(nodes, default=1)))
-    if threads > max(nodes, default=0):
+    largest = max(nodes, default=0)
+    if threads is not None and threads > largest:
         raise UsageError(
-            f"--threads {threads} is not possible: Ray's largest machine has "
-            f"{max(nodes, default=0)} CPUs"
+            f"--threads {threads} is not possible: the largest machine that Ray has here has "
+            f"{largest} CPUs"
         )
-    return threads
+    even = min(sum(nodes) / most, largest)
+    if threads is None:
+        threads = max(1, int(even))
+    return Share(min(threads, even) if len(nodes) == 1 else threads, threads)

@@ -192,7 +192,13 @@ def test_an_answer_is_on_disk_when_it_is_kept(tmp_path: Path) -> None:
     answers.add(prompts[1], {"text": "two"})
     found = Answers(path, digests)
     assert (2 in found, 1 in found, found.failed) == (True, False, 0)
+    answers.close()
+    # What a crash left of a line must not become a part of the next.
+    with Path(f"{path}.partial").open("ab") as stream:
+        stream.write(b'{"line": 1, "dig')
+    answers = Answers(path, digests)
     answers.add(prompts[0], {"error": {}})
+    assert len(Answers(path, digests)) == 2
     answers.finish()
     assert [row["line"] for row in rows(path)] == [1, 2]
     assert Answers(path, digests).failed == 1

@@ -61,6 +61,9 @@ def test_an_editors_text_is_known_by_its_end_too() -> None:
     typed = chains(**body | {"input_prefix": "z" + "a" * 6399})
     assert typed[0][0] != before[0]
     assert typed[1] == after
+    lines = "".join(f"line {number}\n" for number in range(200))
+    (whole,), (grown,) = chains(input_suffix=lines), chains(input_suffix=f"new\n{lines}")
+    assert grown[: len(whole)] == whole
 
 
 def test_a_text_goes_where_its_beginning_went(places: Placements[str]) -> None:
