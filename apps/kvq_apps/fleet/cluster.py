@@ -1,8 +1,9 @@
 """Ray itself: the one that runs, or one that is started here and ends with this process."""
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 from kvq.errors import UsageError
 from kvq.settings import ray_address, silence_ray
@@ -32,7 +33,8 @@ def connected() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with redirect_stdout(sys.stderr):
+            ray.shutdown()
 
 
 def _join() -> None:

@@ -38,6 +38,8 @@ _WAITING = 256
 # After its `--grace` a replica gets so long to bring its sessions to the disk.
 _SAVING_S = 30.0
 _HEALTH_S = 5.0
+# A model that cannot be loaded so often cannot be loaded.
+_STARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +192,7 @@ class Gateway:
 
 
 def application(fleet: AskedFor) -> Any:
-    """The Ray Serve application of a fleet. Raises `UsageError` where Ray has too few CPUs."""
+    """The Ray Serve application of a fleet. Raises `UsageError` where no machine has the CPUs."""
     config, replicas = fleet.config, fleet.replicas
     share = share_of(fleet.engine_options.get("threads"), replicas.most)
     deployment: Any = serve.deployment
@@ -201,6 +203,7 @@ def application(fleet: AskedFor) -> Any:
         max_ongoing_requests=config.sessions + config.queue + _SPARE,
         max_queued_requests=_WAITING,
         health_check_period_s=_HEALTH_S,
+        max_constructor_retry_count=_STARTS,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.grace_s + _SAVING_S,
         request_router_config={

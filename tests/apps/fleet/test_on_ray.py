@@ -69,6 +69,16 @@ def test_a_batch_that_lost_its_head_goes_on(
     assert [text is None for text in texts(out)].count(True) == 1
 
 
+def test_a_fleet_that_cannot_start_says_why(ray_home: dict[str, str]) -> None:
+    words = ("serve", "nano", "--ray", "--port", "0", "--kv-budget", "1KiB", "--threads", "1")
+    refused = kvq(*words, home=ray_home)
+    assert refused.returncode == 2, refused.stderr
+    line = refused.stderr.decode().splitlines()[-1]
+    assert refused.stdout == b""
+    assert line.startswith("error: the fleet did not start: ")
+    assert "1.0 KiB" in line
+
+
 def test_a_sweep_on_ray_is_the_same_file(
     bundle: str, ray_home: dict[str, str], tmp_path: Path
 ) -> None:
