@@ -1,6 +1,13 @@
 // The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
 
+// A set of few registers is slower where this is more than the loop.
+#ifndef KVQ_UNROLL
+#define KVQ_UNROLL
+#endif
+// A call would put sums into memory.
+#define KVQ_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 using kvq::Block;
@@ -193,7 +200,7 @@ inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int 
 
 // Memory is slow to answer and takes few questions at once: one line for every line computed with.
 // Inlined, or GCC finds that it changes nothing and drops it.
-__attribute__((always_inline)) inline void ask(const uint8_t* const* plane, int vector) {
+KVQ_INLINE void ask(const uint8_t* const* plane, int vector) {
     __builtin_prefetch(plane[vector % 2] + 32 * (vector - vector % 2));
 }
 
@@ -230,8 +237,8 @@ struct Sums {
     Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
 
     // Adds products with four of each row's codes, of which the first is at `at`.
-    void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
-        for (int r = 0; r < N; r++) {
+    KVQ_INLINE void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
+        KVQ_UNROLL for (int r = 0; r < N; r++) {
             const int place = (first + r) * Folded::kStride + at;
             const Quad quad = broadcast(x.code + place);
             high[r].add(codes, quad);
@@ -250,21 +257,22 @@ inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
     return fma(to_float(fine.sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
 }
 
-// Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
+// Adds to N rows' totals their products with the bytes of a group of 32 numbers, or of 16.
 template <int Bits, int N, int Numbers>
-inline void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next, const Folded& x,
-                           int first, int base, F* total) {
+KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next,
+                               const Folded& x, int first, int group, F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
-    for (int j = 0; j < Numbers / kPerVector; j++) {
-        const int vector = base / kPerVector + j, at = kPerVector * vector;
+    KVQ_UNROLL for (int j = 0; j < Numbers / kPerVector; j++) {
+        const int vector = 32 / kPerVector * group + j, at = kPerVector * vector;
         const Bytes high = planes.at(planes.high, vector);
         ask(next.high, vector);
         if constexpr (kJoined<Bits>) ask(next.low, Bits == 6 ? vector / 2 : vector);
         if constexpr (Bits == 2) {
-            const Bytes parts[] = {field<0, 3>(high), field<2, 3>(high), field<4, 3>(high),
-                                   field<6, 3>(high)};
-            for (int i = 0; i < 4; i++) sums.add(parts[i], parts[i], x, first, at + 4 * i);
+            sums.add(field<0, 3>(high), high, x, first, at);
+            sums.add(field<2, 3>(high), high, x, first, at + 4);
+            sums.add(field<4, 3>(high), high, x, first, at + 8);
+            sums.add(field<6, 3>(high), high, x, first, at + 12);
         } else {
             Bytes a = high, b = high;
             if constexpr (kJoined<Bits>) planes.below(vector, a, b);
@@ -272,10 +280,10 @@ inline void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next,
             sums.add(field<4, 15>(high), b, x, first, at + 4);
         }
     }
-    for (int r = 0; r < N; r++) {
+    KVQ_UNROLL for (int r = 0; r < N; r++) {
         const int below = kJoined<Bits> ? r : 0;
         const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
-        total[r] = fma(sum, set1(x.scale[base / 32][first + r]), total[r]);
+        total[r] = fma(sum, set1(x.scale[group][first + r]), total[r]);
     }
 }
 
@@ -288,11 +296,11 @@ inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next
     for (int i = 0; i < outputs / 16; i++) {
         const Planes<Bits> planes(side, outputs, n, 2 * i), coming(next, outputs, n, 2 * i);
         F total[N];
-        for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
-        for (int base = 0; base + 32 <= n; base += 32)
-            multiply_group<Bits, N, 32>(planes, coming, x, first, base, total);
-        if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n - 16, total);
-        for (int r = 0; r < N; r++) put(first + r, i, total[r]);
+        KVQ_UNROLL for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
+        for (int group = 0; group < n / 32; group++)
+            multiply_group<Bits, N, 32>(planes, coming, x, first, group, total);
+        if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n / 32, total);
+        KVQ_UNROLL for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
 template <int Bits, int N, class Put>
