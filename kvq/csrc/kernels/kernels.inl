@@ -320,11 +320,12 @@ inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
     return n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
-// The sum of weights of 1 at most, as whole steps of 2^-24: it does not depend on their order.
-inline float sum_of_steps(const float* p) {
+// The sum of n weights of 1 at most, and of what stands up to the next sixteen, as whole steps of
+// 2^-24: it does not depend on their order.
+inline float sum_of_steps(const float* p, int n) {
     const F steps = set1(16777216.0f);
     I total = to_int(load(p) * steps);
-    for (int i = 16; i < kPageTokens; i += 16) total = total + to_int(load(p + i) * steps);
+    for (int i = 16; i < n; i += 16) total = total + to_int(load(p + i) * steps);
     return static_cast<float>(reduce_add(total)) * (1.0f / 16777216.0f);
 }
 
@@ -334,8 +335,9 @@ struct Weights {
     alignas(64) float mass[kRunPages][kRowLanes];  // their sums over a page
 };
 
-// Caps and masks the logits of N rows from `first` on; returns each row's largest.
-template <int N>
+// Caps and masks the logits of N rows from `first` on; returns each row's largest. A `Tile` has n
+// keys, and what stands beyond the next sixteen is never read; a page has all.
+template <int N, bool Tile>
 inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visible, int pages,
                       int n, Weights& to) {
     F largest[N];
@@ -343,7 +345,7 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
     for (int page = 0; page < pages; page++)
         for (int r = 0; r < N; r++) {
             const uint64_t bits = mask_of(visible[page], first + r, n);
-            for (int i = 0; i < kPageTokens; i += 16) {
+            for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
                 F x = load(at);
                 if (block.softcap_log2 > 0.0f) x = tanh_lanes(x) * set1(block.softcap_log2);
@@ -358,12 +360,12 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
 
 // Turns the logits of N rows from `first` on into weights relative to each row's new maximum; what
 // was summed before is rescaled to it. False: all weights are negligible, and none are set.
-// `any_order`: the result is the same wherever in the tile the visible rows stand.
-template <int N>
+// Of a `Tile` the result is the same wherever in it the visible rows stand.
+template <int N, bool Tile>
 inline bool softmax(Block& block, int first, const uint64_t* const* visible, int pages, int n,
-                    Weights& to, bool any_order = false) {
+                    Weights& to) {
     alignas(64) float largest[kRowLanes], shrink[kRowLanes], newest[kRowLanes];
-    const F best = cap_and_mask<N>(block, first, visible, pages, n, to);
+    const F best = cap_and_mask<N, Tile>(block, first, visible, pages, n, to);
     const F before = load(block.maximum + first), after = max(before, best);
     store_rows(largest, best);
     store_rows(shrink, exp2_lanes(before - after));
@@ -379,9 +381,9 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
             store(acc + i, load(acc + i) * set1(shrink[r]));
     }
     for (int page = 0; page < pages; page++) {
-        F sums[N];
+        F sums[N] = {};  // n > 0, which compilers cannot know
         for (int r = 0; r < N; r++)
-            for (int i = 0; i < kPageTokens; i += 16) {
+            for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
                 const F weights = exp2_lanes(load(at) - set1(newest[r]));
                 store(at, weights);
@@ -390,8 +392,8 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
         store_rows(to.mass[page], sum_lanes(sums));
         for (int r = 0; r < N; r++) {
             // Weights above 1 come of numbers that are not finite: no integer holds their steps.
-            if (any_order && to.mass[page][r] <= kPageTokens)
-                to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens);
+            if (Tile && to.mass[page][r] <= kPageTokens)
+                to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens, n);
             block.sum[first + r] += to.mass[page][r];
         }
     }
@@ -475,7 +477,7 @@ void attend_pages(Block& block, const float* q, const PageView* pages,
         Weights to;
         for (int i = 0; i < count; i++)
             row_logits<rows()>(pages[i], after(i), dim, q + r * dim, to.p[i]);
-        if (!softmax<rows()>(block, r, visible, count, kPageTokens, to)) return;
+        if (!softmax<rows(), false>(block, r, visible, count, kPageTokens, to)) return;
         for (int i = 0; i < count; i++)
             if (std::any_of(to.mass[i], to.mass[i] + rows(), [](float mass) { return mass > 0; }))
                 add_values<rows()>(pages[i], after(i), dim, to.p[i], to.mass[i],
@@ -611,8 +613,8 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
 // ---- floating-point keys -------------------------------------------------------------------
 
 template <int N>
-void tile_logits(const float* q, int head_dim, const float* keys, float* scores) {
-    for (int t = 0; t < kPageTokens; t += 16) {
+void tile_logits(const float* q, int head_dim, const float* keys, int n, float* scores) {
+    for (int t = 0; t < n; t += 16) {
         F sums[N];
         for (F& sum : sums) sum = set1(0.0f);
         for (int c = 0; c < head_dim; c++) {
@@ -636,10 +638,11 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-// keys [head_dim][64]: n float16 rows [n, head_dim] transposed, 0 beyond them.
+// keys [head_dim][64]: n float16 rows [n, head_dim] transposed, 0 beyond them up to the next
+// sixteen.
 void transpose_keys(const uint16_t* k, int n, int head_dim, float* keys) {
     constexpr uint16_t kNoKey[8] = {};
-    for (int t = 0; t < kPageTokens; t += 8)
+    for (int t = 0; t < (n + 15) / 16 * 16; t += 8)
         for (int c = 0; c < head_dim; c += 8) {
             const uint16_t* rows[8];
             for (int i = 0; i < 8; i++)
@@ -655,9 +658,9 @@ void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t
     transpose_keys(k, n, dim, keys);
     rows_of<kRegisterRows>(block.rows, [&](auto rows, int first) {
         Weights to;
-        tile_logits<rows()>(q + first * dim, dim, keys, to.p[0]);
+        tile_logits<rows()>(q + first * dim, dim, keys, n, to.p[0]);
         // A row of a tree must get what it would get in the place where it is kept.
-        if (!softmax<rows()>(block, first, &visible, 1, n, to, true)) return;
+        if (!softmax<rows(), true>(block, first, &visible, 1, n, to)) return;
         tile_values<rows()>(to.p[0], n, v, dim, block.acc + first * dim);
     });
 }
