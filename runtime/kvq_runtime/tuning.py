@@ -7,6 +7,8 @@ import json
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
+from typing import Any, cast
 
 from kvq import native
 from kvq.errors import BackendError, DataError
@@ -108,20 +110,21 @@ def _usable() -> Tuning | None:
         return None
 
 
-def _read(content: object) -> Tuning:
+def _read(content: Any) -> Tuning:
+    found: dict[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     names = {field.name for field in fields(Tuning)}
-    if not isinstance(content, dict) or set(content) != names:
+    if found.keys() != names:
         raise ValueError(f"it must give {', '.join(sorted(names))} and nothing else")
-    found = Tuning(**content)
-    if not (isinstance(found.processor, str) and type(found.hardware_threads) is int):
+    threads, most = found["threads"], found["hardware_threads"]
+    if type(found["processor"]) is not str or type(most) is not int:
         raise ValueError("it names no machine")
-    if found.threads is not None and not _within(found.threads, 1, found.hardware_threads):
-        raise ValueError(f"{found.threads!r} threads are none of {found.hardware_threads}")
-    if not isinstance(found.past_caches, bool | None):
+    if threads is not None and not _within(threads, 1, most):
+        raise ValueError(f"{threads!r} threads are none of {most}")
+    if type(found["past_caches"]) not in (bool, NoneType):
         raise ValueError("past_caches is true, false or null")
-    if not _within(found.ahead_bytes, 0, MOST_AHEAD_BYTES):
+    if not _within(found["ahead_bytes"], 0, MOST_AHEAD_BYTES):
         raise ValueError(f"ahead_bytes is 0 to {MOST_AHEAD_BYTES}")
-    return found
+    return Tuning(**found)
 
 
 def _within(value: object, least: int, most: int) -> bool:

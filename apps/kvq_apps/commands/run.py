@@ -60,7 +60,8 @@ def run(arguments: Namespace) -> int:
         ids, begin_with = _prompt_ids(engine, arguments, prompt)
         meter = Meter()
         answer = _answer(session, ids, begin_with, arguments, sampling, constraint, cancel, pieces)
-        report = _report(engine, session, answer) | {"joules": meter.joules()}
+        report = _report(engine, session, answer)
+        report["joules"] = meter.joules()
         report["prompt_tokens"] = len(ids) + bool(begin_with)
     code = _first_fence(answer.text) if arguments.extract else None
     if arguments.json:

@@ -50,8 +50,8 @@ struct PanelLayout {
 // How weights are asked of memory before they are read; no result depends on it. kvq_tune sets it.
 struct Prefetching {
     // Whether what one row reads, once, is fetched past the larger caches. On AMD's processors it
-    // then takes 1 to 3 % less. On Intel's, whose second level does not see such fetches and fetches
-    // nothing ahead by itself, it takes half as long again.
+    // then takes 1 to 3 % less. On Intel's, whose second level does not see such fetches and
+    // fetches nothing ahead by itself, it takes half as long again.
     std::atomic<bool> past_caches;
     // How far ahead, in bytes; 0: by the size of a panel.
     std::atomic<size_t> ahead{0};

@@ -106,9 +106,9 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
     gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
 }
 
-// How far ahead to fetch: as was asked for, or far enough to hide a miss behind sixteen rows of work,
-// and in small panels the same place of the next one. A view always keeps to that, so that it never
-// fetches the plane it leaves out.
+// How far ahead to fetch: as was asked for, or far enough to hide a miss behind sixteen rows of
+// work, and in small panels the same place of the next one. A view always keeps to that, so that it
+// never fetches the plane it leaves out.
 inline size_t prefetch_bytes(const PanelLayout& layout, bool whole) {
     const size_t asked = kvq::prefetching().ahead.load(std::memory_order_relaxed);
     if (asked && whole) return asked;
@@ -231,7 +231,8 @@ using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedR
 template <int LowBits, int... R>
 MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
     constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits>...};
-    if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed)) return multiply_rows<1, LowBits, true>;
+    if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed))
+        return multiply_rows<1, LowBits, true>;
     return table[rows - 1];
 }
 MultiplyRows multiply_for(int low_bits, int rows) {
