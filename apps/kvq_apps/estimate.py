@@ -8,7 +8,7 @@ from typing import Any
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan, parse_budget
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_runtime import backends, device
+from kvq_runtime import backends, device, tuning
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import warn_beyond_training
@@ -30,7 +30,7 @@ def estimate(
     Raises what `Engine.session` would.
     """
     budget = Budget() if kv_budget is None else parse_budget(kv_budget)
-    threads = device.default_threads() if threads is None else threads
+    threads = tuning.default_threads() if threads is None else threads
     asked = SessionRequest(kv_budget=budget, **request)
     held = backends.estimate(files, asked, threads=threads)
     warn_beyond_training(held.context_tokens, files.context_length)

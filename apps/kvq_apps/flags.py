@@ -52,8 +52,8 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_runtime.backends:BACKENDS", "auto")),
     "device": Flag("device to run on: %(choices)s", "cpu", setting="model.device", metavar="NAME",
         choices=Owned("kvq_runtime.gpu:DEVICES")),
-    "threads": Flag("threads to compute with", "physical cores", setting="model.threads",
-        metavar="N"),
+    "threads": Flag("threads to compute with", "what `kvq bench --tune` found, else the cores",
+        setting="model.threads", metavar="N"),
     "yes": Flag("pull a model of the catalogue that is not here yet without asking", switch=True,
         synonyms=("-y",)),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
@@ -195,6 +195,8 @@ FLAGS: dict[str, Flag] = {
     "max-tokens": Flag("use at most N tokens of the text",
         "all; table and sweep: {kvq_apps.commands.eval:DEFAULT_WINDOWS} windows", metavar="N"),
     # benchmarking
+    "tune": Flag("measure in seconds what is fastest on this machine, keep it, and end",
+        switch=True),
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "

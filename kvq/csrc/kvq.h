@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 18
+#define KVQ_ABI 19
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -269,6 +269,12 @@ typedef struct {
     int32_t tokens, count, chosen, normalised, activation, view;
 } kvq_experts;
 KVQ_EXPORT int kvq_experts_run(const kvq_experts *call);
+
+/* How products ask memory for the weights that come next; no result depends on it. past_caches: 1 one
+   row's past the larger caches, 0 not, -1 as the processor's maker has it. ahead_bytes: how far ahead,
+   0 by the matrix. */
+#define KVQ_MOST_AHEAD (1 << 20)
+KVQ_EXPORT int kvq_tune(int32_t past_caches, int64_t ahead_bytes);
 
 /* Bytes of weights read by products since the library was loaded. */
 KVQ_EXPORT int64_t kvq_weight_bytes_read(void);

@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 18
+ABI = 19
 
 
 class Config(Structure):
@@ -183,6 +183,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
     "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
+    "kvq_tune": (c_int32, (c_int32, c_int64)),
     "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),

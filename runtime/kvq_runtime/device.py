@@ -46,8 +46,8 @@ def instructions() -> frozenset[str]:
     return _instructions(_processors())
 
 
-def default_threads() -> int:
-    """Physical cores this process may use: a second thread on a core slows both down."""
+def physical_cores() -> int:
+    """Those this process may use: a second thread on a core slows both down."""
     return _cores(_processors())
 
 

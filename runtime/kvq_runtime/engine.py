@@ -16,13 +16,13 @@ from kvq_runtime.alternatives import Writer
 from kvq_runtime.backends import ModelFacts, ModelFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import DEFAULT_MAX_TOKENS, Sampling, SessionRequest
-from kvq_runtime.device import default_threads
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.generation import Step, Vocabulary
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.gguf_format import is_gguf
 from kvq_runtime.healing import heal
 from kvq_runtime.session import Session, no_names
+from kvq_runtime.tuning import default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Engine:
     ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
-        `threads` None: the physical cores this process may use. `backend` auto: the fastest that
+        `threads` None: as `tuning.default_threads` has it. `backend` auto: the fastest that
         runs here. `device` cuda: a GPU; auto: a GPU where it can be used, and a line in the log
         where not. Raises `BundleError`, `ModelError`, `BackendError` or `UsageError`.
         """

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `kvq bench`."""
     _add_model(parser)
     _add_cache(parser.add_argument_group("cache"))
-    flags.add_flags(parser, "suite")
+    flags.add_flags(parser, "suite", "tune")
     _add_measuring(parser.add_argument_group("measuring"))
 
 
@@ -51,7 +51,7 @@ def _add_model(parser: ArgumentParser) -> None:
         "--threads",
         metavar="N,..",
         type=flag_values.wholes,
-        help="thread counts to measure with (default: physical cores) [KVQ_THREADS]",
+        help="thread counts to measure with (default: as for `kvq run`) [KVQ_THREADS]",
     )
     flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
 
@@ -94,6 +94,8 @@ def _add_measuring(measuring: flags.Group) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
+    if arguments.tune:
+        return _run_tune(arguments)
     if arguments.chats is not None and arguments.suite != "serve":
         raise UsageError("--chats needs --suite serve, the pool that answers them")
     suites = {
@@ -326,6 +328,21 @@ def _run_suite(
     return 0
 
 
+def _run_tune(arguments: Namespace) -> int:
+    """`--tune`: what is fastest on this machine, kept for all that runs on it later."""
+    from kvq_apps.bench.tune import tune
+    from kvq_runtime import tuning
+
+    data = tune(lambda what: output.print_note(f"measuring {what}; let other programs rest"))
+    tuning.keep(tuning.Tuning(**data["tuning"]))
+    if arguments.json:
+        output.print_json(data)
+    else:
+        output.print_table((key, str(value)) for key, value in output.flat(data["tuning"]))
+    output.print_note(f"kept in {tuning.tuning_path()}; remove it to go back to what is built in")
+    return 0
+
+
 def _device(arguments: Namespace) -> str:
     """What `--device` comes to here. Raises `BackendError` for one that cannot be used."""
     from kvq_runtime import gpu
@@ -334,7 +351,7 @@ def _device(arguments: Namespace) -> str:
 
 
 def _threads(arguments: Namespace) -> tuple[int, ...]:
-    from kvq_runtime.device import default_threads
+    from kvq_runtime.tuning import default_threads
 
     threads = arguments.threads or (default_threads(),)
     # The environment gives a single number.

@@ -60,7 +60,7 @@ def _print(report: dict[str, Any], *, as_json: bool) -> int:
 def _report(arguments: Namespace) -> dict[str, Any]:
     from kvq import native
     from kvq_apps.bench import machine
-    from kvq_runtime import backends, device, huge_pages
+    from kvq_runtime import backends, device, huge_pages, tuning
 
     runs = {kind.name: _runner(kind) for kind in (_Kind("bundle"), _Kind("gguf"))}
     return {
@@ -75,7 +75,8 @@ def _report(arguments: Namespace) -> dict[str, Any]:
         "device": asdict(device.probe()),
         "gpu": _gpu(),
         "huge_pages": huge_pages.state(),
-        "threads": device.default_threads(),
+        "threads": tuning.default_threads(),
+        "tuning": _tuning(),
         "model": _model(arguments),
         "servers": _servers(),
         "editors": {name: path for name in EDITORS if (path := shutil.which(name)) is not None},
@@ -132,6 +133,22 @@ def _native(path: Path | None) -> dict[str, Any]:
     }
 
 
+def _tuning() -> dict[str, Any]:
+    """What was measured on this machine, and how to go back to what is built in."""
+    from kvq_runtime import tuning
+
+    path = tuning.tuning_path()
+    try:
+        found = tuning.kept()
+    except KvqError as error:
+        return {"measured": False, "reason": str(error)}
+    if found is None:
+        other = f"{path} is of another machine; " if path.exists() else ""
+        return {"measured": False, "reason": f"{other}kvq bench --tune measures it"}
+    shown = {key: getattr(found, key) for key in ("threads", "past_caches", "ahead_bytes")}
+    return {"measured": True} | shown | {"remove": str(path)}
+
+
 def _gpu() -> dict[str, Any]:
     """What `--device cuda` runs on, or why it cannot."""
     from kvq import devices
@@ -178,6 +195,7 @@ def _paths() -> dict[str, str]:
     from kvq import native, settings
     from kvq_apps import configuration
     from kvq_apps.known_models import bundles_folder, models_folder
+    from kvq_runtime.tuning import tuning_path
 
     project = configuration.project_path()
     cache = settings.cache_folder()
@@ -192,6 +210,7 @@ def _paths() -> dict[str, str]:
         "models": str(models_folder()),
         "bundles": str(bundles_folder()),
         "sessions": str(cache / "sessions"),
+        "tuning": str(tuning_path()),
     }
 
 

@@ -83,7 +83,7 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
     from kvq.config import KvPlan
     from kvq_apps.model_path import resolve_model
     from kvq_export.config import ExportOptions
-    from kvq_runtime.device import default_threads
+    from kvq_runtime.tuning import default_threads
 
     weights = options.given(
         arguments,

@@ -72,6 +72,7 @@ def run(arguments: Namespace) -> int:
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
     from kvq_apps.engine import Engine
+    from kvq_runtime.energy import Meter
 
     engine_options = options.engine_options(arguments)
     with (
@@ -81,8 +82,10 @@ def run(arguments: Namespace) -> int:
     ):
         _refuse_endless(prompt, engine, session)
         ids, begin_with = _prompt_ids(engine, arguments, prompt)
+        meter = Meter()
         answer = _answer(session, ids, begin_with, arguments, sampling, constraint, cancel, pieces)
         report = _report(engine, session, answer)
+        report["joules"] = meter.joules()
         report["prompt_tokens"] = len(ids) + bool(begin_with)
     code = _first_fence(answer.text) if arguments.extract else None
     if arguments.json:
@@ -298,8 +301,14 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{format_bytes(report['kv_budget'])}, which holds "
         f"{output.holding_text(report['budget_tokens'], report['context'], report['kv'])}; "
         f"{report['bytes_per_token']:.0f} bytes per token, "
-        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}"
+        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}{_energy(report)}"
     )
+
+
+def _energy(report: dict[str, Any]) -> str:
+    """What the whole machine took meanwhile, where its processor counts it."""
+    joules = report["joules"]
+    return "" if joules is None else f"; {joules:.1f} J, other programs' work included"
 
 
 def _bits(report: dict[str, Any]) -> str:

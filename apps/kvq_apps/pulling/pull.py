@@ -13,7 +13,7 @@ from kvq_apps.pulling.fetching import Checkpoint, discard, fetch
 from kvq_apps.pulling.wanted import Wanted
 from kvq_models.embedded import installed_names
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.device import default_threads
+from kvq_runtime.tuning import default_threads
 
 _YES = ("y", "yes")
 

@@ -1,6 +1,13 @@
 // The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
 
+// A set of few registers is slower where this is more than the loop.
+#ifndef KVQ_UNROLL
+#define KVQ_UNROLL
+#endif
+// A call would put sums into memory.
+#define KVQ_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 using kvq::Block;
@@ -193,7 +200,7 @@ inline const uint8_t* octet_at(const uint8_t* const* granules, int outputs, int 
 
 // Memory is slow to answer and takes few questions at once: one line for every line computed with.
 // Inlined, or GCC finds that it changes nothing and drops it.
-__attribute__((always_inline)) inline void ask(const uint8_t* const* plane, int vector) {
+KVQ_INLINE void ask(const uint8_t* const* plane, int vector) {
     __builtin_prefetch(plane[vector % 2] + 32 * (vector - vector % 2));
 }
 
@@ -230,8 +237,8 @@ struct Sums {
     Dot high[N], low[kJoined<Bits> ? N : 1], fine[kJoined<Bits> ? N : 1];
 
     // Adds products with four of each row's codes, of which the first is at `at`.
-    void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
-        for (int r = 0; r < N; r++) {
+    KVQ_INLINE void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
+        KVQ_UNROLL for (int r = 0; r < N; r++) {
             const int place = (first + r) * Folded::kStride + at;
             const Quad quad = broadcast(x.code + place);
             high[r].add(codes, quad);
@@ -250,21 +257,22 @@ inline F combine(const Dot& high, const Dot& low, const Dot& fine) {
     return fma(to_float(fine.sum()), set1(kHighUnit<Bits> / 254.0f), coarse);
 }
 
-// Adds to N rows' totals their products with the bytes of group `base` of 32 numbers, or of 16.
+// Adds to N rows' totals their products with the bytes of a group of 32 numbers, or of 16.
 template <int Bits, int N, int Numbers>
-inline void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next, const Folded& x,
-                           int first, int base, F* total) {
+KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next,
+                               const Folded& x, int first, int group, F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
-    for (int j = 0; j < Numbers / kPerVector; j++) {
-        const int vector = base / kPerVector + j, at = kPerVector * vector;
+    KVQ_UNROLL for (int j = 0; j < Numbers / kPerVector; j++) {
+        const int vector = 32 / kPerVector * group + j, at = kPerVector * vector;
         const Bytes high = planes.at(planes.high, vector);
         ask(next.high, vector);
         if constexpr (kJoined<Bits>) ask(next.low, Bits == 6 ? vector / 2 : vector);
         if constexpr (Bits == 2) {
-            const Bytes parts[] = {field<0, 3>(high), field<2, 3>(high), field<4, 3>(high),
-                                   field<6, 3>(high)};
-            for (int i = 0; i < 4; i++) sums.add(parts[i], parts[i], x, first, at + 4 * i);
+            sums.add(field<0, 3>(high), high, x, first, at);
+            sums.add(field<2, 3>(high), high, x, first, at + 4);
+            sums.add(field<4, 3>(high), high, x, first, at + 8);
+            sums.add(field<6, 3>(high), high, x, first, at + 12);
         } else {
             Bytes a = high, b = high;
             if constexpr (kJoined<Bits>) planes.below(vector, a, b);
@@ -272,10 +280,10 @@ inline void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& next,
             sums.add(field<4, 15>(high), b, x, first, at + 4);
         }
     }
-    for (int r = 0; r < N; r++) {
+    KVQ_UNROLL for (int r = 0; r < N; r++) {
         const int below = kJoined<Bits> ? r : 0;
         const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
-        total[r] = fma(sum, set1(x.scale[base / 32][first + r]), total[r]);
+        total[r] = fma(sum, set1(x.scale[group][first + r]), total[r]);
     }
 }
 
@@ -288,11 +296,11 @@ inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next
     for (int i = 0; i < outputs / 16; i++) {
         const Planes<Bits> planes(side, outputs, n, 2 * i), coming(next, outputs, n, 2 * i);
         F total[N];
-        for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
-        for (int base = 0; base + 32 <= n; base += 32)
-            multiply_group<Bits, N, 32>(planes, coming, x, first, base, total);
-        if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n - 16, total);
-        for (int r = 0; r < N; r++) put(first + r, i, total[r]);
+        KVQ_UNROLL for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
+        for (int group = 0; group < n / 32; group++)
+            multiply_group<Bits, N, 32>(planes, coming, x, first, group, total);
+        if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n / 32, total);
+        KVQ_UNROLL for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
 template <int Bits, int N, class Put>
@@ -312,11 +320,12 @@ inline uint64_t mask_of(const uint64_t* visible, int r, int n = kPageTokens) {
     return n == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
-// The sum of weights of 1 at most, as whole steps of 2^-24: it does not depend on their order.
-inline float sum_of_steps(const float* p) {
+// The sum of n weights of 1 at most, and of what stands up to the next sixteen, as whole steps of
+// 2^-24: it does not depend on their order.
+inline float sum_of_steps(const float* p, int n) {
     const F steps = set1(16777216.0f);
     I total = to_int(load(p) * steps);
-    for (int i = 16; i < kPageTokens; i += 16) total = total + to_int(load(p + i) * steps);
+    for (int i = 16; i < n; i += 16) total = total + to_int(load(p + i) * steps);
     return static_cast<float>(reduce_add(total)) * (1.0f / 16777216.0f);
 }
 
@@ -326,8 +335,9 @@ struct Weights {
     alignas(64) float mass[kRunPages][kRowLanes];  // their sums over a page
 };
 
-// Caps and masks the logits of N rows from `first` on; returns each row's largest.
-template <int N>
+// Caps and masks the logits of N rows from `first` on; returns each row's largest. A `Tile` has n
+// keys, and what stands beyond the next sixteen is never read; a page has all.
+template <int N, bool Tile>
 inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visible, int pages,
                       int n, Weights& to) {
     F largest[N];
@@ -335,7 +345,7 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
     for (int page = 0; page < pages; page++)
         for (int r = 0; r < N; r++) {
             const uint64_t bits = mask_of(visible[page], first + r, n);
-            for (int i = 0; i < kPageTokens; i += 16) {
+            for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
                 F x = load(at);
                 if (block.softcap_log2 > 0.0f) x = tanh_lanes(x) * set1(block.softcap_log2);
@@ -350,12 +360,12 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
 
 // Turns the logits of N rows from `first` on into weights relative to each row's new maximum; what
 // was summed before is rescaled to it. False: all weights are negligible, and none are set.
-// `any_order`: the result is the same wherever in the tile the visible rows stand.
-template <int N>
+// Of a `Tile` the result is the same wherever in it the visible rows stand.
+template <int N, bool Tile>
 inline bool softmax(Block& block, int first, const uint64_t* const* visible, int pages, int n,
-                    Weights& to, bool any_order = false) {
+                    Weights& to) {
     alignas(64) float largest[kRowLanes], shrink[kRowLanes], newest[kRowLanes];
-    const F best = cap_and_mask<N>(block, first, visible, pages, n, to);
+    const F best = cap_and_mask<N, Tile>(block, first, visible, pages, n, to);
     const F before = load(block.maximum + first), after = max(before, best);
     store_rows(largest, best);
     store_rows(shrink, exp2_lanes(before - after));
@@ -371,9 +381,9 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
             store(acc + i, load(acc + i) * set1(shrink[r]));
     }
     for (int page = 0; page < pages; page++) {
-        F sums[N];
+        F sums[N] = {};  // n > 0, which compilers cannot know
         for (int r = 0; r < N; r++)
-            for (int i = 0; i < kPageTokens; i += 16) {
+            for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
                 const F weights = exp2_lanes(load(at) - set1(newest[r]));
                 store(at, weights);
@@ -382,8 +392,8 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
         store_rows(to.mass[page], sum_lanes(sums));
         for (int r = 0; r < N; r++) {
             // Weights above 1 come of numbers that are not finite: no integer holds their steps.
-            if (any_order && to.mass[page][r] <= kPageTokens)
-                to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens);
+            if (Tile && to.mass[page][r] <= kPageTokens)
+                to.mass[page][r] = sum_of_steps(to.p[page] + r * kPageTokens, n);
             block.sum[first + r] += to.mass[page][r];
         }
     }
@@ -467,7 +477,7 @@ void attend_pages(Block& block, const float* q, const PageView* pages,
         Weights to;
         for (int i = 0; i < count; i++)
             row_logits<rows()>(pages[i], after(i), dim, q + r * dim, to.p[i]);
-        if (!softmax<rows()>(block, r, visible, count, kPageTokens, to)) return;
+        if (!softmax<rows(), false>(block, r, visible, count, kPageTokens, to)) return;
         for (int i = 0; i < count; i++)
             if (std::any_of(to.mass[i], to.mass[i] + rows(), [](float mass) { return mass > 0; }))
                 add_values<rows()>(pages[i], after(i), dim, to.p[i], to.mass[i],
@@ -603,8 +613,8 @@ void page_evidence(const Block& block, const float* q, const PageView& page,
 // ---- floating-point keys -------------------------------------------------------------------
 
 template <int N>
-void tile_logits(const float* q, int head_dim, const float* keys, float* scores) {
-    for (int t = 0; t < kPageTokens; t += 16) {
+void tile_logits(const float* q, int head_dim, const float* keys, int n, float* scores) {
+    for (int t = 0; t < n; t += 16) {
         F sums[N];
         for (F& sum : sums) sum = set1(0.0f);
         for (int c = 0; c < head_dim; c++) {
@@ -628,10 +638,11 @@ void tile_values(const float* p, int n, const uint16_t* values, int head_dim, fl
     }
 }
 
-// keys [head_dim][64]: n float16 rows [n, head_dim] transposed, 0 beyond them.
+// keys [head_dim][64]: n float16 rows [n, head_dim] transposed, 0 beyond them up to the next
+// sixteen.
 void transpose_keys(const uint16_t* k, int n, int head_dim, float* keys) {
     constexpr uint16_t kNoKey[8] = {};
-    for (int t = 0; t < kPageTokens; t += 8)
+    for (int t = 0; t < (n + 15) / 16 * 16; t += 8)
         for (int c = 0; c < head_dim; c += 8) {
             const uint16_t* rows[8];
             for (int i = 0; i < 8; i++)
@@ -647,9 +658,9 @@ void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t
     transpose_keys(k, n, dim, keys);
     rows_of<kRegisterRows>(block.rows, [&](auto rows, int first) {
         Weights to;
-        tile_logits<rows()>(q + first * dim, dim, keys, to.p[0]);
+        tile_logits<rows()>(q + first * dim, dim, keys, n, to.p[0]);
         // A row of a tree must get what it would get in the place where it is kept.
-        if (!softmax<rows()>(block, first, &visible, 1, n, to, true)) return;
+        if (!softmax<rows(), true>(block, first, &visible, 1, n, to)) return;
         tile_values<rows()>(to.p[0], n, v, dim, block.acc + first * dim);
     });
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../kernels/kernels.h"
+#include "../platform.h"
 
 namespace kvq {
 namespace {
@@ -322,6 +323,13 @@ private:
 
 }  // namespace
 
+Prefetching::Prefetching() : past_caches(platform::processor_is_amd()) {}
+
+Prefetching& prefetching() {
+    static Prefetching used;
+    return used;
+}
+
 int run_linear(const kvq_linear& call, const Dispatch& pool) {
     const bool added = call.bias || call.residual || call.first_row;
     if (!is_matrix(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
@@ -369,6 +377,15 @@ int kvq_linear_run(const kvq_linear* call) {
 
 int kvq_embed_run(const kvq_embed* call) {
     return kvq::run_embed(*call);
+}
+
+int kvq_tune(int32_t past_caches, int64_t ahead_bytes) {
+    if (past_caches < -1 || past_caches > 1 || ahead_bytes < 0 || ahead_bytes > KVQ_MOST_AHEAD)
+        return KVQ_BAD_ARGUMENT;
+    kvq::prefetching().past_caches =
+        past_caches < 0 ? kvq::platform::processor_is_amd() : past_caches == 1;
+    kvq::prefetching().ahead = static_cast<size_t>(ahead_bytes);
+    return KVQ_OK;
 }
 
 int64_t kvq_weight_bytes_read() {

@@ -106,22 +106,17 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
     gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
 }
 
-// How far ahead to fetch: far enough to hide a miss behind sixteen rows of work, and in small
-// panels the same place of the next one, so that a view never fetches the plane it leaves out.
-inline size_t prefetch_bytes(const PanelLayout& layout) {
+// How far ahead to fetch: as was asked for, or far enough to hide a miss behind sixteen rows of
+// work, and in small panels the same place of the next one. A view always keeps to that, so that it
+// never fetches the plane it leaves out.
+inline size_t prefetch_bytes(const PanelLayout& layout, bool whole) {
+    const size_t asked = kvq::prefetching().ahead.load(std::memory_order_relaxed);
+    if (asked && whole) return asked;
     return layout.panel_bytes <= 32 << 10 ? layout.panel_bytes : 8 << 10;
 }
 
-// Whether bytes that are read once are fetched past the larger caches. On AMD's processors one row
-// then takes 1 to 3 % less. On Intel's, whose second level does not see such fetches and fetches
-// nothing ahead by itself, it takes half as long again.
-inline bool fetches_past_caches() {
-    static const bool amd = kvq::platform::processor_is_amd();
-    return amd;
-}
-
 // A plane of `Bits` bits of a block's codes, a group of eight columns after the other. `Once`: see
-// `fetches_past_caches`; five rows would take 2 % more.
+// `Prefetching`; five rows would take 2 % more.
 template <int Bits, bool Once>
 struct Plane {
     const uint8_t* bytes;
@@ -192,7 +187,7 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     const size_t stride = layout.padded_columns();
     const int block = layout.block, block_bytes = block * kPanelRows / 2;
     const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
-    const size_t ahead = prefetch_bytes(layout);
+    const size_t ahead = prefetch_bytes(layout, LowBits == layout.low_bits());
     constexpr bool kTwice = LowBits && !kWholeCodes;
     const Reading reading(layout, LowBits, LowBits == 4 && kWholeCodes ? kMergedLess : 0.0f);
     Floats total[R];
@@ -236,7 +231,8 @@ using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedR
 template <int LowBits, int... R>
 MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
     constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits>...};
-    if (rows == 1 && fetches_past_caches()) return multiply_rows<1, LowBits, true>;
+    if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed))
+        return multiply_rows<1, LowBits, true>;
     return table[rows - 1];
 }
 MultiplyRows multiply_for(int low_bits, int rows) {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq import devices, native, native_linear
 from kvq.errors import BackendError, BundleError, CacheError
-from kvq_runtime import gpu, huge_pages
+from kvq_runtime import gpu, huge_pages, tuning
 from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
@@ -69,6 +69,7 @@ class OnnxBackend(PagedBackend):
         super().__init__(bundle, threads=threads)
         self.device = device
         self.logit_bytes_copied = 0  # from the device to the host
+        tuning.apply()
         before = huge_pages.regions()
         self._session: _InferenceSession | None = _open(bundle, threads, device)
         self.paging = huge_pages.advise_since(before)

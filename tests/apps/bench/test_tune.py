@@ -1,0 +1,75 @@
+"""`kvq bench --tune`: how it chooses, and that what it chose is kept."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq import native
+from kvq_apps.bench import tune
+from kvq_apps.cli import main
+from kvq_runtime import tuning
+from kvq_runtime.tuning import Tuning, built_in
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
+
+
+def test_as_many_threads_as_pay_and_no_more() -> None:
+    assert tune.fewest_threads({1: (8.0, 1.0), 2: (4.0, 1.0), 4: (2.0, 1.0)}) == 4
+    # Two threads of a core: the second slows a step down.
+    assert tune.fewest_threads({1: (8.0, 8.0), 2: (4.0, 4.0), 4: (4.4, 3.0)}) == 2
+    # Memory is busy with two; prompts still gain.
+    assert tune.fewest_threads({1: (8.0, 8.0), 2: (4.0, 4.0), 4: (4.0, 2.0)}) == 4
+    # A difference as between two runs of the same.
+    assert tune.fewest_threads({1: (1.02, 1.0), 2: (1.01, 1.0), 4: (1.0, 1.0)}) == 1
+
+
+def test_all_small_numbers_of_threads_are_tried_and_those_that_matter() -> None:
+    assert tune.thread_counts(2, 2) == (1, 2)
+    assert tune.thread_counts(6, 12) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+    assert {96, 192} <= set(tune.thread_counts(96, 192))
+    assert len(tune.thread_counts(96, 192)) < 30
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(1.5, True), (1.01, False)])
+def test_only_what_wins_by_more_than_chance_is_kept(
+    gain: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(_: object, asked: Tuning, threads: int) -> float:
+        return 1.0 / gain if (asked.past_caches, asked.ahead_bytes) == (False, 4096) else 1.0
+
+    monkeypatch.setattr(tune, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(tune.Weights, "step_seconds", seconds)
+    monkeypatch.setattr(tune.Weights, "prompt_seconds", seconds)
+    try:
+        found = Tuning(**tune.tune(lambda _: None)["tuning"])
+    finally:
+        tuning.apply()
+    fetching = {"past_caches": False, "ahead_bytes": 4096} if kept else {}
+    assert found == replace(built_in(), threads=1, **fetching)
+
+
+def test_the_command_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "Weights", lambda: Small(1 << 20))
+    try:
+        assert main(["bench", "--tune", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert Tuning(**found["tuning"]) == tuning.kept()
+        assert len(found["fetching"]) == 1 + 2 * len(tune.AHEAD_BYTES)
+        assert all(one["step_s"] > 0 for one in found["fetching"] + found["threads"])
+        assert main(["doctor", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["tuning"]
+        assert shown["measured"]
+        assert shown["remove"] == str(tuning.tuning_path())
+        tuning.tuning_path().write_text("{")
+        assert main(["doctor", "--json"]) == 0
+        assert "remove it" in json.loads(capsys.readouterr().out)["tuning"]["reason"]
+    finally:
+        tuning.apply()
+
+
+Small = tune.Weights
