@@ -25,7 +25,7 @@ class Lookahead:
     before, so that a window costs as many rows as it has tokens and not `ngram` - 1 times as many.
 
     It is here to be measured: rows cost time on a CPU, and it spends more of them for a token
-    than any other drafter (2 to 7 for 0.1 to 0.3 tokens); see `apps/bench/LOG.md`.
+    than any other drafter (2 to 7 for 0.1 to 0.3 tokens); see `apps/lab/log/drafts.md`.
     """
 
     ngram: int = 3

@@ -54,7 +54,7 @@ def test_only_settings_reads_the_environment() -> None:
 def test_no_library_code_imports_torch_or_transformers() -> None:
     pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
     # Recipes are run from a checkout and never installed.
-    recipes = {ROOT / "models/training", ROOT / "apps/bench"}
+    recipes = {ROOT / "models/training", ROOT / "apps/lab"}
     installed = [path for path in python_files() if recipes.isdisjoint(path.parents)]
     assert [path for path in installed if pattern.search(path.read_text())] == []
 

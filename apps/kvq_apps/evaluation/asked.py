@@ -6,8 +6,7 @@ from typing import Any
 
 from kvq.errors import DataError, UsageError
 from kvq_apps import text_input
-from kvq_apps.evaluation import documents, editing, infilling, ngram, problems, recall, text
-from kvq_apps.evaluation.editing import EditCase
+from kvq_apps.evaluation import documents, infilling, ngram, problems, recall, text
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
 from kvq_apps.evaluation.tasks import PROBLEM_TASKS, RECALL_TASKS, TEXT_TASKS, Material
 from kvq_apps.output import Shown
@@ -100,7 +99,6 @@ class Asked:
             else (),
             answer_tokens=self.line_tokens,
             passes=self.passes,
-            edits=self._edits(tokenizer, programs, context_tokens) if "edit" in tasks else (),
             problems=[
                 problem
                 for task in tasks
@@ -139,14 +137,6 @@ class Asked:
         whole = _prose(texts)
         ids = tokenizer.encode(whole)[: self.max_tokens]
         return text.windows(ids, tokenizer.control.start, context_tokens)
-
-    def _edits(
-        self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int
-    ) -> list[EditCase]:
-        texts = [text for file in programs for text in documents.training_texts(file)]
-        return editing.edit_cases(
-            tokenizer, texts, limit=self.limit, context_tokens=context_tokens, seed=self.seed
-        )
 
     def _gaps(
         self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int, least: int

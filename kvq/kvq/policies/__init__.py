@@ -14,21 +14,23 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS
 from kvq.named import named
 
+# Those to choose among come first.
 POLICIES = {
-    "a2sf": "kvq.policies.a2sf:A2SF",
     "budget": "kvq.policies.budget:Budget",
+    "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",
+    "uniform": "kvq.policies.uniform:Uniform",
+    "streaming": "kvq.policies.streaming:Streaming",
+    "oldest": "kvq.policies.oldest:Oldest",
+    "zipcache": "kvq.policies.zipcache:ZipCache",
+    "qaq": "kvq.policies.qaq:Qaq",
+    # for comparison
+    "a2sf": "kvq.policies.a2sf:A2SF",
     "chunkkv": "kvq.policies.chunkkv:ChunkKV",
     "expected-attention": "kvq.policies.expected_attention:ExpectedAttention",
     "h2o": "kvq.policies.h2o:H2O",
-    "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",
     "l2norm": "kvq.policies.l2norm:L2Norm",
     "lagkv": "kvq.policies.lagkv:LagKV",
-    "oldest": "kvq.policies.oldest:Oldest",
-    "qaq": "kvq.policies.qaq:Qaq",
     "snapkv": "kvq.policies.snapkv:SnapKV",
-    "streaming": "kvq.policies.streaming:Streaming",
-    "uniform": "kvq.policies.uniform:Uniform",
-    "zipcache": "kvq.policies.zipcache:ZipCache",
 }
 
 Floats = NDArray[np.float32]

@@ -42,11 +42,6 @@ class ReadRule:
     channels: int = 0
     exact: bool = False
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether nothing is ever left out."""
-        return self.share == 1 and not self.exact
-
 
 READ_ALL = ReadRule()
 

@@ -27,8 +27,8 @@ from kvq.errors import BackendError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.suite import Setup
-from kvq_apps.bench.workloads import Workload, other_text, workloads
 from kvq_apps.model_path import resolve_model
+from kvq_lab.workloads import Workload, other_text, workloads
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass
 from kvq_runtime.bundle import Bundle

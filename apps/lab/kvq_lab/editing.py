@@ -20,15 +20,15 @@ from kvq.cache import Cache
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq.errors import UsageError
 from kvq_apps import output
-from kvq_apps.bench import around, starting
 from kvq_apps.bench.engine_kvq import fill
 from kvq_apps.bench.gguf_file import same_weights
-from kvq_apps.bench.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.frozen import Frozen
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.output import Shown
+from kvq_lab import around, starting
+from kvq_lab.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import ModelFiles
