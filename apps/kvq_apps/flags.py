@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from kvq.config import PAGE_WIDTHS
+from kvq.errors import KvqError
 from kvq.settings import environment_name
 from kvq_apps.flag_values import READERS
 from kvq_apps.owners import Owned
@@ -304,6 +305,29 @@ def add_flags(parser: Group, *names: str, **texts: str) -> Group:
         own = [word for word in flag.synonyms if word not in parser._option_string_actions]
         parser.add_argument(f"--{name}", *own, **options)
     return parser
+
+
+# Flags by the arguments that errors name, where the two are called differently.
+FLAG_OF_ARGUMENT = {
+    "k_bits": "kbits", "v_bits": "vbits", "policy": "kv-policy", "predict": "kv-predict",
+    "predict_with": "kv-predict-with", "context_tokens": "ctx-size", "method": "drafts-method",
+    "max_tokens": "predict", "temperature": "temp", "repeat_window_tokens": "repeat-last-n",
+    "bits": "wbits", "block": "group", "size_bytes": "size",
+}  # fmt: skip
+
+
+def flag_of(argument: str) -> str:
+    """The flag that an error means by `argument`; one of ours begins with two dashes itself."""
+    return FLAG_OF_ARGUMENT.get(argument, argument.removeprefix("--").replace("_", "-"))
+
+
+def told(error: BaseException) -> str:
+    """What went wrong, in the words of the command line."""
+    return error.told(_as_flag) if isinstance(error, KvqError) else str(error)
+
+
+def _as_flag(argument: str, value: str) -> str:
+    return f"--{flag_of(argument)} {value}".rstrip()
 
 
 def field(name: str) -> str:

@@ -82,8 +82,9 @@ def fitting(
     layers = bundle.config.num_layers, auxiliary.bundle.config.num_layers
     if layers[1] > layers[0]:
         raise UsageError(
-            f"--kv-predict-with {path} is not possible: it has {layers[1]} layers, more than the "
-            f"{layers[0]} that it is to predict"
+            about="predict_with",
+            value=path,
+            possible=f"it has {layers[1]} layers, more than the {layers[0]} that it is to predict",
         )
     texts = list(calibration_texts(tokenizer))
     passages = held_out_passages(tokenizer, bundle.config.context_length)

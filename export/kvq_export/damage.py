@@ -70,8 +70,10 @@ def allocated(
     sizes, room = _sizes(original, weights, forms, [*damage])
     if room < sizes[:, -1].sum():
         raise UsageError(
-            f"--size {weights.size_bytes} bytes is not possible: with 4 bits everywhere it is "
-            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
+            about="size_bytes",
+            value=f"{weights.size_bytes} bytes",
+            possible="with 4 bits everywhere it is "
+            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model",
         )
     at, used = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum())
     finer = np.tri(len(forms), dtype=bool).T

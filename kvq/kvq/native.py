@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.errors import BackendError, CacheError, SnapshotError
+from kvq.errors import BackendError, CacheError, SnapshotError, argument
 from kvq.formats import constant_bytes, grid_bytes
 from kvq.selectors import ReadRule
 from kvq.settings import environment
@@ -172,7 +172,8 @@ class NativeCache:
         if heads not in found.head_dims:
             raise BackendError(
                 f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, found.head_dims))}; use --device cpu"
+                f"has those of {', '.join(map(str, found.head_dims))}; use "
+                f"{argument('device', 'cpu')}"
             )
         return found.number
 
@@ -227,8 +228,8 @@ class NativeCache:
     def read_by(self, rule: ReadRule) -> None:
         if self.device != "cpu" and rule.share < 1:
             raise BackendError(
-                f"the device {self.device!r} reads all pages: --kv-read {rule.share:.0%} needs "
-                "--device cpu"
+                f"the device {self.device!r} reads all pages: {argument('kv_read')} "
+                f"{rule.share:.0%} needs {argument('device', 'cpu')}"
             )
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         self._call("read", ctypes.byref(numbers))

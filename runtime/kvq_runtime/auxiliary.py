@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache, KeyForm
 from kvq.config import FLOAT_WIDTH, Budget
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq.reference import rotate
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends import Backend, open_backend
@@ -98,8 +98,8 @@ class Auxiliary:
         """Raises `BackendError` for two models that do not belong together."""
         if not isinstance(base, PagedBackend):
             raise BackendError(
-                f"--kv-predict-with is not possible on the {base.name} backend, whose cache takes "
-                "no keys and values; run a bundle with an ONNX graph"
+                f"{argument('predict_with')} is not possible on the {base.name} backend, whose "
+                "cache takes no keys and values; run a bundle with an ONNX graph"
             )
         own = open_auxiliary(path, base)
         told = base.bundle.manifest.auxiliary
@@ -107,8 +107,8 @@ class Auxiliary:
             fitted = "none" if told is None else str(told["name"])
             raise BackendError(
                 f"{base.bundle.path} has no matrices that make its keys and values from those of "
-                f"{own.model.name} (from those of: {fitted}); export it with --kv-predict-with "
-                f"{path}"
+                f"{own.model.name} (from those of: {fitted}); export it with "
+                f"{argument('predict_with')} {path}"
             )
         # Of each layer the auxiliary model's that serves it, and W [2 Ha Da + 1, 2 Hk D].
         self._maps = list(zip(told["served_by"], base.bundle.auxiliary_maps(), strict=True))
@@ -171,7 +171,9 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
             own = open_backend("auto", Bundle.open(path), threads=base.threads)
             if not isinstance(own, PagedBackend):
                 own.close()
-                raise BackendError(f"{path} has no ONNX graph; export it with --format both")
+                raise BackendError(
+                    f"{path} has no ONNX graph; export it with {argument('format', 'both')}"
+                )
             _backends[path, base.threads] = own
-    check_vocabularies("--kv-predict-with", own, base)
+    check_vocabularies(argument("predict_with"), own, base)
     return own

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round, name_of
 from kvq_runtime.generation import Generation, Taken
@@ -39,7 +39,7 @@ class Drafting(Generic[C]):
         """Raises `BackendError` for drafts that branch, where passes take chains only."""
         if getattr(drafter, "branches", False) and not self._backend.takes_trees:
             raise BackendError(
-                f"--draft {name_of(drafter)} is not possible on the "
+                f"{argument('draft')} {name_of(drafter)} is not possible on the "
                 f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
                 "lookup, suffix or none, or run a bundle with an ONNX graph"
             )

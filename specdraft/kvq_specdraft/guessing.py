@@ -34,11 +34,12 @@ class Guessing(ComputingDrafter):
     def __post_init__(self) -> None:
         name = name_of(self)
         if self.most < 1:
-            raise UsageError(f"--draft {name}: most={self.most} is not possible: 1 or more")
+            raise UsageError(about="draft", value=f"{name}: most={self.most}", possible="1 or more")
         if not 0 <= self.least < 1:
             raise UsageError(
-                f"--draft {name}: least={self.least} is not possible: 0 (by what is measured) up "
-                "to, not including, 1"
+                about="draft",
+                value=f"{name}: least={self.least}",
+                possible="0 (by what is measured) up to, not including, 1",
             )
         self._pace = Pace(most=self.most, least=self.least)
 

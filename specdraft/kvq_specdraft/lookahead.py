@@ -39,8 +39,9 @@ class Lookahead:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UsageError(
-                    f"--draft lookahead: {name}={getattr(self, name)} is not possible: "
-                    f"{low} or more"
+                    about="draft",
+                    value=f"lookahead: {name}={getattr(self, name)}",
+                    possible=f"{low} or more",
                 )
         self._text = array("i")
         # Guesses of the last passes by where in the text the first one stands, newest last.

@@ -40,10 +40,12 @@ class Suffix:
         check_lengths("suffix", max_ngram=self.max_ngram, min_ngram=self.min_ngram, most=self.most)
         if not 0 < self.least <= 1:
             raise UsageError(
-                f"--draft suffix: least={self.least} is not possible: above 0, at most 1"
+                about="draft", value=f"suffix: least={self.least}", possible="above 0, at most 1"
             )
         if self.store < 0:
-            raise UsageError(f"--draft suffix: store={self.store} is not possible: 0 or more")
+            raise UsageError(
+                about="draft", value=f"suffix: store={self.store}", possible="0 or more"
+            )
         self.branches = self.tree > 0
         self._repeats = Repeats(self.min_ngram)
         self._finished = of_this_process(self.store, self.min_ngram) if self.store else None

@@ -197,5 +197,5 @@ def test_names_and_shares_come_to_rules() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match="--kv-read.*" + said):
+    with pytest.raises(UsageError, match="kv_read.*" + said):
         rule_named(text)

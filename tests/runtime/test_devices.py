@@ -126,7 +126,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     assert whole.kv_offloaded_bytes == 0
     with (
         Engine.open(path) as engine,
-        pytest.raises(BackendError, match="kv_offload needs --device cuda"),
+        pytest.raises(BackendError, match='kv_offload needs device="cuda"'),
     ):
         engine.session(kv_offload="1GiB")
 
@@ -202,7 +202,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(
         Engine.open(bundle, device="emulated", backend="float")
     monkeypatch.setattr(devices, "DRIVER", "libno-driver.so")
     devices.opened.cache_clear()
-    with pytest.raises(BackendError, match=r"no NVIDIA driver: .* --device cpu"):
+    with pytest.raises(BackendError, match=r"no NVIDIA driver: .* device=\"cpu\""):
         Engine.open(bundle, device="cuda")
     with caplog.at_level(logging.INFO), Engine.open(bundle, device="auto") as engine:
         assert engine.backend.device == "cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import DEFAULT_READ, parse_budget, parse_kv
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import flag_values, flags, laboratory, options, output
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def _add_measuring(measuring: flags.Group) -> None:
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     if arguments.chats is not None and arguments.suite != "serve":
-        raise UsageError("--chats needs --suite serve, the pool that answers them")
+        raise UsageError(
+            f"{argument('--chats')} needs {argument('--suite')} serve, the pool that answers them"
+        )
     laboratory.part("bench").check(arguments)
     suite = arguments.suite or "speed"
     if suite == "serve":
@@ -118,14 +120,14 @@ def _run_speed(arguments: Namespace) -> int:
     own = engines.own_engine(files)
     if peers and own != engines.OURS:
         raise UsageError(
-            f"--peer {','.join(peers)} is not possible: {files.path} has no ONNX graph, and peers "
-            "run on its weights; leave the flag out, or give a bundle"
+            f"{argument('--peer')} {','.join(peers)} is not possible: {files.path} has no ONNX "
+            "graph, and peers run on its weights; leave the flag out, or give a bundle"
         )
     job = _job(arguments, files, peers, device)
     if job.kv_policy and own != engines.OURS:
         raise UsageError(
-            f"--kv-policy is not possible: {files.path} runs on llama.cpp, whose cache gives "
-            "nothing up; leave the flag out, or give a bundle"
+            f"{argument('--kv-policy')} is not possible: {files.path} runs on llama.cpp, whose "
+            "cache gives nothing up; leave the flag out, or give a bundle"
         )
     found = machine.describe((own, *peers), device)
     note_load(found)
@@ -159,8 +161,8 @@ def _run_serve(arguments: Namespace) -> int:
     refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
     if arguments.shape is not None and arguments.chats is None:
         raise UsageError(
-            "a --shape has no tokenizer, which the server needs; add --chats 1,4, which does "
-            "without the server"
+            f"a {argument('--shape')} has no tokenizer, which the server needs; add "
+            f"{argument('--chats')} 1,4, which does without the server"
         )
     from kvq_apps.bench import chats, serving
 
@@ -174,7 +176,10 @@ def refuse(arguments: Namespace, *unknown: str) -> None:
     """Raises `UsageError` for a flag that the suite does not know."""
     for flag in unknown:
         if getattr(arguments, flag) if flag == "linear" else options.written(arguments, flag):
-            raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
+            raise UsageError(
+                f"{argument('--suite')} {arguments.suite} knows no {argument('--' + flag)}; "
+                "leave it out"
+            )
 
 
 def first_context(arguments: Namespace, name: str) -> dict[str, Any]:
@@ -235,7 +240,7 @@ def thread_counts(arguments: Namespace) -> tuple[int, ...]:
     # The environment gives a single number.
     threads = (threads,) if isinstance(threads, int) else threads
     if min(threads) < 1:
-        raise UsageError(f"--threads {min(threads)} is not possible: give 1 or more")
+        raise UsageError(f"{argument('--threads')} {min(threads)} is not possible: give 1 or more")
     return tuple(dict.fromkeys(threads))
 
 
@@ -246,7 +251,7 @@ def _widths(arguments: Namespace) -> tuple[int, ...]:
     widths = (widths,) if isinstance(widths, int) else tuple(dict.fromkeys(widths))
     for bits in widths:
         if bits not in (4, 8):
-            raise UsageError(f"--wbits {bits} is not possible: choose 4, 8 or both")
+            raise UsageError(f"{argument('--wbits')} {bits} is not possible: choose 4, 8 or both")
     return widths
 
 
@@ -259,7 +264,9 @@ def opened_files(arguments: Namespace) -> "ModelFiles":
     written = [name for name in (arguments.bundle, arguments.shape) if name is not None]
     written += [arguments.model] if options.written(arguments, "model") else []
     if len(written) > 1:
-        raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
+        raise UsageError(
+            f"{' and '.join(written)} were given; name one model, or one {argument('--shape')}"
+        )
     if arguments.shape is not None:
         return open_files(shape_bundle(arguments.shape, bits=_widths(arguments)[0]))
     return open_files(resolve_model(arguments.bundle or arguments.model))
@@ -328,14 +335,18 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
         return (), None
     if arguments.kv_budget is None:
         raise UsageError(
-            "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
+            f"{argument('--kv-policy')} needs a {argument('--kv-budget')} too small for the "
+            f"context, such as {argument('--kv-budget')} 25%"
         )
     policies = tuple(dict.fromkeys(flag_values.policies(arguments.kv_policy or DEFAULT_POLICY)))
     for policy in policies:
         policy_named(policy)
     parse_budget(arguments.kv_budget)
     if "fp" in kv:
-        raise UsageError("an unquantised cache gives nothing up: --kv fp and --kv-policy exclude")
+        raise UsageError(
+            f"an unquantised cache gives nothing up: {argument('--kv')} fp and "
+            f"{argument('--kv-policy')} exclude"
+        )
     return policies, arguments.kv_budget
 
 
@@ -344,7 +355,10 @@ def kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:
     several = str(arguments.kv or "").split(",")
     if len(several) > 1:
         if options.given(arguments, k="kbits", v="vbits"):
-            raise UsageError("--kbits and --vbits refine one setting; --kv names several")
+            raise UsageError(
+                f"{argument('--kbits')} and {argument('--vbits')} refine one setting; "
+                f"{argument('--kv')} names several"
+            )
         pairs = [parse_kv(text) for text in several]
     else:
         bits = options.kv_bits(arguments)

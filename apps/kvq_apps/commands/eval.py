@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_kv
-from kvq.errors import ModelError, UsageError
+from kvq.errors import ModelError, UsageError, argument
 from kvq.formats import format_bytes
 from kvq_apps import flags, laboratory, options, output
 
@@ -70,11 +70,14 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, program, math, "
-            "drafts, edit or predict"
+            f"{argument('--task')} is missing; choose ppl, kld, passkey, retrieval, facts, fim, "
+            "program, math, drafts, edit or predict"
         )
     if len(modes) > 1:
-        raise UsageError(f"--{modes[0]} and --{modes[1]} exclude each other; give one")
+        raise UsageError(
+            f"{argument('--' + modes[0])} and {argument('--' + modes[1])} exclude each other; "
+            "give one"
+        )
     model, files = _model_and_files(arguments)
     mode = _mode(arguments)
 
@@ -106,10 +109,13 @@ def _check_before_loading(arguments: Namespace) -> None:
     mode = arguments.task or ("sweep" if arguments.sweep else "table")
     for name, takers in owners.items():
         if mode not in takers and options.written(arguments, name):
-            raise UsageError(f"--{name} is for {' and '.join(takers)} only; leave it out")
+            raise UsageError(
+                f"{argument(f'--{name}')} is for {' and '.join(takers)} only; leave it out"
+            )
     if mode == "program" and not arguments.execute:
         raise UsageError(
-            "--task program judges programs by running them; add --execute, which runs what the "
+            f"{argument('--task')} program judges programs by running them; add "
+            f"{argument('--execute')}, which runs what the "
             "model wrote on this machine, with limits but no sandbox"
         )
     if arguments.execute:
@@ -252,7 +258,7 @@ def refuse(arguments: Namespace, mode: str, *names: str) -> None:
     """Raises `UsageError` for a flag of the cache, which `mode` chooses itself."""
     for name in names:
         if options.written(arguments, name):
-            raise UsageError(f"{mode} chooses the caches itself; leave out --{name}")
+            raise UsageError(f"{mode} chooses the caches itself; leave out {argument(f'--{name}')}")
 
 
 def _lengths(
@@ -262,8 +268,8 @@ def _lengths(
     lengths: tuple[int, ...] = arguments.context or (default,)
     if min(lengths) < 1:
         raise UsageError(
-            f"--context {','.join(map(str, lengths))} is not possible: give numbers of tokens "
-            "above 0"
+            f"{argument('--context')} {','.join(map(str, lengths))} is not possible: give numbers "
+            "of tokens above 0"
         )
     return lengths
 
@@ -274,8 +280,8 @@ def one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_CO
     if more:
         asked = ",".join(map(str, (length, *more)))
         raise UsageError(
-            f"--context {asked} is not possible: give one number of tokens; only --task passkey, "
-            "retrieval and facts take several"
+            f"{argument('--context')} {asked} is not possible: give one number of tokens; only "
+            f"{argument('--task')} passkey, retrieval and facts take several"
         )
     return length
 
@@ -308,16 +314,22 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
             _refuse_missing(model)
     makes_own = arguments.task in ("passkey", "retrieval")
     if makes_own and files:
-        raise UsageError(f"--task {arguments.task} makes its own prompts; leave out the files")
+        raise UsageError(
+            f"{argument('--task')} {arguments.task} makes its own prompts; leave out the files"
+        )
     for file in files:
         if file != "-" and not Path(file).exists():
             raise UsageError(f"{file}: no such file")
     if arguments.task and not makes_own and not files:
         takes_records = arguments.task in ("fim", "edit", "program", "math")
         needed = "source files or records" if takes_records else "a text"
-        raise UsageError(f"--task {arguments.task} needs {needed}: kvq eval -m MODEL FILE")
+        raise UsageError(
+            f"{argument('--task')} {arguments.task} needs {needed}: kvq eval -m MODEL FILE"
+        )
     if arguments.table and not files:
-        raise UsageError("--table needs a text: kvq eval --table -m MODEL FILE")
+        raise UsageError(
+            f"{argument('--table')} needs a text: kvq eval {argument('--table')} -m MODEL FILE"
+        )
     return model, files
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.errors import DataError, UsageError
+from kvq.errors import DataError, UsageError, argument
 from kvq_apps import text_input
 from kvq_apps.evaluation import documents, infilling, ngram, problems, recall, text
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
@@ -41,9 +41,11 @@ class Asked:
         }
         for name, value in counts.items():
             if value is not None and value < 1:
-                raise UsageError(f"--{name} {value} is not possible: give 1 or more")
+                raise UsageError(about=f"--{name}", value=value, possible="give 1 or more")
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise UsageError(f"--depths {self.depths} is not possible: give numbers from 0 to 1")
+            raise UsageError(
+                f"{argument('--depths')} {self.depths} is not possible: give numbers from 0 to 1"
+            )
         check_seed(self.seed)
 
     @property
@@ -152,7 +154,7 @@ class Asked:
         if not found:
             raise DataError(
                 f"no line of {', '.join(programs)} has {least} tokens around it; give longer "
-                "source files or a shorter --context"
+                f"source files or a shorter {argument('--context')}"
             )
         return found
 

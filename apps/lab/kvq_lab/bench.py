@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import flags, options, output
 from kvq_apps.commands.bench import (
     chosen_device,
@@ -35,10 +35,14 @@ def add_flags(parser: ArgumentParser, /) -> None:
 def check(arguments: Namespace, /) -> None:
     """Raises `UsageError` for a flag of a suite that was not asked for."""
     if arguments.drafts is not None and arguments.suite != "several":
-        raise UsageError("--drafts needs --suite several, which writes several at once")
+        raise UsageError(
+            f"{argument('--drafts')} needs {argument('--suite')} several, which writes several at "
+            "once"
+        )
     if arguments.suite != "ttft" and (arguments.kv_predict or arguments.kv_predict_with):
         raise UsageError(
-            "--kv-predict needs --suite ttft, which reads prompts with it and without, in turn"
+            f"{argument('--kv-predict')} needs {argument('--suite')} ttft, which reads prompts "
+            "with it and without, in turn"
         )
 
 
@@ -50,11 +54,17 @@ def _drafts(arguments: Namespace) -> int:
 
     peers = tuple(dict.fromkeys(arguments.peer or ()))
     if peers not in ((), (drafting.LLAMA,)):
-        raise UsageError(f"--suite drafts knows --peer {drafting.LLAMA} only; leave others out")
+        raise UsageError(
+            f"{argument('--suite')} drafts knows {argument('--peer')} {drafting.LLAMA} only; "
+            "leave others out"
+        )
     engines.check_peers(peers)
     device = chosen_device(arguments)
     if peers and device != "cpu":
-        raise UsageError(f"--peer {drafting.LLAMA} drafts with --device cpu only; leave one out")
+        raise UsageError(
+            f"{argument('--peer')} {drafting.LLAMA} drafts with {argument('--device')} cpu only; "
+            "leave one out"
+        )
     given = options.given(
         arguments,
         repeat="repeat",
@@ -83,17 +93,24 @@ def _edit(arguments: Namespace) -> int:
     refuse(arguments, "batch", "device")
     for flag in ("plot", "kv-policy", "kv-read", "context"):
         if options.written(arguments, flag):
-            raise UsageError(f"--suite edit knows no --{flag}; leave it out")
+            raise UsageError(
+                f"{argument('--suite')} edit knows no {argument(f'--{flag}')}; leave it out"
+            )
     from kvq_apps.bench import engines, machine
     from kvq_lab import editing
 
     peers = tuple(dict.fromkeys(arguments.peer or ()))
     if peers not in ((), (editing.LLAMA,)) or (peers and arguments.shape is not None):
-        raise UsageError(f"--suite edit knows --peer {editing.LLAMA}, on a model that predicts")
+        raise UsageError(
+            f"{argument('--suite')} edit knows {argument('--peer')} {editing.LLAMA}, on a model "
+            "that predicts"
+        )
     engines.check_peers(peers)
     files = opened_files(arguments)
     if not files.has_onnx:
-        raise UsageError(f"--suite edit runs a bundle; {files.path} has no ONNX graph")
+        raise UsageError(
+            f"{argument('--suite')} edit runs a bundle; {files.path} has no ONNX graph"
+        )
     wanted = options.given(arguments, events="repeat", tokens="predict")
     if options.written(arguments, "kv"):
         wanted["kv"] = kv_settings(arguments, files)

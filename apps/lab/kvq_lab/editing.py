@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import output
 from kvq_apps.bench.engine_kvq import fill
 from kvq_apps.bench.gguf_file import same_weights
@@ -69,7 +69,10 @@ class EditJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         if min(self.events, self.tokens) < 1:
-            raise UsageError("--repeat and --predict are not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--repeat')} and {argument('--predict')} are not possible: give 1 or "
+                "more"
+            )
 
 
 @dataclass(frozen=True, slots=True)

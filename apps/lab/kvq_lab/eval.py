@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq.config import parse_kv
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import flags, options, output
 from kvq_apps.commands.eval import (
     DEFAULT_WINDOWS,
@@ -66,7 +66,9 @@ def check(arguments: Namespace, /) -> None:
     mode = arguments.task or ("sweep" if arguments.sweep else "table")
     for name, takers in owners.items():
         if mode not in takers and options.written(arguments, name):
-            raise UsageError(f"--{name} is for {' and '.join(takers)} only; leave it out")
+            raise UsageError(
+                f"{argument(f'--{name}')} is for {' and '.join(takers)} only; leave it out"
+            )
     if arguments.plot is not None:
         from kvq_apps.bench.plot import check_plot
 
@@ -75,7 +77,10 @@ def check(arguments: Namespace, /) -> None:
         from kvq_lab.sweep import check_out
 
         if arguments.out is None:
-            raise UsageError("--sweep needs --out FILE.json, the file it writes and goes on with")
+            raise UsageError(
+                f"{argument('--sweep')} needs {argument('--out')} FILE.json, the file it writes "
+                "and goes on with"
+            )
         check_out(Path(arguments.out))
 
 
@@ -100,9 +105,9 @@ def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
 
 def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
     """Several drafts at places in texts: the best of k against what stands there."""
-    from kvq_apps.engine import writer_for
     from kvq_apps.evaluation import several
     from kvq_apps.evaluation.documents import training_texts
+    from kvq_apps.ngram_file import writer_for
 
     context = min(one_length(engine, arguments, DRAFTS_CONTEXT), engine.model.context_length)
     wanted = asked_by(arguments, files, limit=DRAFTS_PLACES, line_tokens=DRAFTS_TOKENS)
@@ -232,10 +237,15 @@ def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "Asked") -> tuple[str, .
         return tuple(task for task in TASKS if inputs.get(task, True))
     for task in wanted:
         if task not in TASKS:
-            raise UsageError(f"--tasks {task} is not possible: choose from {', '.join(TASKS)}")
+            raise UsageError(
+                f"{argument('--tasks')} {task} is not possible: choose from {', '.join(TASKS)}"
+            )
         if not inputs.get(task, True):
             needed = "a text" if task == "kld" else "source files (.py) or infilling records"
-            raise UsageError(f"--tasks {task} needs {needed}: kvq eval --sweep -m MODEL FILE")
+            raise UsageError(
+                f"{argument('--tasks')} {task} needs {needed}: kvq eval {argument('--sweep')} -m "
+                "MODEL FILE"
+            )
     return tuple(dict.fromkeys(wanted))
 
 

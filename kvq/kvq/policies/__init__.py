@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS
+from kvq.errors import argument
 from kvq.named import named
 
 # Those to choose among come first.
@@ -148,4 +149,4 @@ class Policy(Protocol):
 
 def policy_named(text: str) -> Policy:
     """The policy `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
-    return named("--kv-policy", text, POLICIES)
+    return named(argument("policy"), text, POLICIES)

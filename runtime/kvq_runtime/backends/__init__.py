@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Holdings
 from kvq.config import KvPlan
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
@@ -384,7 +384,7 @@ def _open_on(found: str, name: str, files: ModelFiles, *, threads: int, asked: s
         if name not in ("auto", DEVICE_BACKEND) or not _load(DEVICE_BACKEND).reads(files):
             raise BackendError(
                 f"{files.path} runs on {found} by the {DEVICE_BACKEND} backend alone, which reads "
-                "bundles; --device cpu runs it on the processor"
+                f"bundles; {argument('device', 'cpu')} runs it on the processor"
             )
         return _load(DEVICE_BACKEND)(files, threads=threads, device=found)
     except BackendError as error:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
@@ -80,7 +80,7 @@ class PagedBackend(ABC):
         if mode.fitted and mode.predicted[:1] != (self.model.fitted_layers,):
             raise BackendError(
                 f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
-                "export it again with --kv-predict"
+                f"export it again with {argument('predict')}"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -92,8 +92,8 @@ class PagedBackend(ABC):
         """See `Backend.session_config`."""
         if request.offload_bytes and self.device == gpu.PROCESSOR:
             raise BackendError(
-                "--kv-offload needs --device cuda: a processor's memory is one tier, so leave the "
-                "flag out and raise --kv-budget"
+                f"{argument('kv_offload')} needs {argument('device', 'cuda')}: a processor's "
+                f"memory is one tier, so leave the flag out and raise {argument('kv_budget')}"
             )
         return _config(self.bundle, request, self.threads)
 
