@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.errors import BackendError, CacheError, SnapshotError, argument
+from kvq.errors import BackendError, CacheError, SnapshotError
 from kvq.formats import constant_bytes, grid_bytes
 from kvq.selectors import ReadRule
 from kvq.settings import environment
@@ -164,18 +164,7 @@ class NativeCache:
         _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
 
     def _device_number(self) -> int:
-        if self.device == "cpu":
-            return 0
-        from kvq import devices
-
-        found, heads = devices.opened(self.device), self.arena.shape.head_dim
-        if heads not in found.head_dims:
-            raise BackendError(
-                f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, found.head_dims))}; use "
-                f"{argument('device', 'cpu')}"
-            )
-        return found.number
+        return 0
 
     def close(self) -> None:
         if self.handle:
@@ -226,11 +215,6 @@ class NativeCache:
         return Tiers(held.device_bytes, held.offloaded_bytes, held.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
-        if self.device != "cpu" and rule.share < 1:
-            raise BackendError(
-                f"the device {self.device!r} reads all pages: {argument('kv_read')} "
-                f"{rule.share:.0%} needs {argument('device', 'cpu')}"
-            )
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         self._call("read", ctypes.byref(numbers))
 
@@ -397,18 +381,6 @@ class NativeCache:
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session, or is damaged"
             )
-
-
-class CudaCache(NativeCache):
-    """The same decisions, with pages and floating-point rows in a GPU's memory."""
-
-    device = "cuda"
-
-
-class EmulatedCache(NativeCache):
-    """Likewise on the device that tests emulate."""
-
-    device = "emulated"
 
 
 def pointer(x: NDArray[Any]) -> Any:

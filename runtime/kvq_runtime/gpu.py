@@ -23,7 +23,7 @@ def chosen(asked: str) -> str:
     """`cpu` or a device that can be used, as `asked`; `auto` takes a GPU where there is one.
 
     Raises `UsageError` for an unknown name and `BackendError` with the reason for a device that
-    was named and cannot be used. The device `emulated` is there for tests.
+    was named and cannot be used.
     """
     if asked == PROCESSOR:
         return PROCESSOR

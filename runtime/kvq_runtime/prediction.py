@@ -136,11 +136,10 @@ def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
     if text.strip().partition(":")[0] == AUTO and predictor is not None:
         if model.fitted_layers is None:
             raise UsageError(
-                about="predict",
-                value=AUTO,
-                possible=f"{model.name} was exported without measuring "
+                f"{argument('predict')} {AUTO} is not possible: "
+                f"{model.name} was exported without measuring "
                 f"what that costs; export it with {argument('predict')} auto, or give a share "
-                "such as 50%",
+                "such as 50%"
             )
         assert isinstance(predictor, Prefix)
         predictor = replace(predictor, layers=model.fitted_layers)

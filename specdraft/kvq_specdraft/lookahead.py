@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 
 # Tokens that n-grams are kept of; the oldest are forgotten.
 _POOL_TOKENS = 4096
 
 
 @dataclass(kw_only=True, eq=False)
-class Lookahead:
+class Lookahead(Drafter):
     """Runs a window of guesses through the model and proposes what this gave before.
 
     Lookahead decoding (arXiv 2402.02057). A pass carries a window of `window` guesses after the

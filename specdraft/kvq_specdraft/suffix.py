@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.finished import Finished, of_this_process
 from kvq_specdraft.repeats import Repeats, chance, check_lengths
 from kvq_specdraft.trees import Child, grown
@@ -14,7 +14,7 @@ _Place = tuple[Repeats | Finished, int]
 
 
 @dataclass(kw_only=True, eq=False)
-class Suffix:
+class Suffix(Drafter):
     """Proposes, token by token, what most earlier places like the text's end went on with.
 
     SuffixDecoding (arXiv 2411.04975). For every length of match it walks down the suffix tree by

@@ -263,7 +263,7 @@ def test_a_library_of_another_version_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "libkvq_cuda.so").write_bytes(b"no library")
-    monkeypatch.setenv("KVQ_EMULATED_LIBRARY", str(tmp_path / "libkvq_cuda.so"))
+    monkeypatch.setitem(devices.LIBRARIES, "emulated", str(tmp_path / "libkvq_cuda.so"))
     devices.opened.cache_clear()
     assert "file too short" in devices.why_not("emulated") or "ELF" in devices.why_not("emulated")
     devices.opened.cache_clear()

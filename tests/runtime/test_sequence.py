@@ -212,7 +212,7 @@ def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
     assert sequence.tokens == (1,)
 
 
-class Guesser:
+class Guesser(Drafter):
     """Drafts trees that are right as often as `luck` says, and remembers what it was told."""
 
     def __init__(self, seed: int, luck: float, *, trees: bool, greedy: list[int]) -> None:

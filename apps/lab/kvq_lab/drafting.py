@@ -146,7 +146,7 @@ class _Case:
         return bool(steps)
 
 
-class LlamaNgrams:
+class LlamaNgrams(Drafter):
     """What llama-cpp-python's prompt look-up proposes, with its own constants."""
 
     def __init__(self) -> None:

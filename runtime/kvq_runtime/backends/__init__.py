@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 from kvq_runtime.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from kvq_runtime.backends.paged import PagedBackend
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +304,11 @@ class Backend(Protocol[C]):
     weight_bytes_per_step: int
     takes_trees: bool
     rows_agree: bool
+
+    @property
+    def paged(self) -> "PagedBackend | None":
+        """Itself, where its sessions live in the paged cache over a bundle's graph."""
+        ...
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""

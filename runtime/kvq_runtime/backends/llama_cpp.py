@@ -51,6 +51,7 @@ class LlamaCppBackend:
     name = "llama.cpp"
     takes_trees = False
     rows_agree = False
+    paged = None
 
     def __init__(self, files: ModelFiles, *, threads: int, on_gpu: bool = False) -> None:
         reason = self.missing()

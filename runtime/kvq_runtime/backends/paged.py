@@ -41,6 +41,11 @@ class PagedBackend(ABC):
         self.bundle = bundle
         self.threads = threads
 
+    @property
+    def paged(self) -> "PagedBackend":
+        """See `Backend.paged`."""
+        return self
+
     @abstractmethod
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
