@@ -18,8 +18,8 @@ shows it turns into the names that the reader knows: `str(error)` into those of 
 line into flags.
 """
 
+import collections.abc
 import re
-from collections.abc import Callable
 
 _MARK = re.compile("\ue000([^\ue001=]*)(?:=([^\ue001]*))?\ue001")
 
@@ -59,7 +59,7 @@ class KvqError(Exception):
         found = _MARK.search(super().__str__())
         return self._about or (found and found[1])
 
-    def told(self, called: Callable[[str, str], str]) -> str:
+    def told(self, called: collections.abc.Callable[[str, str], str]) -> str:
         """The message, in which argument `name` (and its value or "") is `called(name, value)`."""
         return _MARK.sub(lambda mark: called(mark[1], mark[2] or ""), super().__str__())
 

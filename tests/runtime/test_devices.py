@@ -20,6 +20,7 @@ from kvq_runtime.engine import Engine, open_files
 from kvq_runtime.generation import Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
+from logits import far
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -53,10 +54,6 @@ def logits_of(path: Path, kv: str, **engine: str) -> np.ndarray:
         return np.concatenate(
             [forward_chain(opened.backend, cache, ids, np.arange(len(ids))) for ids in parts]
         )
-
-
-def far(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.sqrt(np.square(one - other).mean() / np.square(other).mean()))
 
 
 @pytest.mark.parametrize("kv", DISTANCE)

@@ -20,7 +20,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.healing import heal
 from kvq_runtime.session import Session
-from logits import generated, prompt
+from logits import generated, log_softmax, prompt
 from shelf import Shelf
 from tiny import make_checkpoint, make_llama_checkpoint
 
@@ -57,8 +57,7 @@ def log_probabilities(folder: Path, name: str, ids: list[int], **options: int) -
     if missing(name):
         pytest.skip(f"{name}: {missing(name)}")
     with Engine.open(folder, backend=name) as engine, engine.session(**options) as session:
-        logits = np.concatenate(list(session.logits(ids))).astype(np.float64)
-    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        return log_softmax(np.concatenate(list(session.logits(ids))))
 
 
 @pytest.mark.parametrize(("kv", "nats"), MEAN_DIVERGENCE.items())
