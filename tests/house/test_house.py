@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,24 @@ def test_every_module_and_folder_says_what_it_is() -> None:
         assert path.read_text().startswith(('"""', "#!")), f"{path} has no module docstring"
     for folder in (*SOURCES, "tests"):
         assert (ROOT / folder / "README.md").stat().st_size > 0
+
+
+def test_the_caches_modules_import_each_other_in_no_circle() -> None:
+    """Imports inside of functions count as well."""
+    modules = {path.stem: path for path in (ROOT / "kvq/kvq").glob("*.py") if path.stem[0] != "_"}
+    pattern = re.compile(r"^ *from kvq(?:\.(\w+))? import (.+)$", re.MULTILINE)
+    needs = {
+        name: {
+            one
+            for module, names in pattern.findall(path.read_text())
+            for one in ([module] if module else re.findall(r"\w+", names))
+            if one in modules
+        }
+        for name, path in modules.items()
+    }
+    assert needs["devices"] >= {"native"}
+    order = list(TopologicalSorter(needs).static_order())
+    assert order.index("native") < order.index("device_cache")
 
 
 def test_module_names_say_what_is_inside() -> None:
