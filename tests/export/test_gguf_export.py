@@ -450,7 +450,7 @@ def test_what_is_missing_is_named_before_anything_is_written(
     source = tiny.make_llama_checkpoint(tmp_path / "source")
     reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
     monkeypatch.setattr("kvq_export.gguf_llama.missing", lambda: reason)
-    needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; --gguf-type q8_0, .* work without it"
+    needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; gguf_type q8_0, .* work without it"
     with pytest.raises(BackendError, match=needed):
         export(source, "q4_k_m")
     report = export(source, "q8_0", quality=True).manifest.quality
