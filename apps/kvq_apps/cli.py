@@ -15,7 +15,7 @@ from io import FileIO, TextIOWrapper
 from typing import Any, NoReturn
 
 from kvq import __version__
-from kvq.errors import KvqError, UsageError, named_by_flags
+from kvq.errors import KvqError, UsageError, argument
 from kvq.settings import (
     agree,
     encode_in_one_thread,
@@ -86,7 +86,7 @@ class PrintCompletion(Action):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
-    with noted_interrupts() as interrupted, named_by_flags():
+    with noted_interrupts() as interrupted:
         return _run(sys.argv[1:] if argv is None else argv, interrupted)
 
 
@@ -118,8 +118,8 @@ def _explained(error: Exception) -> Exception:
     if isinstance(error, MemoryError) or _UNMAPPED.search(str(error)):
         return UsageError(
             f"there is not enough memory for this ({str(error) or 'none is left'}); close other "
-            "programs, raise the limit (`ulimit -v`), or use a smaller model, --ctx-size or "
-            "--kv-budget"
+            "programs, raise the limit (`ulimit -v`), or use a smaller model, "
+            f"{argument('--ctx-size')} or {argument('--kv-budget')}"
         )
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return error
@@ -214,8 +214,9 @@ def _nearest(word: str, arguments: Namespace) -> str:
 
 
 def _report(error: Exception, argv: list[str]) -> int:
+    text = error.told(_as_typed(argv)) if isinstance(error, KvqError) else str(error)
     try:
-        output.print_error(_as_typed(error, argv), as_json=_asked("json", argv))
+        output.print_error(error, text, as_json=_asked("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
     except OSError:
@@ -223,20 +224,19 @@ def _report(error: Exception, argv: list[str]) -> int:
     return error.exit_code if isinstance(error, KvqError) else 1
 
 
-def _as_typed(error: Exception, argv: list[str]) -> Exception:
-    """The error with the names of flags that were typed, or set in the environment, for ours."""
-    if not isinstance(error, KvqError):
-        return error
+def _as_typed(argv: list[str]) -> Callable[[str, str], str]:
+    """What to call an argument: its flag as it was typed, or set in the environment, else ours."""
     words = {word.partition("=")[0] for word in argv}
-    message = str(error)
-    for name, flag in flags.FLAGS.items():
-        variable = environment_name(name)
-        typed = [*words.intersection(flag.synonyms), variable]
-        if f"--{name}" not in words and (len(typed) > 1 or environment(name) is not None):
-            message = re.sub(rf"--{name}(?![\w-])", typed[0], message)
-    # An error may take more than a message to make, so this one is kept.
-    error.args = (message,)
-    return error
+
+    def called(argument: str, value: str) -> str:
+        name = flags.flag_of(argument)
+        ours = f"--{name}"
+        typed = [*words.intersection(flags.FLAGS[name].synonyms)] if name in flags.FLAGS else []
+        if environment(name) is not None:
+            typed.append(environment_name(name))
+        return f"{typed[0] if typed and ours not in words else ours} {value}".rstrip()
+
+    return called
 
 
 def _asked(switch: str, argv: list[str]) -> bool:

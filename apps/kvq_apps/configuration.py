@@ -20,7 +20,7 @@ from kvq.config import parse_budget
 from kvq.errors import DataError, UsageError
 from kvq.settings import config_folder, environment
 from kvq_apps import layers, options, output, text_input, trust
-from kvq_apps.flags import FLAGS
+from kvq_apps.flags import FLAGS, told
 from kvq_apps.flags import field as attribute
 from kvq_apps.layers import Found
 
@@ -221,7 +221,7 @@ def settings(file: TomlFile, own: Settings | None = None) -> Settings:
         try:
             (waits if asks else values)[FLAG_OF[name]] = _found(file, name, value, own)
         except UsageError as error:
-            warnings.append(f"{file.where(name)}: {error}; this line is not used")
+            warnings.append(f"{file.where(name)}: {told(error)}; this line is not used")
     return Settings(path=file.path, values=values, waiting=waits, warnings=tuple(warnings))
 
 

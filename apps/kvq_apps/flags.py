@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from kvq.config import PAGE_WIDTHS
+from kvq.errors import KvqError
 from kvq.settings import environment_name
 from kvq_apps.flag_values import READERS
 from kvq_apps.owners import Owned
@@ -72,7 +73,9 @@ FLAGS: dict[str, Flag] = {
     "kv-offload": Flag("with --device cuda: bytes of the host's memory, such as 8GiB, for pages "
         "of the context that the budget does not hold; each pass copies them to the GPU, and "
         "none loses bits", "none", setting="kv.offload", metavar="SIZE"),
-    "kv-policy": Flag("what gives way when the budget is full", "the model's", setting="kv.policy",
+    "kv-policy": Flag("what gives way when the budget is full: budget, kv-adaquant, uniform, "
+        "streaming, oldest, zipcache, qaq; for comparison a2sf, chunkkv, expected-attention, h2o, "
+        "l2norm, lagkv, snapkv", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]", suggests=Owned("kvq.policies:POLICIES")),
     "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
         "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
@@ -178,30 +181,25 @@ FLAGS: dict[str, Flag] = {
         "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True,
         suggests=Owned("kvq_specdraft:WRITERS")),
     "limit": Flag("lines to fill in, or problems to solve, at most",
-        "{kvq_apps.evaluation.asked:Asked.limit}, sweep: "
-        "{kvq_apps.commands.eval:DEFAULT_SWEEP_LINES}", metavar="N"),
+        "{kvq_apps.evaluation.asked:Asked.limit}", metavar="N"),
     "execute": Flag("run the tests of lines and programs that a model wrote, no sandbox",
         switch=True),
     "baseline": Flag("also fill in by n-grams of this text or of these records (.jsonl, .gz, .xz)",
         metavar="FILE", repeats=True),
     "table": Flag("one row of measures for each of the usual KV widths", switch=True),
-    "sweep": Flag("policies against budgets against tasks; goes on with --out", switch=True),
-    "tasks": Flag("sweep: kld, passkey, retrieval, fim", "all", metavar="NAME,.."),
-    "policies": Flag("sweep: NAME[:option=value,..][@K:V]", "every policy, at 8:8",
-        metavar="POLICY,.."),
-    "budgets": Flag("sweep: shares of the context's fp16 bytes",
-        "{kvq_apps.evaluation.sweep:BUDGETS}", metavar="SHARE,.."),
+    "sweep": Flag("from a checkout (`apps/lab`): policies against budgets against tasks; goes on "
+        "with --out", switch=True),
     "plot": Flag("draw the results", metavar="FILE.png"),
     "max-tokens": Flag("use at most N tokens of the text",
-        "all; table and sweep: {kvq_apps.commands.eval:DEFAULT_WINDOWS} windows", metavar="N"),
+        "all; table: {kvq_apps.commands.eval:DEFAULT_WINDOWS} windows", metavar="N"),
     # benchmarking
     "tune": Flag("measure in seconds what is fastest on this machine, keep it, and end",
         switch=True),
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
-        "while a chat streams, at the first --context; chat: the terminal chat's screen, "
-        "without a model, --context tokens long; drafts: all drafters against plain decoding; "
-        "several: several drafts at once against one; edit: recorded typing in a file; "
-        "ttft: the first token of a prompt, predicted against computed; "
+        "while a chat streams, at the first --context; from a checkout (`apps/lab`) also chat: "
+        "the terminal chat's screen, without a model, --context tokens long; drafts: all "
+        "drafters against plain decoding; several: several drafts at once against one; edit: "
+        "recorded typing in a file; ttft: the first token of a prompt, predicted and computed. "
         "fleet: requests to `kvq serve --ray` against those to `kvq serve`",
         choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft", "fleet")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
@@ -217,10 +215,6 @@ FLAGS: dict[str, Flag] = {
         metavar="N,.."),
     "repeat": Flag("rounds of three timed decode steps", "{kvq_apps.bench.measure:SpeedJob.repeat}",
         metavar="N"),
-    "right": Flag("suite drafts with --shape: share of right guesses the model makes by itself",
-        "{kvq_apps.bench.drafting:DraftJob.right}", metavar="P"),
-    "drafters": Flag("suite drafts: the drafters, as --draft has them (default: all)",
-        metavar="POLICY,.."),
     "prefill": Flag("tokens added to each depth at once",
         "{kvq_apps.bench.measure:SpeedJob.prefill_tokens}", metavar="N"),
     "prefill-limit": Flag("leave out a prefill of more seconds",
@@ -322,6 +316,29 @@ def add_flags(parser: Group, *names: str, **texts: str) -> Group:
         own = [word for word in flag.synonyms if word not in parser._option_string_actions]
         parser.add_argument(f"--{name}", *own, **options)
     return parser
+
+
+# Flags by the arguments that errors name, where the two are called differently.
+FLAG_OF_ARGUMENT = {
+    "k_bits": "kbits", "v_bits": "vbits", "policy": "kv-policy", "predict": "kv-predict",
+    "predict_with": "kv-predict-with", "context_tokens": "ctx-size", "method": "drafts-method",
+    "max_tokens": "predict", "temperature": "temp", "repeat_window_tokens": "repeat-last-n",
+    "bits": "wbits", "block": "group", "size_bytes": "size",
+}  # fmt: skip
+
+
+def flag_of(argument: str) -> str:
+    """The flag that an error means by `argument`; one of ours begins with two dashes itself."""
+    return FLAG_OF_ARGUMENT.get(argument, argument.removeprefix("--").replace("_", "-"))
+
+
+def told(error: BaseException) -> str:
+    """What went wrong, in the words of the command line."""
+    return error.told(_as_flag) if isinstance(error, KvqError) else str(error)
+
+
+def _as_flag(argument: str, value: str) -> str:
+    return f"--{flag_of(argument)} {value}".rstrip()
 
 
 def field(name: str) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvq.errors import BundleError, ModelError, UnsupportedModelError
 from kvq_apps import known_models, output
+from kvq_apps.flags import told
+from kvq_apps.output import LOG, TERMINAL, Teller
 from kvq_apps.pulling import last_use, pulled
 from kvq_models.embedded import INSTALL, embedded_folder, installed_names
 from kvq_models.embedded import NAMES as EMBEDDED
@@ -31,46 +33,46 @@ CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(name: str | None, backend: str = "auto") -> Path:
+def resolve_model(name: str | None, backend: str = "auto", tell: Teller = TERMINAL) -> Path:
     """The bundle folder or GGUF file that `name` means to `backend`.
 
     `name` is an embedded model, `default` or `nano`; else what was pulled or exported under that
     name; else a path to one of them or to a checkpoint folder; else a hub id, or a name of the
     catalogue, which is pulled after asking. What lies in the current folder takes no name over:
-    `./NAME` means it. None is the model pulled last, as a note on stderr then says, or else
-    `default`, or where that is not installed the first of the catalogue. A checkpoint, and a GGUF
-    file of an architecture that kvq computes, is exported into the user's cache folder the first
-    time, with progress on stderr; llama.cpp is given the file itself. Raises `ModelError` naming
-    what is possible, also for a path to a device or a pipe.
+    `./NAME` means it. None is the model pulled last, as a note then says, or else `default`, or
+    where that is not installed the first of the catalogue. A checkpoint, and a GGUF file of an
+    architecture that kvq computes, is exported into the user's cache folder the first time, with
+    progress told to `tell`; llama.cpp is given the file itself. Raises `ModelError` naming what is
+    possible, also for a path to a device or a pipe.
     """
     if name is None and (latest := pulled.latest()) is not None:
-        output.print_note(f"model: {latest}, the one pulled last")
+        tell.note(f"model: {latest}, the one pulled last")
     place = _locate(name)
-    _tell_which(name, place.path)
-    path = _ready(place, backend)
+    _tell_which(name, place.path, tell)
+    path = _ready(place, backend, tell)
     last_use.note(path)
     return path
 
 
-def _ready(place: "_Place", backend: str) -> Path:
+def _ready(place: "_Place", backend: str, tell: Teller) -> Path:
     """The files that `backend` runs of a model at `place`, made now if they are not there yet."""
     if place.wanted is not None:
         from kvq_apps.pulling.pull import pull_asked
 
-        return pull_asked(place.wanted).path
+        return pull_asked(place.wanted, tell).path
     if place.source is not None:
-        return _exported(place.path, place.source, place.name)
+        return _exported(place.path, place.source, place.name, tell)
     if is_gguf(place.path) or (place.path / MANIFEST_FILE).exists():
         known_models.remember(place.path)
     if is_gguf(place.path) and backend != FILE_BACKEND:
-        return _computed(place.path)
+        return _computed(place.path, tell)
     return place.path
 
 
-def model_files(name: str | None, backend: str) -> "ModelFiles":
+def model_files(name: str | None, backend: str, tell: Teller = TERMINAL) -> "ModelFiles":
     """What an engine is made of: the files of `resolve_model`, checked.
 
-    For the backend `float` a checkpoint folder stays as it is, with a note on stderr. Raises
+    For the backend `float` a checkpoint folder stays as it is, with a note. Raises
     `ModelError`, `BundleError`.
     """
     from kvq_runtime.engine import open_files
@@ -78,11 +80,16 @@ def model_files(name: str | None, backend: str) -> "ModelFiles":
     folder = None if name is None else Path(name).expanduser()
     here = folder is not None and (folder / "config.json").exists()
     if folder is None or backend != "float" or not here or (folder / MANIFEST_FILE).exists():
-        return open_files(resolve_model(name, backend))
+        return open_files(resolve_model(name, backend, tell))
     from kvq_export.unquantized import Unquantized
 
-    output.print_note(f"{name}: the checkpoint's own weights, unquantised, in numpy: slow")
+    tell.note(f"{name}: the checkpoint's own weights, unquantised, in numpy: slow")
     return Unquantized.of(folder)
+
+
+def library_files(name: str | None, backend: str) -> "ModelFiles":
+    """As `model_files`, for a program that imports kvq: it prints nothing and asks nobody."""
+    return model_files(name, backend, LOG)
 
 
 def pull_missing(name: str | None) -> None:
@@ -97,7 +104,7 @@ def pull_missing(name: str | None) -> None:
     if wanted is not None:
         from kvq_apps.pulling.pull import pull_asked
 
-        pull_asked(wanted)
+        pull_asked(wanted, TERMINAL)
 
 
 def default_name() -> str:
@@ -136,14 +143,14 @@ def is_name(name: str) -> bool:
     return _named(name) is not None
 
 
-def _tell_which(name: str | None, path: Path) -> None:
+def _tell_which(name: str | None, path: Path, tell: Teller) -> None:
     """Notes that a name is not the model of that name in the current folder."""
     if name is None or not is_name(name):
         return
     here = Path(name)
     model_here = here.is_file() or any((here / one).exists() for one in (MANIFEST_FILE, CONFIG))
     if model_here and here.resolve() != path.resolve():
-        output.print_note(f"{name} is the model at {path}; for the one here give ./{name}")
+        tell.note(f"{name} is the model at {path}; for the one here give ./{name}")
 
 
 def check_regular(path: Path) -> None:
@@ -260,7 +267,7 @@ def _embedded_checkpoint(name: str) -> str:
     return str(folder)
 
 
-def _exported(destination: Path, source: str, name: str) -> Path:
+def _exported(destination: Path, source: str, name: str, tell: Teller) -> Path:
     """The bundle of `source` in the cache folder, made now if it is not there yet."""
     from kvq_export.config import ExportOptions
     from kvq_export.export import export_model
@@ -270,32 +277,38 @@ def _exported(destination: Path, source: str, name: str) -> Path:
         destination,
         f"exporting {source} once into",
         lambda destination, progress: export_model(source, destination, options, progress).path,
+        tell,
     )
 
 
-def _computed(file: Path) -> Path:
+def _computed(file: Path, tell: Teller) -> Path:
     """The bundle made of a GGUF file, or the file itself where kvq does not compute the model."""
     place = _bundle_of(str(file.resolve()), file.stem)
     try:
-        bundle = _exported(place.path, str(file), place.name)
+        bundle = _exported(place.path, str(file), place.name, tell)
     except UnsupportedModelError as error:
-        output.print_note(f"llama.cpp is to run {file.name}, kvq cannot: {error}")
+        tell.note(f"llama.cpp is to run {file.name}, kvq cannot: {told(error)}")
         return file
-    output.print_note(
+    tell.note(
         f"{file.name} runs on kvq's own kernels; --backend {FILE_BACKEND} gives it to llama.cpp"
     )
     return bundle
 
 
-def made_once(destination: Path, note: str, make: Callable[[Path, output.Progress], Path]) -> Path:
+def made_once(
+    destination: Path,
+    note: str,
+    make: Callable[[Path, output.Progress], Path],
+    tell: Teller = TERMINAL,
+) -> Path:
     """The bundle at `destination`, made by `make(destination, progress)` if it is not there yet.
 
     Raises `ModelError` when the folder cannot be written.
     """
     if (destination / MANIFEST_FILE).exists():
         return destination
-    output.print_note(f"{note} {destination}")
-    progress = output.Progress()
+    tell.note(f"{note} {destination}")
+    progress = tell.progress()
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         return make(destination, progress)

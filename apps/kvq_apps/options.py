@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps.flags import FLAGS, field
 
 # Fields of `Sampling` by their flags.
@@ -77,8 +77,8 @@ def max_tokens(predict: int | None, default: int | None) -> int | None:
         return default
     if predict < 1 and predict != UNTIL_FULL:
         raise UsageError(
-            f"--predict {predict} is not possible: give 1 or more, or {UNTIL_FULL} (until the "
-            "context is full)"
+            f"{argument('--predict')} {predict} is not possible: give 1 or more, or {UNTIL_FULL} "
+            "(until the context is full)"
         )
     return None if predict == UNTIL_FULL else predict
 
@@ -108,7 +108,8 @@ def predictor(arguments: Namespace) -> dict[str, str]:
     name, _, knobs = found.get("predict", AUXILIARY).partition(":")
     if name != AUXILIARY:
         raise UsageError(
-            f"--kv-predict-with is for --kv-predict {AUXILIARY}, not for --kv-predict {name}"
+            f"{argument('--kv-predict-with')} is for {argument('--kv-predict')} {AUXILIARY}, not "
+            f"for {argument('--kv-predict')} {name}"
         )
     from kvq_apps.model_path import resolve_model
 
@@ -137,7 +138,8 @@ def _asked_drafter(arguments: Namespace) -> str | None:
         name = "model"
     if own and not _is_model(name):
         raise UsageError(
-            f"--draft-model is for --draft model or auto+model, not for --draft {name}"
+            f"{argument('--draft-model')} is for {argument('--draft')} model or auto+model, not "
+            f"for {argument('--draft')} {name}"
         )
     if not _is_model(name):
         return found.get("draft")
@@ -189,7 +191,9 @@ def _disk_bytes(text: str) -> int:
         num_bytes = 0 if text == "0" else parse_budget(text).num_bytes
         if num_bytes is not None:
             return num_bytes
-    raise UsageError(f"--sessions-disk {text} is not possible: give bytes such as 2GiB, or 0")
+    raise UsageError(
+        f"{argument('--sessions-disk')} {text} is not possible: give bytes such as 2GiB, or 0"
+    )
 
 
 # The least of each number whose owner is met only once a model is loaded.
@@ -200,7 +204,7 @@ def check(name: str, value: Any) -> None:
     """Raises `UsageError` for a value its owner would refuse, as far as that needs no model."""
     least = _LEAST.get(name)
     if least is not None and value < least:
-        raise UsageError(f"--{name} {value} is not possible: give {least} or more")
+        raise UsageError(about=f"--{name}", value=value, possible=f"give {least} or more")
     alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
     sampling(alone)
     match name:

@@ -4,8 +4,11 @@ Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from time import monotonic
 from typing import Any, Self, TextIO
@@ -13,6 +16,8 @@ from typing import Any, Self, TextIO
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
 from kvq.settings import terminal_is_plain
+
+logger = logging.getLogger(__name__)
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -157,9 +162,9 @@ def error_code(error: BaseException) -> str:
     return type(error).__name__.removesuffix("Error").lower()
 
 
-def print_error(error: BaseException, *, as_json: bool) -> None:
-    """`error: ...` in one line on stderr, and the same as an object on stdout for `--json`."""
-    message = " ".join(str(error).split()) or type(error).__name__
+def print_error(error: BaseException, text: str, *, as_json: bool) -> None:
+    """`error: TEXT` in one line on stderr, and the same as an object on stdout for `--json`."""
+    message = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, KvqError):
         message = f"internal error: {type(error).__name__}: {message} (--debug shows where)"
     print_note(f"error: {message}")
@@ -225,6 +230,21 @@ class Progress:
         if tenth != self._tenth or (share >= 1 and label != self._label):
             self._tenth, self._label = tenth, label
             print(f"{tenth * 10:3d} % {label}".rstrip(), file=self._stream, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teller:
+    """Whom a task that takes long tells what it does; `asks`: a person may be there to answer."""
+
+    note: Callable[[str], None]
+    progress: Callable[[], Progress]
+    asks: bool
+
+
+# A command's.
+TERMINAL = Teller(note=print_note, progress=Progress, asks=True)
+# That of a program which imports kvq: nothing is printed.
+LOG = Teller(note=logger.info, progress=partial(Progress, quiet=True), asks=False)
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_export import continuations
 from kvq_export.continuations import Passage
 from kvq_export.prediction import (
@@ -77,13 +77,14 @@ def fitting(
     """
     bundle = Bundle.open(folder, verify="size")
     with Engine(bundle, threads=threads) as engine:
-        assert isinstance(engine.backend, PagedBackend)
-        auxiliary = open_auxiliary(str(path), engine.backend)
+        base = engine.backend.paged
+        assert base is not None
+        auxiliary = open_auxiliary(str(path), base)
     layers = bundle.config.num_layers, auxiliary.bundle.config.num_layers
     if layers[1] > layers[0]:
         raise UsageError(
-            f"--kv-predict-with {path} is not possible: it has {layers[1]} layers, more than the "
-            f"{layers[0]} that it is to predict"
+            f"{argument('predict_with')} {path} is not possible: "
+            f"it has {layers[1]} layers, more than the {layers[0]} that it is to predict"
         )
     texts = list(calibration_texts(tokenizer))
     passages = held_out_passages(tokenizer, bundle.config.context_length)

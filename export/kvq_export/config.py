@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvq.config import DEFAULT_POLICY, KvPlan
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.policies import policy_named
 from kvq.reference_linear import BLOCKS, WIDTHS, BlockFormat, Grid
 
@@ -44,24 +44,27 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         widths = WIDTHS if self.linear == "kvq" else STANDARD_WIDTHS
-        for flag, value in (("wbits", self.bits), ("embedding-bits", self.embedding_bits)):
+        for name, value in (("bits", self.bits), ("embedding_bits", self.embedding_bits)):
             if value not in widths:
                 *most, last = widths
                 choices = f"{', '.join(map(str, most))} or {last}"
-                raise UsageError(f"--{flag} {value} is not possible: choose {choices}")
+                raise UsageError(about=name, value=value, possible=f"choose {choices}")
         if self.block not in BLOCKS:
-            raise UsageError(f"--group {self.block} is not possible: choose 32, 64 or 128")
+            raise UsageError(about="block", value=self.block, possible="choose 32, 64 or 128")
         if self.linear not in get_args(Linear):
-            raise UsageError(f"--linear {self.linear} is not possible: choose kvq or ort")
+            raise UsageError(about="linear", value=self.linear, possible="choose kvq or ort")
         if self.mean_bits is not None and not min(WIDTHS) <= self.mean_bits <= max(WIDTHS):
-            raise UsageError(f"--wbits {self.mean_bits:g} is not possible: choose 4 to 8")
+            raise UsageError(about="bits", value=f"{self.mean_bits:g}", possible="choose 4 to 8")
         if self.mixed and self.embedding_bits != 8:
             raise UsageError(
-                "--embedding-bits is for --wbits 4, 5, 6 or 8; where widths are mixed, embedding "
-                "and head get what they are worth"
+                f"{argument('embedding_bits')} is for {argument('bits')} 4, 5, 6 or 8; where "
+                "widths are mixed, embedding and head get what they are worth"
             )
         if self.mixed and self.linear == "ort":
-            raise UsageError("--linear ort has one width for all matrices: --wbits 4 or 8")
+            raise UsageError(
+                f"{argument('linear', 'ort')} has one width for all matrices: {argument('bits')} "
+                "4 or 8"
+            )
 
     @property
     def mixed(self) -> bool:
@@ -113,27 +116,34 @@ class ExportOptions:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        for flag, value, choices in (
+        for name, value, choices in (
             ("format", self.format, get_args(Format)),
-            ("gguf-type", self.gguf_type, get_args(GgufType)),
+            ("gguf_type", self.gguf_type, get_args(GgufType)),
         ):
             if value not in choices:
-                raise UsageError(f"--{flag} {value} is not possible: choose {', '.join(choices)}")
+                raise UsageError(about=name, value=value, possible=f"choose {', '.join(choices)}")
         if self.predict not in (None, "auto") and not self.predict.isdecimal():
             raise UsageError(
-                f"--kv-predict {self.predict} is not possible: give auto, or how many of the first "
-                "layers are computed"
+                about="predict",
+                value=self.predict,
+                possible="give auto, or how many of the first layers are computed",
             )
         if self.predict is not None and not (
             self.onnx and (self.weights is None or self.weights.linear == "kvq")
         ):
-            raise UsageError("--kv-predict is of a graph with --linear kvq; leave one of them out")
+            raise UsageError(
+                f"{argument('predict')} is of a graph with {argument('linear', 'kvq')}; leave one "
+                "of them out"
+            )
         if self.predict_with is not None and not self.onnx:
-            raise UsageError("--kv-predict-with is of the ONNX graph; leave it out, or --format")
+            raise UsageError(
+                f"{argument('predict_with')} is of the ONNX graph; leave it out, or "
+                f"{argument('format')}"
+            )
         # Evaluated for its refusals.
         _ = policy_named(self.policy)
         if self.threads < 1:
-            raise UsageError(f"--threads {self.threads} is not possible: give 1 or more")
+            raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
 
     @property
     def onnx(self) -> bool:

@@ -21,7 +21,7 @@ from typing import cast
 
 import numpy as np
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.hull import hull_descent
 from kvq.reference_linear import WIDTHS, BlockFormat, Blocks, PanelFormat, dequantize
 from kvq_export.calibrated import ENDS
@@ -72,7 +72,8 @@ def allocated(
     sizes, room = _sizes(original, weights, forms, [*damage])
     if room < sizes[:, -1].sum():
         raise UsageError(
-            f"--size {weights.size_bytes} bytes is not possible: with 4 bits everywhere it is "
+            f"{argument('size_bytes')} {weights.size_bytes} bytes is not possible: "
+            "with 4 bits everywhere it is "
             f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
         )
     at, used = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum())

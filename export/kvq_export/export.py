@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import CheckpointError, UsageError
+from kvq.errors import CheckpointError, UsageError, argument
 from kvq.reference_linear import WIDTHS
 from kvq_export import auxiliary, prediction, quality
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
@@ -170,8 +170,8 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     plain = config.norm == "rms" and all(one.norms != "after" for one in config.layers)
     if (asked or options.predict_with) and not plain:
         raise UsageError(
-            f"--kv-predict is fitted to what an RMS norm before a layer gives it, and a layer of "
-            f"{config.model_type} has none; leave it out"
+            f"{argument('predict')} is fitted to what an RMS norm before a layer gives it, and a "
+            f"layer of {config.model_type} has none; leave it out"
         )
     if (asked or options.predict_with) and not config.uniform:
         raise UsageError(
@@ -180,13 +180,15 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
         )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
-            "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "
-            "leave it out"
+            f"{argument('predict')} is fitted to a text, and a checkpoint without tokenizer.json "
+            "reads none; leave it out"
         )
     if asked is not None and not 1 <= (1 if asked == "auto" else int(asked)) < layers:
         raise UsageError(
-            f"--kv-predict {asked} is not possible: 1 to {layers - 1} of this model's {layers} "
-            "layers can be computed while the others are predicted"
+            about="predict",
+            value=asked,
+            possible=f"1 to {layers - 1} of this model's {layers} "
+            "layers can be computed while the others are predicted",
         )
 
 
@@ -203,7 +205,7 @@ def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress)
     if model.tokenizer is None:
         raise UsageError(
             "which matrices are worth more bits is measured on a text, and a checkpoint without "
-            "tokenizer.json reads none; choose --wbits 4, 5, 6 or 8"
+            f"tokenizer.json reads none; choose {argument('bits')} 4, 5, 6 or 8"
         )
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
     return replace(

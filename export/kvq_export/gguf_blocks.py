@@ -11,7 +11,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, argument
 from kvq.reference_linear import BlockFormat
 from kvq_export.weights import quantize_chunks
 
@@ -58,7 +58,8 @@ class StoredKind:
 
 def _too_large(what: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} does not fit float16; export with --gguf-type bf16 or --format onnx"
+        f"{what} does not fit float16; export with {argument('gguf_type', 'bf16')} or "
+        f"{argument('format', 'onnx')}"
     )
 
 

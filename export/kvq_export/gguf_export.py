@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.gguf_blocks import Kind, StoredKind
@@ -44,8 +44,9 @@ class GgufExport:
         missing = llama_missing() if self._requantized else None
         if missing is not None:
             raise BackendError(
-                f"--gguf-type {self.options.gguf_type} is made by llama.cpp's own quantiser, and "
-                f"{missing}; --gguf-type q8_0, q4_0, f16 and bf16 work without it"
+                f"{argument('gguf_type')} {self.options.gguf_type} is made by llama.cpp's own "
+                "quantiser, and "
+                f"{missing}; {argument('gguf_type')} q8_0, q4_0, f16 and bf16 work without it"
             )
         if self.model.context_length < self.model.config.context_length:
             logger.warning(

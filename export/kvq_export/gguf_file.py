@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvq.config import KvPlan
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq_export.gguf_blocks import StoredKind
 from kvq_export.gguf_model import GgufModel, GgufRope, GgufTensor
 from kvq_export.gguf_vocabulary import Vocabulary
@@ -49,7 +49,7 @@ def gguf_package() -> ModuleType:
     except ImportError as error:
         raise BackendError(
             'writing a GGUF file needs the gguf package: pip install "kvq-runtime[export]"; '
-            "--format onnx needs nothing more"
+            f"{argument('format', 'onnx')} needs nothing more"
         ) from error
     return gguf
 

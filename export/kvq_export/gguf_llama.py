@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq_runtime.backends.llama_library import LlamaModel, library, missing
 
 # llama.cpp pads a context to a multiple of this.
@@ -44,7 +44,7 @@ def quantize_file(source: Path, destination: Path, kind: str, threads: int) -> N
     if status:
         raise BackendError(
             f"llama.cpp could not quantise to {kind}: {llama.messages.last_errors()}; "
-            "make room on the disk, or choose --gguf-type q8_0"
+            f"make room on the disk, or choose {argument('gguf_type', 'q8_0')}"
         )
 
 

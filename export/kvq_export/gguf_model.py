@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvq.errors import UnsupportedModelError
+from kvq.errors import UnsupportedModelError, argument
 from kvq_models.config import Dense, ModelConfig, RopeConfig
 from kvq_models.family import layer_shapes
 from kvq_models.rope import RopeSettings
@@ -163,7 +163,7 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
     if config.model_type not in CANDIDATES:
         raise UnsupportedModelError(
             f"kvq writes GGUF files of {', '.join(CANDIDATES)} models, and not of "
-            f"{config.model_type}; export it with --format onnx"
+            f"{config.model_type}; export it with {argument('format', 'onnx')}"
         )
     refusals: list[str] = []
     for name in CANDIDATES[config.model_type]:
@@ -177,7 +177,7 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
         refusals.append(f"not as {name}, which does not compute {what}")
     raise UnsupportedModelError(
         f"llama.cpp cannot compute this {config.model_type} model: "
-        f"{'; '.join(refusals)}; export it with --format onnx"
+        f"{'; '.join(refusals)}; export it with {argument('format', 'onnx')}"
     )
 
 

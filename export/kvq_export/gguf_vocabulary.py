@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq.errors import CheckpointError, UnsupportedModelError, argument
 from kvq_export.gguf_pre import pre_tokenizer_name
 from kvq_models.family import Family
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
@@ -116,14 +116,14 @@ def _kind(definition: Mapping[str, Any]) -> Kind:
         case other:
             raise UnsupportedModelError(
                 f"llama.cpp has no form of this {other} tokenizer; possible are byte-level BPE, "
-                "BPE with a byte fallback and Unigram. Export it with --format onnx"
+                f"BPE with a byte fallback and Unigram. Export it with {argument('format', 'onnx')}"
             )
     pieces = _pieces(definition)
     missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in pieces]
     if missing:
         raise UnsupportedModelError(
             f"the tokenizer has no piece <0x{missing[0]:02X}>, which llama.cpp needs for text "
-            "outside of its vocabulary; export it with --format onnx"
+            f"outside of its vocabulary; export it with {argument('format', 'onnx')}"
         )
     return "llama"
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvq.errors import BackendError, KvqError, ModelError
+from kvq.errors import BackendError, KvqError, ModelError, argument
 from kvq.settings import is_offline
 from kvq_export.writer import Progress
 from kvq_runtime.bundle import file_sha256
@@ -278,8 +278,8 @@ def _refused(hub_id: str, error: Exception) -> KvqError:
 def _unreached(hub_id: str, error: Exception) -> ModelError:
     if is_offline():
         return ModelError(
-            f"{hub_id} is not on this machine, and --offline (HF_HUB_OFFLINE) asks no network: "
-            "leave it out, or give a checkpoint folder"
+            f"{hub_id} is not on this machine, and {argument('offline')} (HF_HUB_OFFLINE) asks no "
+            "network: leave it out, or give a checkpoint folder"
         )
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ModelError(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvq.errors import UnsupportedModelError
+from kvq.errors import UnsupportedModelError, argument
 from kvq.reference_linear import PANEL_ROWS, PanelFormat
 from kvq_export.config import WeightFormat
 from kvq_models.config import Experts, ModelConfig, RopeConfig
@@ -108,8 +108,8 @@ def _check_experts(config: ModelConfig, weights: WeightFormat) -> None:
             continue
         if weights.linear != "kvq":
             raise UnsupportedModelError(
-                f"--linear {weights.linear} computes no experts, which a {config.model_type} model "
-                "has; leave it out"
+                f"{argument('linear')} {weights.linear} computes no experts, which a "
+                f"{config.model_type} model has; leave it out"
             )
         if config.hidden_size % PANEL_ROWS or 2 * layer.feed.width % PANEL_ROWS:
             raise UnsupportedModelError(

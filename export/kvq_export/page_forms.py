@@ -37,8 +37,8 @@ def choose_forms(bundle: Bundle, tokenizer: Tokenizer, threads: int) -> Forms:
     ids = tokenizer.encode(f"{quality.quality_text()}\n\n{code}", start=True)[:limit]
     if len(ids) < LEAST_TOKENS:
         return ()
-    backend = backends.open_backend("auto", bundle, threads=threads)
-    assert isinstance(backend, PagedBackend)
+    backend = backends.open_backend("auto", bundle, threads=threads).paged
+    assert backend is not None
     try:
         found = [_noise(backend, np.array(ids), form) for form in (PageForm.PLAIN, EVERY_FORM)]
     finally:

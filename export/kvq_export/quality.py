@@ -199,7 +199,7 @@ def engine_run(bundle: Bundle, threads: int) -> Generator[Run, None, None]:
     reason = backends.missing("onnx")
     if reason is not None:
         logger.warning(
-            "the quality report uses the slow reference backend: %s; --no-quality leaves it out",
+            "the quality report, which can be left out, uses the slow reference backend: %s",
             reason,
         )
     name = "onnx" if reason is None else "reference"

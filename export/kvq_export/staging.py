@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvq.errors import BundleError
+from kvq.errors import BundleError, argument
 from kvq.files import left_behind
 from kvq_runtime.bundle import MANIFEST_FILE
 
@@ -123,7 +123,7 @@ def _check_destination(destination: Path, *, force: bool) -> None:
         )
     if not force:
         raise BundleError(
-            f"{destination} already holds a bundle; replace it with --force, "
+            f"{destination} already holds a bundle; replace it with {argument('force')}, "
             "or choose another folder with -o"
         )
 

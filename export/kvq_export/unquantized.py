@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvq.config import KvPlan
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq.reference_linear import View
 from kvq_export.config import ExportOptions
 from kvq_export.export import OpenModel, control_tokens, open_model
@@ -81,7 +81,7 @@ class Unquantized(Bundle):
         if view != "full":
             raise BackendError(
                 "weights that were not quantised have no upper nibbles to guess with; leave out "
-                "--draft quantspec"
+                f"{argument('draft', 'quantspec')}"
             )
         original = self.model.original
         weight = original.checkpoint.read(original.sources[name])

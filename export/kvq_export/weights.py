@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, argument
 from kvq.reference_linear import (
     PANEL_ROWS,
     SCALE_UNIT,
@@ -154,7 +154,7 @@ def half_scales(scales: np.ndarray) -> np.ndarray:
         raise CheckpointError(
             f"a block of weights needs a scale of {np.abs(scales).max():.4g}, and "
             f"{np.finfo(np.float16).max * SCALE_UNIT:.4g} is the largest that can be stored; "
-            "export with --linear ort"
+            f"export with {argument('linear', 'ort')}"
         )
     return halves
 

@@ -25,7 +25,7 @@ _NAMES = {
     "DataError": "kvq.errors",
     "Draft": "kvq_runtime.drafter",
     "Drafter": "kvq_runtime.drafter",
-    "Engine": "kvq_apps.engine",
+    "Engine": "kvq_runtime.named_engine",
     "Generation": "kvq_runtime.generation",
     "GenerationOptions": "kvq_runtime.generation",
     "KvPlan": "kvq.config",

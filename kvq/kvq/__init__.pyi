@@ -15,7 +15,6 @@ from kvq.errors import SnapshotError as SnapshotError
 from kvq.errors import UnsupportedModelError as UnsupportedModelError
 from kvq.errors import UsageError as UsageError
 from kvq.sizing import CacheSpec as CacheSpec
-from kvq_apps.engine import Engine as Engine
 from kvq_runtime.config import Sampling as Sampling
 from kvq_runtime.constraint import Constraint as Constraint
 from kvq_runtime.drafter import Draft as Draft
@@ -26,6 +25,7 @@ from kvq_runtime.generation import Step as Step
 from kvq_runtime.generation import Vocabulary as Vocabulary
 from kvq_runtime.healing import heal as heal
 from kvq_runtime.metrics import SessionStats as SessionStats
+from kvq_runtime.named_engine import Engine as Engine
 from kvq_runtime.sequence import Sequence as Sequence
 from kvq_runtime.session import Session as Session
 

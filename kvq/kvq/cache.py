@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.cache_engine import ON_HOST, open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
-from kvq.errors import BudgetError, CacheError, UsageError
+from kvq.errors import BudgetError, CacheError, UsageError, argument
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, policy_named
@@ -99,8 +99,8 @@ class Cache:
         spec = arena.spec
         if arena.resident_columns and engine in ON_HOST:
             raise UsageError(
-                "--kv-offload is for a device: a processor's memory is one tier, so raise "
-                "--kv-budget instead"
+                f"{argument('kv_offload')} is for a device: a processor's memory is one tier, so "
+                f"raise {argument('kv_budget')} instead"
             )
         self.arena = arena
         self.shape = arena.shape
@@ -531,7 +531,9 @@ class Cache:
         if actions.shape != (len(actions), 5):
             raise CacheError(f"actions of shape {actions.shape} are not [n, 5]")
         if self.arena.resident_columns and actions[:, 3:].any():
-            raise CacheError("pages keep their widths in a cache with --kv-offload: leave it out")
+            raise CacheError(
+                f"pages keep their widths in a cache with {argument('kv_offload')}: leave it out"
+            )
         self.engine.demote(actions)
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
@@ -638,7 +640,7 @@ def check_context(held: int, new: int, context_tokens: int) -> None:
     if held + new > context_tokens:
         raise BudgetError(
             f"{held} + {new} tokens exceed this session's context of {context_tokens}; open it "
-            "with a larger --ctx-size"
+            f"with a larger {argument('context_tokens')}"
         )
 
 

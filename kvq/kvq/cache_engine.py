@@ -18,8 +18,7 @@ from kvq.sizing import Arena, Tiers
 
 ENGINES = {
     "native": "kvq.native:NativeCache",
-    "cuda": "kvq.native:CudaCache",
-    "emulated": "kvq.native:EmulatedCache",
+    "cuda": "kvq.device_cache:CudaCache",
     "numpy": "kvq.reference_cache:ReferenceCache",
 }
 # Those whose pages lie in the processor's memory.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache, Holdings
 from kvq.config import AttentionParams, Budget, KvPlan
-from kvq.errors import CacheError, SnapshotError, UsageError
+from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context, require_budget
 
 WeightNorms = Callable[[], NDArray[np.float64]]
@@ -37,7 +37,9 @@ class ClassedSpec:
 
     def __post_init__(self) -> None:
         if self.offload_bytes:
-            raise UsageError("--kv-offload is for models whose layers are all alike: leave it out")
+            raise UsageError(
+                f"{argument('kv_offload')} is for models whose layers are all alike: leave it out"
+            )
 
     @property
     def plan(self) -> KvPlan:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import IntFlag
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 
 PAGE_TOKENS = 64
 PAGE_WIDTHS = (8, 6, 4, 2)
@@ -94,13 +94,17 @@ def check_widths(k_bits: int, v_bits: int) -> None:
     """Raises `UsageError` unless the pair is one a page can have, or 16 and 16."""
     if k_bits == v_bits == FLOAT_WIDTH:
         return
-    for name, bits in (("kbits", k_bits), ("vbits", v_bits)):
+    for name, bits in (("k_bits", k_bits), ("v_bits", v_bits)):
         if bits not in PAGE_WIDTHS:
-            hint = "; 16 is possible for both together (`--kv fp`)" if bits == FLOAT_WIDTH else ""
-            raise UsageError(f"--{name} {bits} is not possible: choose 8, 6, 4 or 2{hint}")
+            hint = (
+                f"; 16 is possible for both together (`{argument('kv', 'fp')}`)"
+                if bits == FLOAT_WIDTH
+                else ""
+            )
+            raise UsageError(about=name, value=bits, possible=f"choose 8, 6, 4 or 2{hint}")
 
 
-def parse_kv(text: str, asked: str = "--kv ") -> tuple[int, int]:
+def parse_kv(text: str, asked: str = f"{argument('kv')} ") -> tuple[int, int]:
     """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16).
 
     Raises `UsageError`; `asked` is what was typed before `text`.
@@ -153,14 +157,16 @@ def parse_budget(text: str | int) -> Budget:
     if unit in _UNITS and value * _UNITS[unit] >= 1:
         return Budget(num_bytes=int(value * _UNITS[unit]))
     raise UsageError(
-        f"--kv-budget {text!r} is not possible: give bytes (64MiB, 1.5GiB, 67108864), "
-        "tokens (4096tok) or a share of what the whole context takes in fp16 (25%)"
+        about="kv_budget",
+        value=f"{text!r}",
+        possible="give bytes (64MiB, 1.5GiB, 67108864), "
+        "tokens (4096tok) or a share of what the whole context takes in fp16 (25%)",
     )
 
 
 def parse_offload(text: str | int) -> int:
     """Bytes of the host's memory, as `"8GiB"` or a number. Raises `UsageError` for all else."""
-    return parse_bytes("--kv-offload", text)
+    return parse_bytes(argument("kv_offload"), text)
 
 
 def parse_bytes(flag: str, text: str | int) -> int:

@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.abi import DeviceFacts
 from kvq.errors import BackendError, CacheError
-from kvq.settings import environment
 
-# `emulated` is for tests: its kernels are CUDA's on a grid of threads that one processor plays, and
-# its library is the file that KVQ_EMULATED_LIBRARY names.
-LIBRARIES = {"cuda": "libkvq_cuda.so", "emulated": "libkvq_cuda_emulated.so"}
+# Files beside the native library, or paths.
+LIBRARIES = {"cuda": "libkvq_cuda.so"}
 DRIVER = "libcuda.so.1"
 # The CUDA that the library and onnxruntime-gpu are made with, as a driver tells its version.
 OLDEST_DRIVER = 13_000
@@ -168,11 +166,8 @@ def _shown(version: int) -> str:
 
 
 def _library_path(name: str) -> Path | None:
-    given = environment("emulated-library")
-    if name == "emulated" and given:
-        return Path(given)
     own = native.library_path()
-    path = own.with_name(LIBRARIES[name]) if own else None
+    path = own.parent / LIBRARIES[name] if own else None
     return path if path and path.is_file() else None
 
 

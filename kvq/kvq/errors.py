@@ -12,54 +12,59 @@
     ├── SnapshotError            a saved session cannot be used here
     └── BackendError             a dependency or a feature is missing
 
-A message says what was asked, what is possible, and what to do. It is written once, with the flags
-of the command line; outside of a command its text has the names of Python's arguments instead.
+An error is data: what it is `about`, the `value`, what is `possible`. Its message says what was
+asked, what is possible and what to do, and names arguments by marks (`argument`), which whoever
+shows it turns into the names that the reader knows: `str(error)` into those of Python, the command
+line into flags.
 """
 
 import collections.abc
 import re
-from contextlib import contextmanager
 
-_ARGUMENTS = {
-    "kv fp": 'kv="fp"', "kv": "kv", "kbits": "k_bits", "vbits": "v_bits", "kv-budget": "kv_budget",
-    "kv-offload": "kv_offload",
-    "kv-policy": "policy", "kv-predict": "predict",
-    "ctx-size": "context_tokens", "chunk-tokens": "chunk_tokens",
-    "threads": "threads", "backend": "backend", "seed": "seed", "draft": "draft",
-    "drafts-method": "method", "predict": "max_tokens", "temp": "temperature", "top-k": "top_k",
-    "top-p": "top_p", "min-p": "min_p", "repeat-penalty": "repeat_penalty",
-    "repeat-last-n": "repeat_window_tokens", "presence-penalty": "presence_penalty",
-    "frequency-penalty": "frequency_penalty",
-}  # fmt: skip
-# A command in backticks is left as it is.
-_FLAG = re.compile(r"`kvq [^`]*`|--(kv fp\b|[a-z][a-z-]*[a-z])")
-_commands = 0
+_MARK = re.compile("\ue000([^\ue001=]*)(?:=([^\ue001]*))?\ue001")
 
 
-@contextmanager
-def named_by_flags() -> collections.abc.Generator[None]:
-    """While inside, errors of this process name the flags of the command line."""
-    global _commands  # noqa: PLW0603  one process is one command
-    _commands += 1
-    try:
-        yield
-    finally:
-        _commands -= 1
+def argument(name: str, value: str = "") -> str:
+    """An argument in a message, by its name in Python; with a `value` what is to be given."""
+    return f"\ue000{name}={value}\ue001" if value else f"\ue000{name}\ue001"
 
 
-def in_command() -> bool:
-    """Whether this process is a command of a person, not a program that imports kvq."""
-    return _commands > 0
+def in_python(name: str, value: str = "") -> str:
+    """An argument as Python writes it: `context_tokens`, `kv="fp"`."""
+    return f'{name}="{value}"' if value else name
 
 
 class KvqError(Exception):
-    """Base of all errors meant for users; the command line prints it and exits with `exit_code`."""
+    """Base of all errors meant for users; the command line prints it and exits with `exit_code`.
+
+    Where no `message` is given it is made of what the error is `about` (the name of an argument),
+    the `value` that cannot be, and what is `possible`.
+    """
 
     exit_code = 2
 
+    def __init__(
+        self, message: object = "", *, about: str = "", value: object = None, possible: str = ""
+    ) -> None:
+        if about and not message:
+            message = f"{argument(about)} {value} is not possible" + (possible and f": {possible}")
+        super().__init__(message)
+        self.value = value
+        self.possible = possible
+        self._about = about
+
+    @property
+    def about(self) -> str | None:
+        """The argument that is to blame: the one that was given, else the first in the message."""
+        found = _MARK.search(super().__str__())
+        return self._about or (found and found[1])
+
+    def told(self, called: collections.abc.Callable[[str, str], str]) -> str:
+        """The message, in which argument `name` (and its value or "") is `called(name, value)`."""
+        return _MARK.sub(lambda mark: called(mark[1], mark[2] or ""), super().__str__())
+
     def __str__(self) -> str:
-        text = super().__str__()
-        return text if _commands else _FLAG.sub(_argument, text)
+        return self.told(in_python)
 
 
 class UsageError(KvqError):
@@ -100,7 +105,3 @@ class SnapshotError(KvqError):
 
 class BackendError(KvqError):
     """A backend, a library or a feature of it is missing."""
-
-
-def _argument(found: re.Match[str]) -> str:
-    return _ARGUMENTS.get(found[1], found[0])

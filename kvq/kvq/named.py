@@ -8,17 +8,18 @@ from typing import Any
 from kvq.errors import UsageError
 
 
-def named(flag: str, text: str, table: Mapping[str, str]) -> Any:
+def named(asked: str, text: str, table: Mapping[str, str]) -> Any:
     """What `NAME` or `NAME:option=value,...` says, made from its `module:Class` in `table`.
 
-    Options are the fields of the class, a dataclass. Raises `UsageError` naming what is possible.
+    `asked` is what takes the name, as messages call it. Options are the fields of the class, a
+    dataclass. Raises `UsageError` naming what is possible.
     """
     name, _, options = text.partition(":")
     if name not in table:
-        raise UsageError(f"{flag} {name!r} is unknown; possible: {', '.join(sorted(table))}")
+        raise UsageError(f"{asked} {name!r} is unknown; possible: {', '.join(sorted(table))}")
     module, attribute = table[name].split(":")
     kind = getattr(import_module(module), attribute)
-    return kind(**_options(f"{flag} {text!r}", kind, options))
+    return kind(**_options(f"{asked} {text!r}", kind, options))
 
 
 def _options(asked: str, kind: Any, options: str) -> dict[str, Any]:

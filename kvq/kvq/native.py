@@ -164,17 +164,7 @@ class NativeCache:
         _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
 
     def _device_number(self) -> int:
-        if self.device == "cpu":
-            return 0
-        from kvq import devices
-
-        found, heads = devices.opened(self.device), self.arena.shape.head_dim
-        if heads not in found.head_dims:
-            raise BackendError(
-                f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, found.head_dims))}; use --device cpu"
-            )
-        return found.number
+        return 0
 
     def close(self) -> None:
         if self.handle:
@@ -225,11 +215,6 @@ class NativeCache:
         return Tiers(held.device_bytes, held.offloaded_bytes, held.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
-        if self.device != "cpu" and rule.share < 1:
-            raise BackendError(
-                f"the device {self.device!r} reads all pages: --kv-read {rule.share:.0%} needs "
-                "--device cpu"
-            )
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         self._call("read", ctypes.byref(numbers))
 
@@ -414,18 +399,6 @@ class NativeCache:
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session, or is damaged"
             )
-
-
-class CudaCache(NativeCache):
-    """The same decisions, with pages and floating-point rows in a GPU's memory."""
-
-    device = "cuda"
-
-
-class EmulatedCache(NativeCache):
-    """Likewise on the device that tests emulate."""
-
-    device = "emulated"
 
 
 def pointer(x: NDArray[Any]) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import CacheError
-from kvq.formats import REACH, SAMPLED_PROBES, granule_bytes
+from kvq.formats import REACH, SAMPLED_PROBES
 
 Float = NDArray[Any]  # float32
 Half = NDArray[Any]  # float16
@@ -131,15 +131,6 @@ def _tile(codes: Bytes, side: int, parts: int) -> Bytes:
     return codes.reshape(PAGE_TOKENS // (4 * parts), parts, 4, dim // 8, 8).transpose(3, 0, 4, 2, 1)
 
 
-def _untile(tiled: Bytes, side: int, parts: int, dim: int) -> Bytes:
-    if side == KEYS:
-        shaped = tiled.reshape(8, dim // (4 * parts), 8, 4, parts).transpose(0, 2, 1, 4, 3)
-    else:
-        shaped = tiled.reshape(dim // 8, PAGE_TOKENS // (4 * parts), 8, 4, parts)
-        shaped = shaped.transpose(1, 4, 3, 0, 2)
-    return np.ascontiguousarray(shaped).reshape(PAGE_TOKENS, dim)
-
-
 def nibble_plane(nibbles: Bytes, side: int) -> Bytes:
     """Nibbles [64, D] as the 32*D bytes of a hi4 or lo4 plane."""
     tiled = _tile(nibbles, side, 2)
@@ -164,22 +155,6 @@ def planes(codes: Bytes, bits: int, side: int) -> Bytes:
     elif bits == 6:
         stored.append(two_bit_plane(codes >> 2 & 3, side))
     return np.concatenate(stored)
-
-
-def codes_of(stored: Bytes, bits: int, side: int, head_dim: int) -> Bytes:
-    """8-bit codes [64, D] from stored planes; bits that were dropped are 0."""
-
-    def fields(plane: Bytes, width: int) -> Bytes:
-        parts = [plane >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
-        return _untile(np.stack(parts, axis=-1), side, 8 // width, head_dim)
-
-    if bits == 2:
-        return fields(stored, 2) << 6
-    high, low = np.split(stored, [2 * granule_bytes(head_dim)])
-    codes = fields(high, 4) << 4
-    if bits == 4:
-        return codes
-    return codes | (fields(low, 4) if bits == 8 else fields(low, 2) << 2)
 
 
 # ---- attention -------------------------------------------------------------------------------

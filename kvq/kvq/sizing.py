@@ -22,7 +22,7 @@ from kvq.config import (
     KvPlan,
     PageForm,
 )
-from kvq.errors import BudgetError, UsageError
+from kvq.errors import BudgetError, UsageError, argument
 from kvq.formats import (
     ALIGNMENT,
     aligned,
@@ -328,7 +328,8 @@ class Arena(Geometry):
         if least >= self.max_columns or device_bytes < self.bytes_with_resident(least):
             needed = min(self.bytes_with_resident(min(least, self.max_columns)), self.num_bytes)
             raise BudgetError(
-                f"{format_bytes(device_bytes)} of KV budget cannot hold, beside what --kv-offload "
+                f"{format_bytes(device_bytes)} of KV budget cannot hold, beside what "
+                f"{argument('kv_offload')} "
                 f"moves to the host, the pages of one pass and twice those of a layer; "
                 f"{sized(needed)} can"
             )
@@ -407,16 +408,23 @@ class CacheSpec:
     def _in_tiers(self) -> Arena:
         """The whole context, on a device and behind it. Raises `BudgetError`."""
         if not self.plan.quantized:
-            raise UsageError("--kv-offload moves quantised pages; --kv fp has none: leave one out")
+            raise UsageError(
+                f"{argument('kv_offload')} moves quantised pages; {argument('kv', 'fp')} has "
+                "none: leave one out"
+            )
         whole = replace(self, budget=Budget(num_bytes=self.whole_bytes), offload_bytes=0)
         arena = replace(whole.resolved(), spec=self).in_tiers(self.budget_bytes)
         if arena.probes:
-            raise UsageError("--kv-offload gives up no page, so nothing can be observed for it")
+            raise UsageError(
+                f"{argument('kv_offload')} gives up no page, so nothing can be observed for it"
+            )
         if arena.offload_bytes > self.offload_bytes:
             raise BudgetError(
-                f"--kv-offload {format_bytes(self.offload_bytes)} cannot hold what a context of "
+                f"{argument('kv_offload')} {format_bytes(self.offload_bytes)} cannot hold what a "
+                "context of "
                 f"{self.context_tokens} tokens has beyond the budget; {sized(arena.offload_bytes)} "
-                "can, or a smaller --ctx-size or a larger --kv-budget"
+                f"can, or a smaller {argument('context_tokens')} or a larger "
+                f"{argument('kv_budget')}"
             )
         return arena
 

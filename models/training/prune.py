@@ -8,7 +8,7 @@ papers': later layers hold nothing of the others. `kept` is this project's own, 
 their keys and values are predicted from the stream at that layer, so that every layer's cache holds
 every token and a page table needs no set of tokens for each layer. Who looks is `last`, the last 32
 tokens of the prompt, as in the papers, or `piece`, the last 16 of each 256, which is what a prompt
-read piece by piece can know. The runtime has neither; `apps/bench/LOG.md` says why.
+read piece by piece can know. The runtime has neither; `apps/lab/log/prediction.md` says why.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache, KeyForm
 from kvq.config import FLOAT_WIDTH, Budget
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq.reference import rotate
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends import Backend, open_backend
@@ -97,25 +97,26 @@ class Auxiliary:
 
     def __init__(self, base: Backend[Any], path: str, context_tokens: int) -> None:
         """Raises `BackendError` for two models that do not belong together."""
-        if not isinstance(base, PagedBackend):
+        paged = base.paged
+        if paged is None:
             raise BackendError(
-                f"--kv-predict-with is not possible on the {base.name} backend, whose cache takes "
-                "no keys and values; run a bundle with an ONNX graph"
+                f"{argument('predict_with')} is not possible on the {base.name} backend, whose "
+                "cache takes no keys and values; run a bundle with an ONNX graph"
             )
-        own = open_auxiliary(path, base)
-        told = base.bundle.manifest.auxiliary
+        own, bundle = open_auxiliary(path, paged), paged.bundle
+        told = bundle.manifest.auxiliary
         if told is None or told["fingerprint"] != own.model.fingerprint:
             fitted = "none" if told is None else str(told["name"])
             raise BackendError(
-                f"{base.bundle.path} has no matrices that make its keys and values from those of "
-                f"{own.model.name} (from those of: {fitted}); export it with --kv-predict-with "
-                f"{path}"
+                f"{bundle.path} has no matrices that make its keys and values from those of "
+                f"{own.model.name} (from those of: {fitted}); export it with "
+                f"{argument('predict_with')} {path}"
             )
         # Of each layer the auxiliary model's that serves it, and W [2 Ha Da + 1, 2 Hk D].
-        self._maps = list(zip(told["served_by"], base.bundle.auxiliary_maps(), strict=True))
-        self._config: ModelConfig = base.bundle.config
+        self._maps = list(zip(told["served_by"], bundle.auxiliary_maps(), strict=True))
+        self._config: ModelConfig = bundle.config
         self._norms = [
-            base.bundle.read_weight(f"layers.{layer}.k_norm")
+            bundle.read_weight(f"layers.{layer}.k_norm")
             if self._config.layers[layer].mixer.qk_norm == "heads"
             else None
             for layer in range(self._config.num_layers)
@@ -169,10 +170,13 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
     with _loading:
         own = _backends.get((path, base.threads))
         if own is None:
-            own = open_backend("auto", Bundle.open(path), threads=base.threads)
-            if not isinstance(own, PagedBackend):
-                own.close()
-                raise BackendError(f"{path} has no ONNX graph; export it with --format both")
+            opened = open_backend("auto", Bundle.open(path), threads=base.threads)
+            own = opened.paged
+            if own is None:
+                opened.close()
+                raise BackendError(
+                    f"{path} has no ONNX graph; export it with {argument('format', 'both')}"
+                )
             if not own.bundle.config.uniform:
                 own.close()
                 raise BackendError(
@@ -180,5 +184,5 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
                     "read others' keys; take a model whose layers are all alike"
                 )
             _backends[path, base.threads] = own
-    check_vocabularies("--kv-predict-with", own, base)
+    check_vocabularies(argument("predict_with"), own, base)
     return own

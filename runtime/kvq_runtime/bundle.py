@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
-from kvq.errors import BundleError, KvqError
+from kvq.errors import BundleError, KvqError, argument
 from kvq.files import replace_file
 from kvq.reference_linear import (
     PANEL_ROWS,
@@ -504,7 +504,7 @@ class Bundle:
         if self.manifest.weights is None:
             raise BundleError(
                 f"{self.path} holds a GGUF file only, and this needs the ONNX graph; "
-                "export the model with --format both"
+                f"export the model with {argument('format', 'both')}"
             )
         return self.manifest.weights
 

@@ -13,7 +13,7 @@ from kvq.config import (
     Budget,
     KvPlan,
 )
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 
 if TYPE_CHECKING:
     from kvq.classes import ClassedArena
@@ -47,17 +47,17 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
-        _require("temp", self.temperature, self.temperature >= 0, "0 (greedy) or more")
-        _require("top-k", self.top_k, 0 <= self.top_k <= _MOST, f"0 (off) to {_MOST}")
-        _require("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and up to 1 (off)")
-        _require("min-p", self.min_p, 0 <= self.min_p < 1, "0 (off) up to, not including, 1")
-        _require("repeat-penalty", self.repeat_penalty, self.repeat_penalty > 0, "above 0 (1: off)")
+        _require("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
+        _require("top_k", self.top_k, 0 <= self.top_k <= _MOST, f"0 (off) to {_MOST}")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and up to 1 (off)")
+        _require("min_p", self.min_p, 0 <= self.min_p < 1, "0 (off) up to, not including, 1")
+        _require("repeat_penalty", self.repeat_penalty, self.repeat_penalty > 0, "above 0 (1: off)")
         window = self.repeat_window_tokens
-        _require("repeat-last-n", window, 0 <= window <= _MOST, f"0 to {_MOST}")
+        _require("repeat_window_tokens", window, 0 <= window <= _MOST, f"0 to {_MOST}")
 
-        for name in ("presence", "frequency"):
-            penalty = getattr(self, f"{name}_penalty")
-            _require(f"{name}-penalty", penalty, isfinite(penalty), "a finite number (0: off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _require(name, penalty, isfinite(penalty), "a finite number (0: off)")
         for token, added in self.logit_bias.items():
             # A larger one and NaN would make logits that are not finite.
             if not added <= _LARGEST_BIAS:
@@ -153,8 +153,8 @@ class SessionConfig:
     arena: "Arena | ClassedArena | None" = None
 
     def __post_init__(self) -> None:
-        _require("ctx-size", self.context_tokens, self.context_tokens >= 2, "2 or more")
-        _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
+        _require("context_tokens", self.context_tokens, self.context_tokens >= 2, "2 or more")
+        _require("chunk_tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -165,8 +165,12 @@ class SessionConfig:
 
     @property
     def what_limits(self) -> str:
-        """Flags to raise for a longer context: a cache that evicts nothing needs bytes for it."""
-        return "--ctx-size" if self.evicts else "--ctx-size and --kv-budget"
+        """What to raise for a longer context: a cache that evicts nothing needs bytes for it."""
+        return (
+            argument("context_tokens")
+            if self.evicts
+            else f"{argument('context_tokens')} and {argument('kv_budget')}"
+        )
 
 
 def check_seed(seed: int) -> None:
@@ -174,7 +178,7 @@ def check_seed(seed: int) -> None:
     _require("seed", seed, seed >= 0, "0 or more")
 
 
-def _require(flag: str, value: float, holds: bool, possible: str) -> None:
-    """Raises `UsageError` naming `flag` unless `holds` and `value` is finite."""
+def _require(name: str, value: float, holds: bool, possible: str) -> None:
+    """Raises `UsageError` about argument `name` unless `holds` and `value` is finite."""
     if not (holds and isfinite(value)):
-        raise UsageError(f"--{flag} {value} is not possible: give {possible}")
+        raise UsageError(about=name, value=value, possible=f"give {possible}")

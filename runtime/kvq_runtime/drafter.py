@@ -98,8 +98,15 @@ class Round(NamedTuple):
 class Drafter(Protocol):
     """Guesses how one text goes on. It is told how the text changes, and never reads it again.
 
-    One whose guesses branch has an attribute `branches`, which is True: not every backend takes it.
+    A drafter derives from this class. `branches`: its guesses may, which not every backend takes.
     """
+
+    branches: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it, and `--draft` one of the table."""
+        return type(self).__name__.lower()
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """The text is now its first `kept` tokens as they were, and then `new`."""
@@ -112,11 +119,6 @@ class Drafter(Protocol):
     def observe(self, outcome: Round) -> None:
         """Notes what a pass made of the last draft; `follow` tells the tokens once more."""
         ...
-
-
-def name_of(drafter: Drafter) -> str:
-    """What `--draft` calls it: its attribute `name`, else its class's name in small letters."""
-    return getattr(drafter, "name", type(drafter).__name__.lower())
 
 
 class Foresight(Protocol):

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Generic
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round, name_of
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, Taken
 from kvq_runtime.sequence import Branch, Passed, Work
 from kvq_runtime.sequence import Sequence as Held
@@ -37,9 +37,9 @@ class Drafting(Generic[C]):
 
     def _check_branches(self, drafter: Drafter) -> None:
         """Raises `BackendError` for drafts that branch, where passes take chains only."""
-        if getattr(drafter, "branches", False) and not self._backend.takes_trees:
+        if drafter.branches and not self._backend.takes_trees:
             raise BackendError(
-                f"--draft {name_of(drafter)} is not possible on the "
+                f"{argument('draft')} {drafter.name} is not possible on the "
                 f"{self._backend.name} backend, which takes no drafts that branch; choose rewrite, "
                 "lookup, suffix or none, or run a bundle with an ONNX graph"
             )

@@ -46,7 +46,7 @@ class Engine:
     ) -> None:
         self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
-            raise UsageError(f"--threads {self.threads} is not possible: give 1 or more")
+            raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
         self.files = files
         self.backend = backends.open_backend(backend, files, threads=self.threads, device=device)
         self._tokenizer = self.backend.tokenizer()

@@ -156,7 +156,7 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"--predict {self.max_tokens} is not possible: give 1 or more")
+            raise UsageError(about="max_tokens", value=self.max_tokens, possible="give 1 or more")
         _check_sampling(self.sampling)
 
     def ends(self, vocabulary: Vocabulary) -> frozenset[int]:

@@ -4,7 +4,7 @@ import logging
 from importlib.util import find_spec
 
 from kvq import devices
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.onnx_runtime import onnx_runtime
 
 logger = logging.getLogger(__name__)
@@ -23,18 +23,20 @@ def chosen(asked: str) -> str:
     """`cpu` or a device that can be used, as `asked`; `auto` takes a GPU where there is one.
 
     Raises `UsageError` for an unknown name and `BackendError` with the reason for a device that
-    was named and cannot be used. The device `emulated` is there for tests.
+    was named and cannot be used.
     """
     if asked == PROCESSOR:
         return PROCESSOR
     if asked not in (*DEVICES, *devices.LIBRARIES):
-        raise UsageError(f"--device {asked!r} is not known; choose {', '.join(DEVICES)}")
+        raise UsageError(
+            f"{argument('device')} {asked!r} is not known; choose {', '.join(DEVICES)}"
+        )
     name = "cuda" if asked == "auto" else asked
     reason = why_not(name)
     if not reason:
         return name
     if asked != "auto":
-        raise BackendError(f"{reason}; --device cpu runs on the processor")
+        raise BackendError(f"{reason}; {argument('device', 'cpu')} runs on the processor")
     # A machine without a GPU is nothing to be warned of, one whose GPU stays idle is.
     level = logging.WARNING if not devices.driver_missing() else logging.INFO
     logger.log(level, "running on the processor: %s", reason)

@@ -1,9 +1,10 @@
 """Backs a model's weights by 2 MiB pages: decoding reads all of them for every token.
 
 With 4 KiB pages the processor walks page tables for every few thousand codes it multiplies; on the
-machine of `apps/bench/LOG.md` that was 3 to 20 % of a decode step. Allocators do not ask for huge
-pages by themselves, so memory that appeared while the weights were loaded is advised afterwards.
-Advice changes nothing but speed: whatever the system refuses stays as it was. Knows no model.
+machine of `apps/lab/log/kernels.md` that was 3 to 20 % of a decode step. Allocators do not ask for
+huge pages by themselves, so memory that appeared while the weights were loaded is advised
+afterwards. Advice changes nothing but speed: whatever the system refuses stays as it was. Knows no
+model.
 """
 
 import ctypes

@@ -11,7 +11,7 @@ Lossy: what is predicted is counted, saved as such, and never taken for what is 
 import re
 from dataclasses import dataclass, replace
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.named import named
 from kvq_runtime.backends import WHOLE, Mode, ModelFacts
 
@@ -61,8 +61,8 @@ class _Stretch:
     def _prediction(self, mode: Mode, path: str | None = None) -> Prediction:
         if min(self.sink, self.tail - 1, self.least - 1) < 0:
             raise UsageError(
-                "--kv-predict takes sink=0 or more, and tail=1 and least=1 or more: the last "
-                "token's logits must be computed"
+                f"{argument('predict')} takes sink=0 or more, and tail=1 and least=1 or more: the "
+                "last token's logits must be computed"
             )
         return Prediction(
             mode=mode,
@@ -82,7 +82,7 @@ class WithAuxiliary(_Stretch):
     def prediction(self, model: ModelFacts) -> Prediction:
         """What this comes to for `model`. Raises `UsageError` where no bundle is named."""
         if not self.path:
-            raise UsageError("--kv-predict auxiliary: path= is missing; name a bundle")
+            raise UsageError(f"{argument('predict')} auxiliary: path= is missing; name a bundle")
         return self._prediction(Mode(predicted=tuple(range(model.num_layers))), self.path)
 
 
@@ -104,16 +104,20 @@ class Prefix(_Stretch):
         count = model.num_layers
         if not 0 <= self.share < 1:
             raise UsageError(
-                f"--kv-predict share={self.share:g} is not possible: give 0 up to, not including, "
-                "1 of the layers"
+                about="predict",
+                value=f"share={self.share:g}",
+                possible="give 0 up to, not including, 1 of the layers",
             )
         if self.maps not in (AUTO, "own"):
-            raise UsageError(f"--kv-predict maps={self.maps} is not possible: choose auto or own")
+            raise UsageError(
+                about="predict", value=f"maps={self.maps}", possible="choose auto or own"
+            )
         computed = self.layers or max(1, count - round(self.share * count))
         if not 1 <= computed <= count:
             raise UsageError(
-                f"--kv-predict layers={self.layers} is not possible: 1 to {count} of this model's "
-                "layers can be computed"
+                about="predict",
+                value=f"layers={self.layers}",
+                possible=f"1 to {count} of this model's layers can be computed",
             )
         return self._prediction(
             Mode(
@@ -132,8 +136,10 @@ def prediction_named(text: str, model: ModelFacts) -> Prediction | None:
     if text.strip().partition(":")[0] == AUTO and predictor is not None:
         if model.fitted_layers is None:
             raise UsageError(
-                f"--kv-predict {AUTO} is not possible: {model.name} was exported without measuring "
-                "what that costs; export it with --kv-predict auto, or give a share such as 50%"
+                f"{argument('predict')} {AUTO} is not possible: "
+                f"{model.name} was exported without measuring "
+                f"what that costs; export it with {argument('predict')} auto, or give a share "
+                "such as 50%"
             )
         assert isinstance(predictor, Prefix)
         predictor = replace(predictor, layers=model.fitted_layers)
@@ -152,7 +158,9 @@ def predictor_named(text: str) -> Predictor | None:
         text = f"prefix:share={float(share[1]) / 100},{share[2] or ''}"
     elif text.partition(":")[0] not in PREDICTORS:
         raise UsageError(
-            f"--kv-predict {text!r} is not possible: give {OFF}, {AUTO}, a share of the layers "
-            f"such as 50%, or one of {', '.join(PREDICTORS)}, such as prefix:layers=12,tail=32"
+            about="predict",
+            value=f"{text!r}",
+            possible=f"give {OFF}, {AUTO}, a share of the layers "
+            f"such as 50%, or one of {', '.join(PREDICTORS)}, such as prefix:layers=12,tail=32",
         )
-    return named("--kv-predict", text, PREDICTORS)
+    return named(argument("predict"), text, PREDICTORS)

@@ -407,11 +407,6 @@ class Sequence(Generic[C]):
         self._commit(start, ids[start:], None, predicted=True)
         return seconds
 
-    def advance(self, max_tokens: int | None = None) -> int:
-        """Runs one piece of what is due alone; how many tokens are due after it."""
-        self.run(self.advancing(max_tokens))
-        return len(self.due())
-
     @contextmanager
     def forward(
         self, ids: Ids, parents: Ids | None = None, *, rows: Ids | None = None

@@ -119,11 +119,6 @@ class Staleness:
         steps = np.flatnonzero(np.diff(moves, prepend=0, append=0)).tolist()
         return [(start, stop) for start, stop in pairwise(steps) if moves[start]]
 
-    def per_page(self, page_tokens: int) -> list[int]:
-        """Stale tokens of every `page_tokens` tokens of the text."""
-        starts = range(0, len(self.ages), page_tokens)
-        return [int((self.ages[first : first + page_tokens] > 0).sum()) for first in starts]
-
     def edited(self, start: int, stop: int, count: int, held: int) -> None:
         """Tokens `start` to `stop` of the `held` ones gave way to a gap for `count` others."""
         ages = np.concatenate([self.ages, np.zeros(held - len(self.ages), np.int32)])

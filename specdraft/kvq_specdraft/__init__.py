@@ -4,6 +4,7 @@ A drafter is told how its text changes and proposes tokens; it never sees a mode
 wrong costs time and changes nothing.
 """
 
+from kvq.errors import argument
 from kvq.named import named
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.drafter import Drafter
@@ -46,13 +47,13 @@ def drafter_named(text: str) -> Drafter:
     name, colon, options = text.partition(":")
     free, plus, computing = name.partition("+")
     if not plus:
-        return named("--draft", text, DRAFTERS)
+        return named(argument("draft"), text, DRAFTERS)
     from kvq_specdraft.relay import Relay
 
-    second = named(f"--draft {free}+", computing + colon + options, COMPUTING_DRAFTERS)
-    return Relay(named("--draft", free, FREE_DRAFTERS), second)
+    second = named(f"{argument('draft')} {free}+", computing + colon + options, COMPUTING_DRAFTERS)
+    return Relay(named(argument("draft"), free, FREE_DRAFTERS), second)
 
 
 def writer_named(text: str) -> Writer:
     """The writer `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
-    return named("--drafts-method", text, WRITERS)
+    return named(argument("method"), text, WRITERS)

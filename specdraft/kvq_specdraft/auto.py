@@ -47,7 +47,7 @@ _AS_THOUGHT = tuple((own + 0.5) / _CLASSES for own in range(_CLASSES))
 
 
 @dataclass(kw_only=True, eq=False)
-class Auto:
+class Auto(Drafter):
     """Asks the drafters that cost no pass and takes the one, and as much of it, as pays best.
 
     A draft of n tokens brings 1 + a(1) + .. + a(n) tokens, where a(i) is the chance that token i

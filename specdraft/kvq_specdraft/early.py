@@ -26,8 +26,9 @@ class Early(SelfGuessing):
         exit_layer = self.layer or max(1, layers * 2 // 3)
         if not 1 <= exit_layer < layers:
             raise UsageError(
-                f"--draft early: layer={self.layer} is not possible: 1 to {layers - 1} of this "
-                f"model's {layers} layers"
+                about="draft",
+                value=f"early: layer={self.layer}",
+                possible=f"1 to {layers - 1} of this model's {layers} layers",
             )
         self._mode = Mode(skipped=tuple(range(exit_layer, layers)))
         backend.check_mode(self._mode)

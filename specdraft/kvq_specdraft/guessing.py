@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.backends import WHOLE, Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round, name_of
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round
 from kvq_runtime.sequence import Passed, Work
 from kvq_specdraft.pace import Pace
 
@@ -32,13 +32,14 @@ class Guessing(ComputingDrafter):
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        name = name_of(self)
+        name = self.name
         if self.most < 1:
-            raise UsageError(f"--draft {name}: most={self.most} is not possible: 1 or more")
+            raise UsageError(about="draft", value=f"{name}: most={self.most}", possible="1 or more")
         if not 0 <= self.least < 1:
             raise UsageError(
-                f"--draft {name}: least={self.least} is not possible: 0 (by what is measured) up "
-                "to, not including, 1"
+                about="draft",
+                value=f"{name}: least={self.least}",
+                possible="0 (by what is measured) up to, not including, 1",
             )
         self._pace = Pace(most=self.most, least=self.least)
 

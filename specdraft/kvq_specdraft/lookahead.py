@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 
 # Tokens that n-grams are kept of; the oldest are forgotten.
 _POOL_TOKENS = 4096
 
 
 @dataclass(kw_only=True, eq=False)
-class Lookahead:
+class Lookahead(Drafter):
     """Runs a window of guesses through the model and proposes what this gave before.
 
     Lookahead decoding (arXiv 2402.02057). A pass carries a window of `window` guesses after the
@@ -25,7 +25,7 @@ class Lookahead:
     before, so that a window costs as many rows as it has tokens and not `ngram` - 1 times as many.
 
     It is here to be measured: rows cost time on a CPU, and it spends more of them for a token
-    than any other drafter (2 to 7 for 0.1 to 0.3 tokens); see `apps/bench/LOG.md`.
+    than any other drafter (2 to 7 for 0.1 to 0.3 tokens); see `apps/lab/log/drafts.md`.
     """
 
     ngram: int = 3
@@ -39,8 +39,9 @@ class Lookahead:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UsageError(
-                    f"--draft lookahead: {name}={getattr(self, name)} is not possible: "
-                    f"{low} or more"
+                    about="draft",
+                    value=f"lookahead: {name}={getattr(self, name)}",
+                    possible=f"{low} or more",
                 )
         self._text = array("i")
         # Guesses of the last passes by where in the text the first one stands, newest last.

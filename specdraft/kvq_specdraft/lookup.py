@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round, name_of
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.repeats import chance, check_lengths
 
 
 @dataclass(kw_only=True, eq=False)
-class Lookup:
+class Lookup(Drafter):
     """Proposes the continuation of the longest earlier run that the text ends with.
 
     Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding, no
@@ -23,7 +23,7 @@ class Lookup:
     min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        check_lengths(name_of(self), max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        check_lengths(self.name, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         # A token is a character here: no vocabulary has more than the million there are.
         self._text = ""
 

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
@@ -40,7 +40,9 @@ class Model(Guessing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path:
-            raise UsageError("--draft model: path= is missing; name a bundle or a GGUF file")
+            raise UsageError(
+                f"{argument('draft')} model: path= is missing; name a bundle or a GGUF file"
+            )
         self._sequence: TokenSequence[Any] | None = None
         self._vocab_size = 0
 
@@ -54,7 +56,7 @@ class Model(Guessing):
         """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""
         self.close()
         self._engine = _shared_engine(self.path, self.threads)
-        check_vocabularies("--draft model", self._engine.backend, backend)
+        check_vocabularies(f"{argument('draft')} model", self._engine.backend, backend)
         tokens = min(self.context or config.context_tokens, self._engine.model.context_length)
         own = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
         self._sequence = TokenSequence(self._engine.backend, own)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_runtime.sampling import largest
 from kvq_specdraft.trees import Child, grown
 
@@ -20,7 +20,7 @@ _NEWEST = 0.01
 
 
 @dataclass(kw_only=True, eq=False)
-class Recycle:
+class Recycle(Drafter):
     """Proposes a tree of the successors that the model's logits last had on top, token by token.
 
     Token Recycling (arXiv 2408.08696): a matrix [V, 8] of each token's likeliest successors when

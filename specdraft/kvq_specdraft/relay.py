@@ -5,7 +5,7 @@ from typing import Any
 
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round, name_of
+from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.sequence import Work
 
 
@@ -18,11 +18,15 @@ class Relay(ComputingDrafter):
 
     def __init__(self, first: Drafter, second: ComputingDrafter) -> None:
         self.first, self.second = first, second
-        self.branches = getattr(first, "branches", False)
-        self.name = f"{name_of(first)}+{name_of(second)}"
+        self.branches = first.branches
         self._asked_first, self._asked_second = True, False
         # Rounds that the first is left alone for.
         self._pause = 0
+
+    @property
+    def name(self) -> str:
+        """See `Drafter`."""
+        return f"{self.first.name}+{self.second.name}"
 
     @property
     def held_bytes(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 
 # Heads of the chains: 256 KiB an index. A text has 8 bytes more for each of its tokens.
 _SLOTS = 1 << 16
@@ -122,9 +122,11 @@ def check_lengths(drafter: str, **lengths: int) -> None:
     """Raises `UsageError` unless every option of `drafter` is 1 or more, and min at most max."""
     for name, length in lengths.items():
         if length < 1:
-            raise UsageError(f"--draft {drafter}: {name}={length} is not possible: 1 or more")
+            raise UsageError(
+                about="draft", value=f"{drafter}: {name}={length}", possible="1 or more"
+            )
     if lengths["min_ngram"] > lengths["max_ngram"]:
         raise UsageError(
-            f"--draft {drafter}: min_ngram={lengths['min_ngram']} is more than "
+            f"{argument('draft')} {drafter}: min_ngram={lengths['min_ngram']} is more than "
             f"max_ngram={lengths['max_ngram']}; give as much at most"
         )

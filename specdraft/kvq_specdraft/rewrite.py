@@ -48,7 +48,9 @@ class Rewrite(Lookup):
         super().__post_init__()
         if not 0 <= self.least < 1:
             raise UsageError(
-                f"--draft rewrite: least={self.least} is not possible: 0 up to, not including, 1"
+                about="draft",
+                value=f"rewrite: least={self.least}",
+                possible="0 up to, not including, 1",
             )
         self._forget()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import Draft, Ground
@@ -41,9 +41,9 @@ class Skip(SelfGuessing):
         super().__post_init__()
         self._given = parsed(self.layers)
         if self._given and self.count:
-            raise UsageError("--draft skip: give layers= or count=, not both")
+            raise UsageError(f"{argument('draft')} skip: give layers= or count=, not both")
         if self.count < 0:
-            raise UsageError(f"--draft skip: count={self.count} is not possible: 0 or more")
+            raise UsageError(about="draft", value=f"skip: count={self.count}", possible="0 or more")
         self._text: list[int] = []
         self._chosen = False
 
@@ -53,8 +53,8 @@ class Skip(SelfGuessing):
         count = len(self._given) or self.count or max(1, layers // 3)
         if count >= layers:
             raise UsageError(
-                f"--draft skip: of this model's {layers} layers {count} cannot be left out: at "
-                f"most {layers - 1}"
+                f"{argument('draft')} skip: of this model's {layers} layers {count} cannot be "
+                f"left out: at most {layers - 1}"
             )
         self._mode = Mode(skipped=self._given or tuple(range(layers - count, layers)))
         backend.check_mode(self._mode)
@@ -97,8 +97,9 @@ def parsed(layers: str) -> tuple[int, ...]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(
-                f"--draft skip: layers={layers} is not possible: layers and spans of them joined "
-                "by +, such as 3+5+8-10"
+                about="draft",
+                value=f"skip: layers={layers}",
+                possible="layers and spans of them joined by +, such as 3+5+8-10",
             )
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))

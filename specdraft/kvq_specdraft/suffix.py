@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.finished import Finished, of_this_process
 from kvq_specdraft.repeats import Repeats, chance, check_lengths
 from kvq_specdraft.trees import Child, grown
@@ -14,7 +14,7 @@ _Place = tuple[Repeats | Finished, int]
 
 
 @dataclass(kw_only=True, eq=False)
-class Suffix:
+class Suffix(Drafter):
     """Proposes, token by token, what most earlier places like the text's end went on with.
 
     SuffixDecoding (arXiv 2411.04975). For every length of match it walks down the suffix tree by
@@ -40,10 +40,12 @@ class Suffix:
         check_lengths("suffix", max_ngram=self.max_ngram, min_ngram=self.min_ngram, most=self.most)
         if not 0 < self.least <= 1:
             raise UsageError(
-                f"--draft suffix: least={self.least} is not possible: above 0, at most 1"
+                about="draft", value=f"suffix: least={self.least}", possible="above 0, at most 1"
             )
         if self.store < 0:
-            raise UsageError(f"--draft suffix: store={self.store} is not possible: 0 or more")
+            raise UsageError(
+                about="draft", value=f"suffix: store={self.store}", possible="0 or more"
+            )
         self.branches = self.tree > 0
         self._repeats = Repeats(self.min_ngram)
         self._finished = of_this_process(self.store, self.min_ngram) if self.store else None

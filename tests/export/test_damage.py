@@ -12,26 +12,17 @@ from kvq.reference_linear import WIDTHS, BlockFormat, Grid, dequantize
 from kvq_apps.cli import main
 from kvq_apps.output import weight_rows
 from kvq_export import damage, quality
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import MEAN_BITS, ExportOptions, WeightFormat
 from kvq_export.damage import FEEDBACK, allocated, damages
 from kvq_export.export import export_model
 from kvq_export.layout import plan_layout
-from kvq_export.quality import Original
 from kvq_export.weights import quantize
 from kvq_models.reference import forward, plain_attention
-from kvq_models.registry import read_checkpoint
+from originals import original_of
 from tiny import checkpoint_weights, make_checkpoint, make_llama_checkpoint
 
 FORM = BlockFormat(grid=Grid.ZERO_POINT)
 QUIET = ExportOptions(quality=False, threads=1)
-
-
-def original_of(source: Path) -> Original:
-    family, config, _ = read_checkpoint(source)
-    return Original(
-        config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
-    )
 
 
 def unseen(done: int, total: int, label: str) -> None:

@@ -626,7 +626,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path) -> None:
 def test_an_existing_bundle_is_replaced_with_force_only(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
     export_model(source, tmp_path / "bundle", PLAIN)
-    with pytest.raises(BundleError, match="already holds a bundle; replace it with --force"):
+    with pytest.raises(BundleError, match="already holds a bundle; replace it with force"):
         export_model(source, tmp_path / "bundle", PLAIN)
     # Before anything is measured.
     said: list[object] = []
@@ -711,7 +711,7 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(
         locate("org/small")
     # Who asked for no network is not told to connect to it.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match="org/small is not on this machine, and --offline"):
+    with pytest.raises(ModelError, match="org/small is not on this machine, and offline"):
         locate("org/small")
     commit = "0123456789012345678901234567890123456789"
     model = tmp_path / "models--org--small"

@@ -330,7 +330,7 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
         ),
     }
     for message, config in refusals.items():
-        with pytest.raises(UnsupportedModelError, match=f"{message}.*--format onnx"):
+        with pytest.raises(UnsupportedModelError, match=f'{message}.*format="onnx"'):
             gguf_model(config)
 
 
@@ -440,7 +440,7 @@ def test_an_altered_or_missing_gguf_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_bundle_without_a_graph_says_so(tmp_path: Path) -> None:
     bundle = export(tiny.make_llama_checkpoint(tmp_path / "source"), "q8_0")
-    with pytest.raises(KvqError, match=r"holds a GGUF file only.*--format both"):
+    with pytest.raises(KvqError, match=r"holds a GGUF file only.*format=\"both\""):
         bundle.read_weight("embed")
 
 
@@ -450,7 +450,7 @@ def test_what_is_missing_is_named_before_anything_is_written(
     source = tiny.make_llama_checkpoint(tmp_path / "source")
     reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
     monkeypatch.setattr("kvq_export.gguf_llama.missing", lambda: reason)
-    needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; --gguf-type q8_0, .* work without it"
+    needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; gguf_type q8_0, .* work without it"
     with pytest.raises(BackendError, match=needed):
         export(source, "q4_k_m")
     report = export(source, "q8_0", quality=True).manifest.quality
@@ -485,7 +485,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
         "model.layers.0.mlp.down_proj.weight"
     ] * np.float32(1e6)
     tiny.write_safetensors(file, values)
-    with pytest.raises(CheckpointError, match="does not fit float16; export with --gguf-type bf16"):
+    with pytest.raises(CheckpointError, match='does not fit float16; export with gguf_type="bf16"'):
         export(source, "f16")
     assert export(source, "bf16").has_gguf
     codes, scales = np.zeros((1, 64), np.uint8), np.array([[1, 1e6]], np.float32)

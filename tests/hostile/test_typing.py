@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.completion.document import Document, Position
+from kvq_lab.typing_sessions import PROGRAM
 from language_client import ProcessClient, at
 
 WORDS = ("--threads", "1", "--drafts", "2", "--predict", "4", "--ctx-size", "4096")

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_only_settings_reads_the_environment() -> None:
 def test_no_library_code_imports_torch_or_transformers() -> None:
     pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
     # Recipes are run from a checkout and never installed.
-    recipes = {ROOT / "models/training", ROOT / "apps/bench"}
+    recipes = {ROOT / "models/training", ROOT / "apps/lab"}
     installed = [path for path in python_files() if recipes.isdisjoint(path.parents)]
     assert [path for path in installed if pattern.search(path.read_text())] == []
 
@@ -73,6 +74,24 @@ def test_every_module_and_folder_says_what_it_is() -> None:
         assert path.read_text().startswith(('"""', "#!")), f"{path} has no module docstring"
     for folder in (*SOURCES, "tests"):
         assert (ROOT / folder / "README.md").stat().st_size > 0
+
+
+def test_the_caches_modules_import_each_other_in_no_circle() -> None:
+    """Imports inside of functions count as well."""
+    modules = {path.stem: path for path in (ROOT / "kvq/kvq").glob("*.py") if path.stem[0] != "_"}
+    pattern = re.compile(r"^ *from kvq(?:\.(\w+))? import (.+)$", re.MULTILINE)
+    needs = {
+        name: {
+            one
+            for module, names in pattern.findall(path.read_text())
+            for one in ([module] if module else re.findall(r"\w+", names))
+            if one in modules
+        }
+        for name, path in modules.items()
+    }
+    assert needs["devices"] >= {"native"}
+    order = list(TopologicalSorter(needs).static_order())
+    assert order.index("native") < order.index("device_cache")
 
 
 def test_module_names_say_what_is_inside() -> None:

@@ -46,8 +46,9 @@ def test_every_package_says_that_it_is_typed() -> None:
 
 
 def test_an_engine_opens_a_checkpoint_a_bundle_and_refuses_other_names(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shown = []
     for path in (shelf.checkpoint(), str(shelf.bundle())):
@@ -59,6 +60,8 @@ def test_an_engine_opens_a_checkpoint_a_bundle_and_refuses_other_names(
     assert [made.name.split("-")[0] for made in (tmp_path / "kvq/bundles").iterdir()] == ["tiny"]
     with pytest.raises(ModelError, match="there is no model at no-such-folder; give a bundle"):
         kvq.Engine.open("no-such-folder")
+    # What an export tells a person at a command, it tells a program's log.
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow

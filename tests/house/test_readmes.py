@@ -29,8 +29,8 @@ from shelf import Shelf
 ROOT = Path(__file__).parents[2]
 READMES = [
     ROOT / folder / "README.md"
-    for folder in (".", "kvq", "models", "runtime", "specdraft", "export", "apps", "tests")
-]
+    for folder in (".", "kvq", "models", "runtime", "specdraft", "export", "apps", "apps/lab")
+] + [ROOT / "tests/README.md"]
 ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "smollm2-135m", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")

@@ -32,7 +32,7 @@ from kvq.errors import (
 )
 from kvq.formats import constant_bytes, grid_bytes, page_bytes
 from kvq.policies import policy_named
-from kvq.reference import KEYS, VALUES, Grid, ancestry, codes_of, planes
+from kvq.reference import KEYS, VALUES, Grid, ancestry, planes
 from pairs import (
     ALL,
     WIDTHS,
@@ -43,6 +43,7 @@ from pairs import (
     pack_heads,
     random_heads,
 )
+from planes import codes_of
 from tolerances import TRACE_ERROR
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())

@@ -16,8 +16,9 @@ from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
 from kvq.formats import constant_bytes, grid_bytes
 from kvq.policies import POLICIES
-from kvq.reference import KEYS, VALUES, Grid, codes_of, decode, rotate
+from kvq.reference import KEYS, VALUES, Grid, decode, rotate
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
+from planes import codes_of
 from tolerances import TRACE_ERROR
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())

@@ -10,7 +10,6 @@ from kvq.reference import (
     KEYS,
     VALUES,
     Grid,
-    codes_of,
     decode,
     encode,
     hadamard,
@@ -20,6 +19,7 @@ from kvq.reference import (
     planes,
     rotate,
 )
+from planes import codes_of
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=60)
 SIDES = pytest.mark.parametrize("side", [KEYS, VALUES])

@@ -177,7 +177,6 @@ def test_what_is_read_is_no_part_of_a_snapshot() -> None:
 
 def test_names_and_shares_come_to_rules() -> None:
     assert rule_named("all") == rule_named("100%") == READ_ALL
-    assert READ_ALL.reads_all
     assert rule_named("12.5%") == rule_named("quest:share=0.125") == ReadRule(share=0.125)
     assert rule_named("double-sparsity:channels=8") == ReadRule(share=0.25, channels=8)
     assert rule_named("landmarks") == ReadRule(share=0.25, spread=0)
@@ -198,5 +197,5 @@ def test_names_and_shares_come_to_rules() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match="--kv-read.*" + said):
+    with pytest.raises(UsageError, match="kv_read.*" + said):
         rule_named(text)

@@ -20,6 +20,7 @@ from kvq_runtime.engine import Engine, open_files
 from kvq_runtime.generation import Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
+from logits import far
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -53,10 +54,6 @@ def logits_of(path: Path, kv: str, **engine: str) -> np.ndarray:
         return np.concatenate(
             [forward_chain(opened.backend, cache, ids, np.arange(len(ids))) for ids in parts]
         )
-
-
-def far(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.sqrt(np.square(one - other).mean() / np.square(other).mean()))
 
 
 @pytest.mark.parametrize("kv", DISTANCE)
@@ -126,7 +123,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     assert whole.kv_offloaded_bytes == 0
     with (
         Engine.open(path) as engine,
-        pytest.raises(BackendError, match="kv_offload needs --device cuda"),
+        pytest.raises(BackendError, match='kv_offload needs device="cuda"'),
     ):
         engine.session(kv_offload="1GiB")
 
@@ -202,7 +199,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(
         Engine.open(bundle, device="emulated", backend="float")
     monkeypatch.setattr(devices, "DRIVER", "libno-driver.so")
     devices.opened.cache_clear()
-    with pytest.raises(BackendError, match=r"no NVIDIA driver: .* --device cpu"):
+    with pytest.raises(BackendError, match=r"no NVIDIA driver: .* device=\"cpu\""):
         Engine.open(bundle, device="cuda")
     with caplog.at_level(logging.INFO), Engine.open(bundle, device="auto") as engine:
         assert engine.backend.device == "cpu"
@@ -263,7 +260,7 @@ def test_a_library_of_another_version_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "libkvq_cuda.so").write_bytes(b"no library")
-    monkeypatch.setenv("KVQ_EMULATED_LIBRARY", str(tmp_path / "libkvq_cuda.so"))
+    monkeypatch.setitem(devices.LIBRARIES, "emulated", str(tmp_path / "libkvq_cuda.so"))
     devices.opened.cache_clear()
     assert "file too short" in devices.why_not("emulated") or "ELF" in devices.why_not("emulated")
     devices.opened.cache_clear()

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvq import reference_cache
-from kvq_apps.evaluation.editing import EditCase, edit_cases, editing
+from kvq_lab.edit_quality import EditCase, edit_cases, editing
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session, unseen
 from kvq_runtime.staleness import MOST_SEGMENTS, NEXT_TOKENS, Staleness
 from logits import divergence, prompt
+from sequences import advance
 from shelf import Shelf
 
 FP, QUANTIZED = {"kv": "fp"}, {"kv": "8:8"}
@@ -48,7 +49,7 @@ def exact(shelf: Shelf) -> Iterator[Engine]:
 
 def logits(session: Session) -> np.ndarray:
     """Those after the text, once nothing is pending."""
-    while session.sequence.advance():
+    while advance(session.sequence):
         pass
     with session.sequence.forward([], rows=[-1]) as held:
         return held.logits[0]
@@ -129,7 +130,7 @@ def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str])
         found, text = logits(other), list(other.tokens)
         wanted = fresh(exact, text, **kv)
         assert np.abs(found - wanted).max() < (1e-4 if kv == FP else 0.05) * np.abs(wanted).max()
-        assert not any(other.sequence.staleness.per_page(64))
+        assert not (other.sequence.staleness.ages > 0).any()
         other.close()
 
 
@@ -167,7 +168,7 @@ def test_answers_rollback_and_save_go_on_from_an_edited_text(
         other.load(tmp_path / "one.kvq")
         assert other.pending_tokens == 9 + 9 + 1
         fork = other.sequence.fork()
-        while fork.advance():
+        while advance(fork):
             pass
         assert [step.token for step in other.generate(12)] == written
         assert fork.tokens == other.tokens[: len(fork.tokens)]
@@ -328,7 +329,7 @@ def test_what_ways_to_edit_cost(
     written: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kvq eval --task edit`, in short: each way is where it must be among the others."""
-    monkeypatch.setattr("kvq_apps.evaluation.editing.LINE_TOKENS", 8)
+    monkeypatch.setattr("kvq_lab.edit_quality.LINE_TOKENS", 8)
     bundle, texts = written
     with Engine.open(bundle, backend="float", threads=1) as engine:
         cases = edit_cases(engine.tokenizer, texts, limit=10, context_tokens=CONTEXT, seed=1)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvq import native
-from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError, named_by_flags
+from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError, argument
 from kvq_apps.evaluation.text import kl_divergence
+from kvq_apps.flags import told
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
@@ -19,7 +20,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.healing import heal
 from kvq_runtime.session import Session
-from logits import generated, prompt
+from logits import generated, log_softmax, prompt
 from shelf import Shelf
 from tiny import make_checkpoint, make_llama_checkpoint
 
@@ -56,8 +57,7 @@ def log_probabilities(folder: Path, name: str, ids: list[int], **options: int) -
     if missing(name):
         pytest.skip(f"{name}: {missing(name)}")
     with Engine.open(folder, backend=name) as engine, engine.session(**options) as session:
-        logits = np.concatenate(list(session.logits(ids))).astype(np.float64)
-    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        return log_softmax(np.concatenate(list(session.logits(ids))))
 
 
 @pytest.mark.parametrize(("kv", "nats"), MEAN_DIVERGENCE.items())
@@ -438,10 +438,17 @@ def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:
                 wrong()
             assert complaint in str(caught.value)
             assert "--" not in str(caught.value)
-        with named_by_flags(), pytest.raises(UsageError, match="--temp -1 is not possible"):
+        with pytest.raises(UsageError) as caught:
             Sampling(temperature=-1)
+        assert told(caught.value).startswith("--temp -1 is not possible")
+        assert (caught.value.about, caught.value.value) == ("temperature", -1)
+        assert caught.value.possible == "give 0 (greedy) or more"
 
 
-def test_a_command_in_a_message_keeps_its_flags() -> None:
-    said = str(BackendError("raise --ctx-size or `kvq serve --kv fp`; `--kv fp` does, --out not"))
-    assert said == 'raise context_tokens or `kvq serve --kv fp`; `kv="fp"` does, --out not'
+def test_a_message_names_arguments_as_its_reader_knows_them() -> None:
+    longer, unquantized = argument("context_tokens"), argument("kv", "fp")
+    error = BackendError(f"raise {longer} or `kvq serve --kv fp`; `{unquantized}` does, --out not")
+    assert str(error) == 'raise context_tokens or `kvq serve --kv fp`; `kv="fp"` does, --out not'
+    assert told(error) == "raise --ctx-size or `kvq serve --kv fp`; `--kv fp` does, --out not"
+    assert error.about == "context_tokens"
+    assert error.told(lambda name, value: f"<{name} {value}>").startswith("raise <context_tokens >")

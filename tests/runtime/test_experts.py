@@ -13,7 +13,6 @@ from kvq import native
 from kvq.errors import BundleError, UnsupportedModelError
 from kvq.reference_linear import Blocks, dequantize
 from kvq_export.calibrated import CalibratedWeights, calibration_segments
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.gptq import factor, quantize_with
@@ -30,6 +29,7 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.graph_check import check_graph
 from kvq_specdraft import drafter_named
 from logits import divergence, prompt
+from originals import original_of
 from shelf import Shelf
 from tiny import make_checkpoint
 
@@ -51,11 +51,9 @@ def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
         yield opened
 
 
-def original_of(source: Path) -> tuple[Original, Tokenizer]:
+def original_and_tokenizer(source: Path) -> tuple[Original, Tokenizer]:
     family, config, _ = read_checkpoint(source)
-    checkpoint = Checkpoint.open(source)
-    original = Original(config=config, sources=family.weights(config), checkpoint=checkpoint)
-    return original, Tokenizer.from_checkpoint(source, family, config)
+    return original_of(source), Tokenizer.from_checkpoint(source, family, config)
 
 
 # Export
@@ -63,7 +61,7 @@ def original_of(source: Path) -> tuple[Original, Tokenizer]:
 
 def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
     """The second layer's, behind layers that are rounded."""
-    original, tokenizer = original_of(source)
+    original, tokenizer = original_and_tokenizer(source)
     segments = calibration_segments(tokenizer, original.config)[:3, :100]
     layout = plan_layout(original.config, original.sources, WeightFormat(block=32))
     reader = CalibratedWeights(original, layout.matrices, segments, threads=1)
@@ -111,7 +109,7 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
 def test_experts_that_no_token_chose_are_rounded_too(source: Path, tmp_path: Path) -> None:
     options = ExportOptions(quality=False, calibration_text="one")
     bundle = export_model(source, tmp_path / "bundle", options)
-    original, _ = original_of(source)
+    original = original_of(source)
     weights = original.checkpoint.read(original.sources["layers.2.experts_down"])
     rounded = bundle.read_weight("layers.2.experts_down")
     apart = np.abs(rounded - weights).reshape(12, -1).mean(axis=1) / np.abs(weights).mean()
@@ -130,7 +128,7 @@ def test_where_widths_are_mixed_experts_keep_the_narrowest(source: Path, tmp_pat
     bits = sum(counts[name] * form.bits for name, form in formats.items())
     assert 4.3 * sum(counts.values()) < bits <= 4.5 * sum(counts.values())
     assert "layers.1.router" not in formats
-    expected = original_of(source)[0]
+    expected = original_of(source)
     router = expected.checkpoint.read(expected.sources["layers.1.router"])
     np.testing.assert_array_equal(bundle.read_weight("layers.1.router"), router)
 
@@ -165,7 +163,7 @@ def test_what_is_not_computed_is_refused(
 
 def test_onnx_runtimes_own_products_know_no_experts(source: Path, tmp_path: Path) -> None:
     options = ExportOptions(quality=False, weights=WeightFormat(linear="ort"))
-    with pytest.raises(UnsupportedModelError, match="--linear ort computes no experts"):
+    with pytest.raises(UnsupportedModelError, match="linear ort computes no experts"):
         export_model(source, tmp_path / "made", options)
     with pytest.raises(UnsupportedModelError, match="qwen3_moe"):
         export_model(source, tmp_path / "made", ExportOptions(quality=False, format="gguf"))

@@ -109,7 +109,7 @@ def test_everything_that_opens_llama_cpp_says_so(
 ) -> None:
     install(killed_by("SIGSEGV"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(model_path, "_computed", lambda file: file)
+    monkeypatch.setattr(model_path, "_computed", lambda file, _: file)
     file = tmp_path / "zeros.gguf"
     file.write_bytes(llama_probe._zeros())
     for words in (["run", "-m", str(file), "hello"], ["bench", str(file)]):

@@ -243,7 +243,7 @@ def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
 
 def test_who_cannot_predict_says_so(bundle: Path, shelf: Shelf) -> None:
     ort = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(linear="ort")))
-    with Engine.open(ort, threads=1) as engine, pytest.raises(BackendError, match="--linear kvq"):
+    with Engine.open(ort, threads=1) as engine, pytest.raises(BackendError, match='linear="kvq"'):
         engine.session(predict="50%")
     with Engine.open(shelf.bundle(PLAIN), threads=1) as engine:
         with pytest.raises(BackendError, match="layer 2 is none of the model's"):

@@ -11,7 +11,7 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.prediction import fit
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
-from logits import prompt
+from logits import far, prompt
 from shelf import Shelf
 from tiny import make_checkpoint
 
@@ -35,11 +35,6 @@ def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
     case, keys = str(request.param), dict[str, Any](FAMILIES[request.param])
     source = shelf.once("source", (case, keys), lambda path: make_checkpoint(case, path, **keys))
     return shelf.exported(source, ExportOptions(quality=False, weights=WeightFormat(bits=8)))
-
-
-def far(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Root mean square of the difference over that of the logits."""
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
 
 
 def last_logits(engine: Engine, predict: str, *, refined: bool = False) -> np.ndarray:

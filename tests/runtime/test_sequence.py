@@ -18,6 +18,7 @@ from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
+from sequences import advance
 
 VOCABULARY = 16
 END = 15
@@ -75,7 +76,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             before = len(sequence.due())
             # A piece ends where the gap that an edit left does.
             gap = next((stop - start for start, stop in sequence.gaps), before)
-            assert sequence.advance(value) == max(0, before - min(value, 4, gap))
+            assert advance(sequence, value) == max(0, before - min(value, 4, gap))
         elif action == "rollback":
             count = min(value, len(tokens))
             sequence.rollback(count)
@@ -89,7 +90,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             assert sequence.align(value) in (cached, cached - (cached == len(value)))
             tokens = list(value)
         elif action == "forget" and tokens:
-            while sequence.advance():
+            while advance(sequence):
                 pass
             with sequence.forward(value[:8]) as branch:
                 assert len(branch.logits) == len(value[:8])
@@ -120,7 +121,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             held[start:stop] = [-1] * (stop - start)
         assert list(sequence.cache.ids) == held
     if tokens:
-        while sequence.advance():
+        while advance(sequence):
             pass
         with sequence.forward([], rows=[-1]) as held:
             np.testing.assert_array_equal(held.logits[0], logits_after(tokens))
@@ -170,7 +171,7 @@ def test_hunks_leave_out_what_is_alike() -> None:
 def test_a_tree_keeps_one_path_and_its_logits() -> None:
     sequence = open_sequence()
     sequence.append([1, 2, 3])
-    sequence.advance()
+    advance(sequence)
     #      4 - 5 - 6
     #        \ 7        and 8 beside 4
     with sequence.forward([4, 5, 6, 7, 8], [-1, 0, 1, 0, -1]) as branch:
@@ -187,7 +188,7 @@ def test_a_tree_keeps_one_path_and_its_logits() -> None:
 def test_rows_of_one_branch_can_be_written_anew() -> None:
     sequence = open_sequence()
     sequence.append([1])
-    sequence.advance()
+    advance(sequence)
     with sequence.branch() as branch:
         sequence.run(branch.extend([2, 3]))
         sequence.run(branch.extend([4], [0]))
@@ -202,7 +203,7 @@ def test_rows_of_one_branch_can_be_written_anew() -> None:
 def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
     sequence = open_sequence()
     sequence.append([1])
-    sequence.advance()
+    advance(sequence)
     mixed = np.array([[2]]), np.ones((1, 1), np.float32)
     with sequence.branch() as branch:
         sequence.run(branch.extend([0], mixed=mixed))
@@ -211,7 +212,7 @@ def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
     assert sequence.tokens == (1,)
 
 
-class Guesser:
+class Guesser(Drafter):
     """Drafts trees that are right as often as `luck` says, and remembers what it was told."""
 
     def __init__(self, seed: int, luck: float, *, trees: bool, greedy: list[int]) -> None:

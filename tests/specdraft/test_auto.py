@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft import auto
 from kvq_specdraft.auto import Auto, Candidate
 from kvq_specdraft.costs import PassCosts
@@ -125,7 +125,7 @@ def test_a_changed_machine_is_noticed() -> None:
     assert np.mean(np.array(cheap[-100:]) > 0) > 0.9
 
 
-class Fixed:
+class Fixed(Drafter):
     """Always proposes the same."""
 
     def __init__(self, draft: Draft) -> None:

@@ -14,7 +14,7 @@ from kvq import native
 from kvq.config import Budget
 from kvq_apps.model_path import resolve_model
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Draft, Round
+from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
@@ -55,7 +55,7 @@ def prompts(engine: Engine, count: int, tokens: int = 160) -> list[list[int]]:
     return pieces[:count]
 
 
-class Half:
+class Half(Drafter):
     """Proposes an answer known beforehand, each token wrong with a chance of a quarter."""
 
     def __init__(self, text: Sequence[int]) -> None:

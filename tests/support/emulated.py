@@ -4,18 +4,24 @@ What is proved on it is proved on a GPU as well, where there is one: `DEVICES` a
 parameters, of which `-m gpu` takes the second.
 """
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvq import devices
+from kvq import cache_engine, devices
+from kvq.device_cache import DeviceCache
 from shelf import Shelf
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
+
+
+class EmulatedCache(DeviceCache):
+    """In the memory of the device that tests emulate."""
+
+    device = "emulated"
 
 
 def ready(device: str, shelf: Shelf) -> None:
@@ -42,5 +48,6 @@ def emulated_library(shelf: Shelf) -> Path:
     ]
     contents = b"".join(path.read_bytes() for path in sorted(headers))
     path = shelf.once("libkvq_cuda_emulated.so", contents, build)
-    os.environ["KVQ_EMULATED_LIBRARY"] = str(path)
+    devices.LIBRARIES["emulated"] = str(path)
+    cache_engine.ENGINES["emulated"] = "emulated:EmulatedCache"
     return path

@@ -23,6 +23,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
 
 
+def far(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Root mean square of the difference over that of the logits `wanted`."""
+    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+
+
 def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
     """Mean KL divergence in nats of logits `found` [T, V] from `wanted`."""
     expected, actual = log_softmax(wanted), log_softmax(found)

@@ -13,7 +13,7 @@ from threading import Event, Semaphore
 from time import perf_counter
 from typing import Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import output
 from kvq_apps.bench.suite import Setup
 from kvq_runtime.config import Sampling
@@ -50,10 +50,14 @@ class ChatsJob:
         least = {"context": self.new_tokens + 1, "repeat": 1}
         for flag, value in (("context", self.context), ("repeat", self.repeat)):
             if value < least[flag]:
-                raise UsageError(f"--{flag} {value} is not possible: give {least[flag]} or more")
+                raise UsageError(
+                    about=f"--{flag}", value=value, possible=f"give {least[flag]} or more"
+                )
         for count in self.chats:
             if not 1 <= count <= MOST_CHATS:
-                raise UsageError(f"--chats {count} is not possible: give 1 to {MOST_CHATS}")
+                raise UsageError(
+                    f"{argument('--chats')} {count} is not possible: give 1 to {MOST_CHATS}"
+                )
 
 
 def measure(setup: Setup, job: ChatsJob) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.classes import ClassedArena, ClassedSpec, open_cache, spec_of
 from kvq.config import DEFAULT_POLICY, AttentionParams, Budget, parse_budget, parse_kv
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes, page_bytes
 from kvq.native_linear import weight_bytes_read
 from kvq.sizing import Arena, CacheSpec
@@ -140,9 +140,10 @@ def _check_pressure(setting: Setting, arena: Arena | ClassedArena, depth: int) -
     needed = arena.spec.bytes_for_tokens(depth)
     if arena.num_bytes >= needed:
         raise UsageError(
-            f"--kv-budget {setting.budget} is {format_bytes(arena.num_bytes)}, and "
-            f"{depth} tokens at {setting.kv} need {format_bytes(needed)}: --kv-policy would "
-            "have nothing to do; lower the budget or raise --context"
+            f"{argument('--kv-budget')} {setting.budget} is {format_bytes(arena.num_bytes)}, and "
+            f"{depth} tokens at {setting.kv} need {format_bytes(needed)}: "
+            f"{argument('--kv-policy')} would "
+            f"have nothing to do; lower the budget or raise {argument('--context')}"
         )
 
 

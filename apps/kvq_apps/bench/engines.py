@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq.reference_linear import BlockFormat
 from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
@@ -188,7 +188,9 @@ def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
         kind, _, command = name.partition("=")
         if kind not in PEERS or bool(command) != (kind in PROGRAMS):
             shown = (f"{one}=COMMAND" if one in PROGRAMS else one for one in PEERS)
-            raise UsageError(f"--peer {name!r} is not known; choose {', '.join(shown)}")
+            raise UsageError(
+                f"{argument('--peer')} {name!r} is not known; choose {', '.join(shown)}"
+            )
         reason = _load(name).missing(device)
         if reason is not None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
@@ -211,13 +213,18 @@ def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[
     Raises `UsageError` for what these files cannot give, on this device.
     """
     if device != gpu.PROCESSOR and (linear or not files.has_onnx):
-        raise UsageError(f"--device {device} measures bundles, and takes no --linear")
+        raise UsageError(
+            f"{argument('--device')} {device} measures bundles, and takes no {argument('--linear')}"
+        )
     for name in linear:
         if name not in OWN:
-            raise UsageError(f"--linear {name} is not possible: choose kvq, ort or hi")
+            raise UsageError(
+                f"{argument('--linear')} {name} is not possible: choose kvq, ort or hi"
+            )
     if linear and files.weights_json().get("linear") != "kvq":
         raise UsageError(
-            f"--linear {','.join(linear)} is not possible: the weights of {files.path} are not "
+            f"{argument('--linear')} {','.join(linear)} is not possible: the weights of "
+            f"{files.path} are not "
             "stored for kvq::Linear; leave the flag out, or give a bundle that is"
         )
     return tuple(dict.fromkeys(OWN[name] for name in linear)) or (own_engine(files),)

@@ -21,7 +21,7 @@ from kvq.config import (
     MOST_DRAFT_TOKENS,
     PAGE_TOKENS,
 )
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps.bench.bandwidth import read_bandwidth
 from kvq_apps.bench.engines import (
     OURS,
@@ -90,10 +90,12 @@ class SpeedJob:
         }
         for flag, value in least.items():
             if value < 1:
-                raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
+                raise UsageError(about=f"--{flag}", value=value, possible="give 1 or more")
         for rows in self.rows:
             if not 1 <= rows <= MOST_ROWS:
-                raise UsageError(f"--rows {rows} is not possible: give 1 to {MOST_ROWS}")
+                raise UsageError(
+                    f"{argument('--rows')} {rows} is not possible: give 1 to {MOST_ROWS}"
+                )
 
     @property
     def settings(self) -> tuple[Setting, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_apps.bench.engines import OURS, is_own
 from kvq_apps.bench.report import by_setting, setting_text
 
@@ -40,11 +40,11 @@ TICK_STEPS = (
 def check_plot(path: Path) -> None:
     """Raises before anything is measured when the plot could not be drawn or written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BackendError("--plot needs matplotlib; pip install matplotlib")
+        raise BackendError(f"{argument('--plot')} needs matplotlib; pip install matplotlib")
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+        raise UsageError(f"{argument('--plot')} {path}: there is no folder {path.parent}")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+        raise UsageError(f"{argument('--plot')} {path}: the name must end in .png, .svg or .pdf")
 
 
 def draw(path: Path, data: Mapping[str, Any]) -> None:
@@ -66,7 +66,9 @@ def write_figure(figure: "Figure", path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise UsageError(f"--plot {path} cannot be written: {error.strerror}") from error
+        raise UsageError(
+            f"{argument('--plot')} {path} cannot be written: {error.strerror}"
+        ) from error
 
 
 def open_panel(panel: Any, title: str) -> None:

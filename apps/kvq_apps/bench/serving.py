@@ -21,10 +21,10 @@ from kvq.errors import BackendError, KvqError, UsageError
 from kvq_apps import output
 from kvq_apps.bench.measure import p95
 from kvq_apps.bench.suite import Setup
-from kvq_apps.engine import Engine
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import serve_engine
 from kvq_apps.serve.server import Server
+from kvq_runtime.named_engine import Engine
 
 # A chat is never longer: the arenas have room for it.
 MOST_CHAT_TOKENS = 1024
@@ -52,7 +52,7 @@ class ServeJob:
         """Raises `UsageError` for a value that cannot be measured."""
         for flag, value in (("context", self.context), ("repeat", self.repeat)):
             if value < 1:
-                raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
+                raise UsageError(about=f"--{flag}", value=value, possible="give 1 or more")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.settings import cache_folder
 from kvq_apps.model_path import made_once
 from kvq_models.config import ModelConfig
@@ -216,13 +216,15 @@ def shape_json(text: str) -> Mapping[str, Any]:
     """
     name, _, options = text.partition(":")
     if name not in SHAPES:
-        raise UsageError(f"--shape {name!r} is not known; choose {', '.join(SHAPES)}")
+        raise UsageError(f"{argument('--shape')} {name!r} is not known; choose {', '.join(SHAPES)}")
     if not options:
         return SHAPES[name]
     key, _, count = options.partition("=")
     most = SHAPES[name]["num_hidden_layers"]
     if key != "layers" or not count.isdecimal() or not 1 <= int(count) <= most:
-        raise UsageError(f"--shape {text!r} is not possible; write {name}:layers=1 to {most}")
+        raise UsageError(
+            f"{argument('--shape')} {text!r} is not possible; write {name}:layers=1 to {most}"
+        )
     return {**SHAPES[name], **_first_layers(SHAPES[name], int(count))}
 
 

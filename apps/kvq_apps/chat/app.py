@@ -44,6 +44,7 @@ from kvq_apps.chat.slash import SlashCommands
 from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
+from kvq_apps.flags import told
 
 QUIT_WITHIN_S = 1.0
 LEAVE_WITHIN_S = 3.0
@@ -429,7 +430,7 @@ class ChatApp(App[None]):
             history = self.controller.history
             return await history.read(read) if history.is_open else nothing
         except KvqError as error:
-            self.say(str(error), error=True)
+            self.say(told(error), error=True)
             return nothing
 
     @on(ChatList.Opened)
@@ -620,7 +621,7 @@ class ChatApp(App[None]):
                     trouble = _run_in_terminal(words)
                 text = path.read_text(encoding="utf-8")
         except (OSError, ValueError, SuspendNotSupported) as error:
-            trouble = str(error)
+            trouble = told(error)
         if trouble:
             self.notify(f"{command}: {trouble}; set EDITOR to one that works", markup=False)
         else:
@@ -651,7 +652,7 @@ def _run_in_terminal(words: Sequence[str]) -> str:
     try:
         status = subprocess.run(words, check=False).returncode  # noqa: S603
     except OSError as error:
-        return str(error)
+        return told(error)
     finally:
         signal.signal(signal.SIGINT, before)
     return f"it ended with status {status}" if status else ""

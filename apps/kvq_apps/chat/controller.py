@@ -24,6 +24,7 @@ from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.replies import AGAIN, Replies, words_of
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
+from kvq_apps.flags import told
 
 SAVE_AFTER_S = 2.0
 # Nobody waits for the engine: what it predicted is computed.
@@ -382,7 +383,7 @@ class ChatController:
             try:
                 await self._become_model(self.client_for(model))
             except KvqError as error:
-                self._view.say(str(error), error=True)
+                self._view.say(told(error), error=True)
         self._tell_model()
 
     async def _leave_chat(self) -> None:

@@ -16,6 +16,7 @@ from kvq_apps.chat.client import ChatClient, EngineLostError, Facts, News, Strea
 from kvq_apps.chat.messages import ReplyStats
 from kvq_apps.chat.view import View
 from kvq_apps.chat.worker import Worker
+from kvq_apps.flags import told
 
 FRAME_S = 0.033
 # How long a lost engine is left alone before each try to find it again; then the last, for ever.
@@ -102,13 +103,13 @@ class EngineLink:
             self.lose(error)
         elif error is not None:
             ours = isinstance(error, KvqError)
-            text = str(error) if ours else f"the model cannot be loaded: {error}"
+            text = told(error) if ours else f"the model cannot be loaded: {told(error)}"
             self._view.say(f"{text}; /model NAME tries another", error=True)
 
     def lose(self, error: EngineLostError) -> None:
         """The engine went away: it is to be looked for."""
         self.lost = True
-        self._view.say(f"engine lost, retrying: {error}", error=True)
+        self._view.say(f"engine lost, retrying: {told(error)}", error=True)
 
     async def find(self) -> bool:
         """Looks for the lost engine, ever less often; False if it was cancelled before."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import DataError
+from kvq.errors import DataError, argument
 from kvq.files import replace_file
 from kvq_apps import text_input
 from kvq_apps.chat.messages import ROLES, Message
@@ -48,7 +48,7 @@ def import_chat(path: Path) -> list[Message]:
     if not messages:
         raise DataError(
             f"{path} holds no messages; give JSON lines with role and content, Markdown made by "
-            "--export, or ChatGPT's conversations.json"
+            f"{argument('--export')}, or ChatGPT's conversations.json"
         )
     return messages
 

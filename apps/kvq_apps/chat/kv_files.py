@@ -13,6 +13,7 @@ from kvq_apps.chat.engine_link import EngineLink
 from kvq_apps.chat.history import SnapshotRow
 from kvq_apps.chat.history_link import HistoryLink
 from kvq_apps.chat.view import View
+from kvq_apps.flags import told
 
 SNAPSHOT_BYTES = 2 << 30
 # What a process that was killed had begun to write; another process may be writing still.
@@ -57,7 +58,7 @@ class KvFiles:
             at = await self._become(row, engine.facts)
             engine.stats = await engine.call(engine.client.restore, Path(row.path))
         except KvqError as error:
-            reason = str(error).partition(";")[0].replace(row.path, "it")
+            reason = told(error).partition(";")[0].replace(row.path, "it")
             self._view.say(f"the KV cache is not restored ({reason}): {_AGAIN}")
             return
         engine.kv_changed = False
@@ -88,7 +89,7 @@ class KvFiles:
             try:
                 await self._write(self._folder, facts)
             except SnapshotError as error:
-                self._view.say(str(error), error=True)
+                self._view.say(told(error), error=True)
 
     async def save_now(self) -> None:
         """Saves it, new or not, and says so. Raises `UsageError` where no KV is kept."""
@@ -109,7 +110,7 @@ class KvFiles:
             digest = await engine.call(engine.client.save, path)
             await engine.call(forget_oldest, folder, SNAPSHOT_BYTES)
         except (SnapshotError, OSError) as error:
-            raise SnapshotError(f"the KV cache is not saved: {error}") from error
+            raise SnapshotError(f"the KV cache is not saved: {told(error)}") from error
         if digest is not None:
             row = SnapshotRow(
                 path=str(path),

@@ -48,10 +48,10 @@ class LocalClient:
 
     def open(self) -> Facts:
         """Loads the model and opens a session."""
-        from kvq_apps.engine import Engine
+        from kvq_apps.engine import open_engine
         from kvq_apps.model_path import lasting_name
 
-        engine = Engine.open(self._model, **self._engine_options)
+        engine = open_engine(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:
             engine.close()
             name = self._model or engine.model.name

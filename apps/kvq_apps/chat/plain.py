@@ -18,6 +18,7 @@ from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import why_cut
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
+from kvq_apps.flags import told
 from kvq_apps.interrupt import INTERRUPTED, interruptible
 
 POLL_S = 0.02
@@ -179,7 +180,7 @@ def converse(client: ChatClient, settings: ChatSettings) -> int:
                 else:
                     chat.answer(line[1:] if line.startswith("//") else line)
             except KvqError as error:
-                output.print_error(error, as_json=False)
+                output.print_error(error, told(error), as_json=False)
     except KeyboardInterrupt:
         output.print_note("")
         return INTERRUPTED

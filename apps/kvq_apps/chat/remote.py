@@ -9,7 +9,7 @@ from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvq.errors import BackendError, ModelError, SnapshotError, UsageError
+from kvq.errors import BackendError, ModelError, SnapshotError, UsageError, argument
 from kvq_apps.chat.client import (
     ContextFullError,
     EngineLostError,
@@ -35,7 +35,9 @@ class RemoteClient:
         except ValueError:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--server {url!r} is not possible: give http://HOST:PORT")
+            raise UsageError(
+                f"{argument('--server')} {url!r} is not possible: give http://HOST:PORT"
+            )
         self._secure = parts.scheme == "https"
         self._host = parts.hostname
         self._base = parts.path.rstrip("/").removesuffix("/v1")

@@ -14,6 +14,7 @@ from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 from kvq_apps.chat.visible import storable
+from kvq_apps.flags import told
 
 AGAIN = "Enter in the empty prompt asks again"
 
@@ -21,7 +22,7 @@ AGAIN = "Enter in the empty prompt asks again"
 def words_of(error: Exception) -> str:
     """What to say of an error on the screen, instead of a traceback."""
     ours = isinstance(error, KvqError)
-    return str(error) if ours else f"internal error: {type(error).__name__}: {error}"
+    return told(error) if ours else f"internal error: {type(error).__name__}: {told(error)}"
 
 
 class Replies:
@@ -76,7 +77,7 @@ class Replies:
             self._engine.lose(error)
         except ContextFullError as error:
             alone = not self._conversation.oldest_turns(1)
-            self._view.say(fitting.too_long(error) if alone else str(error), error=True)
+            self._view.say(fitting.too_long(error) if alone else told(error), error=True)
         except Exception as error:  # noqa: BLE001 - said, and the chat goes on
             self._view.say(f"{words_of(error)}. {AGAIN}", error=True)
         finally:
@@ -181,7 +182,7 @@ class Replies:
             return None
         self._engine.stream = None
         self._engine.doing("the context is full")
-        answer = await self._view.ask(str(error), fitting.WAYS)
+        answer = await self._view.ask(told(error), fitting.WAYS)
         question = self._conversation.last("user")
         if answer == "new" and question is not None:
             self._begin_anew(question.text)

@@ -3,13 +3,12 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import DEFAULT_READ, parse_budget, parse_kv
-from kvq.errors import UsageError
-from kvq_apps import flag_values, flags, options, output
+from kvq.errors import UsageError, argument
+from kvq_apps import flag_values, flags, laboratory, options, output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import SpeedJob
@@ -27,6 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     _add_cache(parser.add_argument_group("cache"))
     flags.add_flags(parser, "suite", "tune")
     _add_measuring(parser.add_argument_group("measuring"))
+    laboratory.part("bench").add_flags(parser)
 
 
 def _add_model(parser: ArgumentParser) -> None:
@@ -63,9 +63,7 @@ def _add_cache(cache: flags.Group) -> None:
         kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
-        cache, "kv-read", "kv-policy", "kv-budget", *flags.PREDICT_FLAGS,
-        kv_predict="suite ttft: what of prompts is predicted (default: "
-        "{kvq_apps.bench.ttft:TtftJob.predict})",
+        cache, "kv-read", "kv-policy", "kv-budget",
         kv_read="also time steps that read less, each of several: 25%%,exact",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
@@ -77,10 +75,7 @@ def _add_cache(cache: flags.Group) -> None:
 def _add_measuring(measuring: flags.Group) -> None:
     """How often, and how much at once."""
     flags.add_flags(
-        measuring, "rows", "batch", "repeat", "prefill", "prefill-limit", "chats", "right",
-        "drafters", "drafts", "predict",
-        drafts="numbers of drafts to write at once (default: 1,3,5)",
-        predict="suite drafts: tokens of an answer at most",
+        measuring, "rows", "batch", "repeat", "prefill", "prefill-limit", "chats",
     )  # fmt: skip
     measuring.add_argument(
         "--linear",
@@ -97,20 +92,15 @@ def run(arguments: Namespace) -> int:
     if arguments.tune:
         return _run_tune(arguments)
     if arguments.chats is not None and arguments.suite != "serve":
-        raise UsageError("--chats needs --suite serve, the pool that answers them")
-    suites = {
-        "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several,
-        "edit": _run_edit, "ttft": _run_ttft, "fleet": _run_fleet,
-    }  # fmt: skip
-    if arguments.drafts is not None and arguments.suite != "several":
-        raise UsageError("--drafts needs --suite several, which writes several at once")
-    if arguments.suite != "ttft" and (arguments.kv_predict or arguments.kv_predict_with):
         raise UsageError(
-            "--kv-predict needs --suite ttft, which reads prompts with it and without, in turn"
+            f"{argument('--chats')} needs {argument('--suite')} serve, the pool that answers them"
         )
-    if arguments.suite in suites:
-        _refuse(arguments, "batch", *(["device"] if arguments.suite != "drafts" else []))
-    return suites.get(arguments.suite, _run_speed)(arguments)
+    laboratory.part("bench").check(arguments)
+    suite = arguments.suite or "speed"
+    if suite == "serve":
+        refuse(arguments, "batch", "device")
+    own = {"speed": _run_speed, "serve": _run_serve, "fleet": _run_fleet}
+    return (own.get(suite) or laboratory.runs("bench", suite, f"--suite {suite}"))(arguments)
 
 
 def _run_speed(arguments: Namespace) -> int:
@@ -121,28 +111,28 @@ def _run_speed(arguments: Namespace) -> int:
     from kvq_apps.bench.shapes import shape_bundle
     from kvq_runtime.engine import open_files
 
-    device = _device(arguments)
+    device = chosen_device(arguments)
     engines.check_peers(peers, device)
     if arguments.plot is not None:
         plot.check_plot(arguments.plot)
-    threads = _threads(arguments)
-    files, gguf = _files(arguments), _gguf(arguments)
+    threads = thread_counts(arguments)
+    files, gguf = opened_files(arguments), _gguf(arguments)
     widths = _widths(arguments)[1:] if arguments.shape else ()
     beside = [open_files(shape_bundle(arguments.shape, bits=bits)) for bits in widths]
     own = engines.own_engine(files)
     if peers and own != engines.OURS:
         raise UsageError(
-            f"--peer {','.join(peers)} is not possible: {files.path} has no ONNX graph, and peers "
-            "run on its weights; leave the flag out, or give a bundle"
+            f"{argument('--peer')} {','.join(peers)} is not possible: {files.path} has no ONNX "
+            "graph, and peers run on its weights; leave the flag out, or give a bundle"
         )
     job = _job(arguments, files, peers, device)
     if job.kv_policy and own != engines.OURS:
         raise UsageError(
-            f"--kv-policy is not possible: {files.path} runs on llama.cpp, whose cache gives "
-            "nothing up; leave the flag out, or give a bundle"
+            f"{argument('--kv-policy')} is not possible: {files.path} runs on llama.cpp, whose "
+            "cache gives nothing up; leave the flag out, or give a bundle"
         )
     found = machine.describe((own, *peers), device)
-    _note_load(found)
+    note_load(found)
     rows: list[dict[str, Any]] = []
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
@@ -157,7 +147,8 @@ def _run_speed(arguments: Namespace) -> int:
     return 0
 
 
-def _note_load(found: dict[str, Any]) -> None:
+def note_load(found: dict[str, Any]) -> None:
+    """Says on stderr that the machine is busy, where it is."""
     from kvq_apps.bench import machine
 
     if machine.busy(found):
@@ -169,132 +160,54 @@ def _note_load(found: dict[str, Any]) -> None:
 
 def _run_serve(arguments: Namespace) -> int:
     """The suite `serve`."""
-    _refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
+    refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
     if arguments.shape is not None and arguments.chats is None:
         raise UsageError(
-            "a --shape has no tokenizer, which the server needs; add --chats 1,4, which does "
-            "without the server"
+            f"a {argument('--shape')} has no tokenizer, which the server needs; add "
+            f"{argument('--chats')} 1,4, which does without the server"
         )
     from kvq_apps.bench import chats, serving
 
-    given = options.given(arguments, repeat="repeat") | _first_context(arguments, "context")
+    given = options.given(arguments, repeat="repeat") | first_context(arguments, "context")
     if arguments.chats is None:
-        return _run_sessions(arguments, serving, serving.ServeJob(**given))
-    return _run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **given))
-
-
-def _run_drafts(arguments: Namespace) -> int:
-    """The suite `drafts`."""
-    _refuse(arguments, "plot", "kv-policy", "kv-read", "linear")
-    from kvq_apps.bench import drafting, engines
-
-    peers = tuple(dict.fromkeys(arguments.peer or ()))
-    if peers not in ((), (drafting.LLAMA,)):
-        raise UsageError(f"--suite drafts knows --peer {drafting.LLAMA} only; leave others out")
-    engines.check_peers(peers)
-    device = _device(arguments)
-    if peers and device != "cpu":
-        raise UsageError(f"--peer {drafting.LLAMA} drafts with --device cpu only; leave one out")
-    given = options.given(
-        arguments,
-        repeat="repeat",
-        contexts="context",
-        tokens="predict",
-        right="right",
-        drafters="drafters",
-    )
-    job = drafting.DraftJob(replay=arguments.shape is not None, peer=bool(peers), **given)
-    return _run_sessions(arguments, drafting, job, device)
-
-
-def _run_several(arguments: Namespace) -> int:
-    """The suite `several`."""
-    _refuse(arguments, "peer", "plot", "kv-policy", "linear")
-    from kvq_apps.bench import several
-
-    given = options.given(arguments, repeat="repeat", drafts="drafts")
-    job = several.SeveralJob(**given, **_first_context(arguments, "context"))
-    return _run_sessions(arguments, several, job)
-
-
-def _run_edit(arguments: Namespace) -> int:
-    """The suite `edit`."""
-    for flag in ("plot", "kv-policy", "kv-read", "context"):
-        if options.written(arguments, flag):
-            raise UsageError(f"--suite edit knows no --{flag}; leave it out")
-    from kvq_apps.bench import editing, engines, machine
-
-    peers = tuple(dict.fromkeys(arguments.peer or ()))
-    if peers not in ((), (editing.LLAMA,)) or (peers and arguments.shape is not None):
-        raise UsageError(f"--suite edit knows --peer {editing.LLAMA}, on a model that predicts")
-    engines.check_peers(peers)
-    files = _files(arguments)
-    if not files.has_onnx:
-        raise UsageError(f"--suite edit runs a bundle; {files.path} has no ONNX graph")
-    wanted = options.given(arguments, events="repeat", tokens="predict")
-    if options.written(arguments, "kv"):
-        wanted["kv"] = _kv_settings(arguments, files)
-    job = editing.EditJob(peer=bool(peers), **wanted)
-    (threads,) = _threads(arguments)[:1]
-    found = machine.describe(("kvq",))
-    _note_load(found)
-    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = editing.measure(files, job, threads, progress, shape=arguments.shape is not None)
-    data = {"suite": "edit", "machine": found, "threads": threads, **data}
-    if arguments.json:
-        output.print_json(data)
-    else:
-        editing.print_report(data)
-    return 0
-
-
-def _run_ttft(arguments: Namespace) -> int:
-    """The suite `ttft`."""
-    _refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
-    from kvq_apps.bench import ttft
-
-    given = options.given(arguments, repeat="repeat", contexts="context")
-    given |= options.predictor(arguments)
-    return _run_sessions(arguments, ttft, ttft.TtftJob(**given))
-
-
-def _run_chat(arguments: Namespace) -> int:
-    """The suite `chat`."""
-    from kvq_apps.bench import chat_app
-
-    given = options.given(arguments, repeat="repeat") | _first_context(arguments, "tokens")
-    job = chat_app.ChatJob(**given)
-    return _run_suite(arguments, (), partial(chat_app.measure, job), chat_app.print_report)
+        return run_sessions(arguments, serving, serving.ServeJob(**given))
+    return run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **given))
 
 
 def _run_fleet(arguments: Namespace) -> int:
     """The suite `fleet`."""
+    from functools import partial
+
     from kvq_apps.bench import fleet
     from kvq_apps.model_path import default_name
 
-    _refuse(arguments, "shape", "threads", "context")
+    refuse(arguments, "batch", "device")
+    refuse(arguments, "shape", "threads", "context")
     model = arguments.bundle or arguments.model or default_name()
     job = fleet.FleetJob(model=model, **options.given(arguments, repeat="repeat"))
-    return _run_suite(arguments, (), partial(fleet.measure, job), fleet.print_report)
+    return run_suite(arguments, (), partial(fleet.measure, job), fleet.print_report)
 
 
-def _refuse(arguments: Namespace, *unknown: str) -> None:
+def refuse(arguments: Namespace, *unknown: str) -> None:
     """Raises `UsageError` for a flag that the suite does not know."""
     for flag in unknown:
         if getattr(arguments, flag) if flag == "linear" else options.written(arguments, flag):
-            raise UsageError(f"--suite {arguments.suite} knows no --{flag}; leave it out")
+            raise UsageError(
+                f"{argument('--suite')} {arguments.suite} knows no {argument('--' + flag)}; "
+                "leave it out"
+            )
 
 
-def _first_context(arguments: Namespace, name: str) -> dict[str, Any]:
+def first_context(arguments: Namespace, name: str) -> dict[str, Any]:
     """The job's argument `name`, where a depth was given."""
     return {name: arguments.context[0]} if arguments.context else {}
 
 
-def _run_sessions(arguments: Namespace, suite: "Suite", job: Any, device: str = "cpu") -> int:
+def run_sessions(arguments: Namespace, suite: "Suite", job: Any, device: str = "cpu") -> int:
     """A suite whose sessions are of one model, at one number of threads."""
     from kvq_apps.bench.suite import Setup
 
-    files, (threads, *_) = _files(arguments), _threads(arguments)
+    files, (threads, *_) = opened_files(arguments), thread_counts(arguments)
     session_options = options.session_options(arguments)
 
     def measured(progress: output.Shown) -> dict[str, Any]:
@@ -304,10 +217,10 @@ def _run_sessions(arguments: Namespace, suite: "Suite", job: Any, device: str = 
         )  # fmt: skip
         return {"threads": threads, **suite.measure(setup, job)}
 
-    return _run_suite(arguments, ("kvq",), measured, suite.print_report, device)
+    return run_suite(arguments, ("kvq",), measured, suite.print_report, device)
 
 
-def _run_suite(
+def run_suite(
     arguments: Namespace,
     engines: tuple[str, ...],
     measured: Callable[[output.Shown], dict[str, Any]],
@@ -318,7 +231,7 @@ def _run_suite(
     from kvq_apps.bench import machine
 
     found = machine.describe(engines, device)
-    _note_load(found)
+    note_load(found)
     with output.Progress(quiet=not sys.stderr.isatty()) as progress:
         data = {"suite": arguments.suite, "machine": found, **measured(progress)}
     if arguments.json:
@@ -343,21 +256,22 @@ def _run_tune(arguments: Namespace) -> int:
     return 0
 
 
-def _device(arguments: Namespace) -> str:
+def chosen_device(arguments: Namespace) -> str:
     """What `--device` comes to here. Raises `BackendError` for one that cannot be used."""
     from kvq_runtime import gpu
 
     return gpu.chosen(arguments.device or gpu.PROCESSOR)
 
 
-def _threads(arguments: Namespace) -> tuple[int, ...]:
+def thread_counts(arguments: Namespace) -> tuple[int, ...]:
+    """The numbers of threads to measure with, each once. Raises `UsageError`."""
     from kvq_runtime.tuning import default_threads
 
     threads = arguments.threads or (default_threads(),)
     # The environment gives a single number.
     threads = (threads,) if isinstance(threads, int) else threads
     if min(threads) < 1:
-        raise UsageError(f"--threads {min(threads)} is not possible: give 1 or more")
+        raise UsageError(f"{argument('--threads')} {min(threads)} is not possible: give 1 or more")
     return tuple(dict.fromkeys(threads))
 
 
@@ -368,11 +282,12 @@ def _widths(arguments: Namespace) -> tuple[int, ...]:
     widths = (widths,) if isinstance(widths, int) else tuple(dict.fromkeys(widths))
     for bits in widths:
         if bits not in (4, 8):
-            raise UsageError(f"--wbits {bits} is not possible: choose 4, 8 or both")
+            raise UsageError(f"{argument('--wbits')} {bits} is not possible: choose 4, 8 or both")
     return widths
 
 
-def _files(arguments: Namespace) -> "ModelFiles":
+def opened_files(arguments: Namespace) -> "ModelFiles":
+    """The files of the one model or shape. Raises `UsageError` for two, `KvqError`."""
     from kvq_apps.bench.shapes import shape_bundle
     from kvq_apps.model_path import resolve_model
     from kvq_runtime.engine import open_files
@@ -380,7 +295,9 @@ def _files(arguments: Namespace) -> "ModelFiles":
     written = [name for name in (arguments.bundle, arguments.shape) if name is not None]
     written += [arguments.model] if options.written(arguments, "model") else []
     if len(written) > 1:
-        raise UsageError(f"{' and '.join(written)} were given; name one model, or one --shape")
+        raise UsageError(
+            f"{' and '.join(written)} were given; name one model, or one {argument('--shape')}"
+        )
     if arguments.shape is not None:
         return open_files(shape_bundle(arguments.shape, bits=_widths(arguments)[0]))
     return open_files(resolve_model(arguments.bundle or arguments.model))
@@ -401,7 +318,7 @@ def _job(
     from kvq_apps.bench.measure import SpeedJob
     from kvq_runtime.engine import warn_beyond_training
 
-    kv = _kv_settings(arguments, files)
+    kv = kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
     contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
     warn_beyond_training(max(contexts), files.context_length)
@@ -449,23 +366,30 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
         return (), None
     if arguments.kv_budget is None:
         raise UsageError(
-            "--kv-policy needs a --kv-budget too small for the context, such as --kv-budget 25%"
+            f"{argument('--kv-policy')} needs a {argument('--kv-budget')} too small for the "
+            f"context, such as {argument('--kv-budget')} 25%"
         )
     policies = tuple(dict.fromkeys(flag_values.policies(arguments.kv_policy or DEFAULT_POLICY)))
     for policy in policies:
         policy_named(policy)
     parse_budget(arguments.kv_budget)
     if "fp" in kv:
-        raise UsageError("an unquantised cache gives nothing up: --kv fp and --kv-policy exclude")
+        raise UsageError(
+            f"an unquantised cache gives nothing up: {argument('--kv')} fp and "
+            f"{argument('--kv-policy')} exclude"
+        )
     return policies, arguments.kv_budget
 
 
-def _kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:
+def kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:
     """The settings of ours to measure, as `--kv` writes them, each once."""
     several = str(arguments.kv or "").split(",")
     if len(several) > 1:
         if options.given(arguments, k="kbits", v="vbits"):
-            raise UsageError("--kbits and --vbits refine one setting; --kv names several")
+            raise UsageError(
+                f"{argument('--kbits')} and {argument('--vbits')} refine one setting; "
+                f"{argument('--kv')} names several"
+            )
         pairs = [parse_kv(text) for text in several]
     else:
         bits = options.kv_bits(arguments)

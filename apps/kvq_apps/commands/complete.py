@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
     file, line, column = _place(where)
     asked.check(arguments)
     from kvq_apps.completion.document import Document
-    from kvq_apps.engine import Engine
+    from kvq_apps.engine import open_engine
 
     document = Document(text_input.read_text(file))
     if line > document.num_lines:
@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
     end = len(document.line(line - 1))
     place = line - 1, end if column is None else min(column - 1, end)
     name = model[0] if model else arguments.model
-    with Engine.open(name, **options.engine_options(arguments)) as engine:
+    with open_engine(name, **options.engine_options(arguments)) as engine:
         completions = asked.completion_engine(arguments, engine, DEFAULT_CONTEXT)
         found = completions.complete(document, place)
         completions.close()

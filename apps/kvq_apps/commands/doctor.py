@@ -12,6 +12,7 @@ from typing import Any
 import kvq
 from kvq.errors import KvqError
 from kvq_apps import flags, options, output
+from kvq_apps.flags import told
 from kvq_apps.owners import filled
 
 PACKAGES = (
@@ -114,7 +115,7 @@ def _runner(kind: Any) -> dict[str, Any]:
     try:
         backend, slower = backends.choose(kind)
     except KvqError as error:
-        return {"backend": None, "slower": str(error)}
+        return {"backend": None, "slower": told(error)}
     return {"backend": backend, "slower": slower}
 
 
@@ -175,7 +176,7 @@ def _model(arguments: Namespace) -> dict[str, Any]:
         files = open_files(path)
         sizes = estimate(files, **options.given(arguments, threads="threads"))
     except KvqError as error:
-        return {"name": name, "state": f"cannot be used: {error}"}
+        return {"name": name, "state": f"cannot be used: {told(error)}"}
     shown = ("kv", "context", "weight_bytes", "total_bytes", "fits")
     return {"name": name, "state": "ok", "path": str(path)} | {key: sizes[key] for key in shown}
 
@@ -187,7 +188,7 @@ def _servers() -> list[str] | str:
     try:
         return [f"{one.address} ({one.model}, process {one.pid})" for one in running()]
     except (KvqError, OSError) as error:
-        return f"unknown: {error}"
+        return f"unknown: {told(error)}"
 
 
 def _paths() -> dict[str, str]:

@@ -7,7 +7,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
 from kvq.reference_linear import WIDTHS
 from kvq_apps import flags, options, output, text_input
@@ -121,7 +121,9 @@ def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
     bits, size = asked.pop("wbits", None), asked.pop("size", None)
     if size is not None:
         if bits is not None:
-            raise UsageError("--size finds the widths itself; leave --wbits out")
+            raise UsageError(
+                f"{argument('--size')} finds the widths itself; leave {argument('--wbits')} out"
+            )
         asked["size_bytes"] = parse_bytes("--size", size)
     elif bits is None and not {"embedding_bits", "linear"} & asked.keys():
         asked["mean_bits"] = MEAN_BITS
@@ -136,10 +138,13 @@ def _calibration_text(arguments: Namespace) -> str | None:
     if arguments.calibrate is None:
         return None
     if arguments.no_calibrate:
-        raise UsageError("--calibrate FILE and --no-calibrate contradict; leave one of them out")
+        raise UsageError(
+            f"{argument('--calibrate')} FILE and {argument('--no-calibrate')} contradict; leave "
+            "one of them out"
+        )
     text = text_input.read_text(arguments.calibrate)
     if not text.strip():
-        raise UsageError(f"{arguments.calibrate} is empty; --calibrate needs a text")
+        raise UsageError(f"{arguments.calibrate} is empty; {argument('--calibrate')} needs a text")
     return text
 
 
@@ -147,10 +152,10 @@ def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
     """The bundle with the method of several drafts in its report: what `auto` then means."""
     from dataclasses import replace
 
-    from kvq_apps.engine import Engine
     from kvq_apps.evaluation.several import candidates_compared
     from kvq_export.quality import quality_text
     from kvq_export.writer import write_manifest
+    from kvq_runtime.named_engine import Engine
 
     with Engine(bundle, threads=threads) as engine:
         found = candidates_compared(engine, engine.writer, quality_text())
@@ -178,7 +183,7 @@ def _refuse_unused(arguments: Namespace) -> None:
             )
     for flag, why in unused.items():
         if options.given(arguments, value=flag):
-            raise UsageError(f"--{flag} {why}")
+            raise UsageError(f"{argument(f'--{flag}')} {why}")
 
 
 def _name(source: str) -> str:

@@ -8,9 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import KvqError, ModelError, SnapshotError, UsageError
+from kvq.errors import KvqError, ModelError, SnapshotError, UsageError, argument
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
+from kvq_apps.flags import told
 
 if TYPE_CHECKING:
     from kvq_runtime.backends import ModelFiles
@@ -77,7 +78,9 @@ def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
         report, rows = _bundle(files), _bundle_rows
     elif is_snapshot(path):
         if arguments.estimate:
-            raise UsageError("--estimate is of a model; leave it out for a saved session")
+            raise UsageError(
+                f"{argument('--estimate')} is of a model; leave it out for a saved session"
+            )
         return _snapshot(path)
     elif path.is_file():
         raise UsageError(
@@ -234,10 +237,14 @@ def _remove(name: str | None, *, as_json: bool) -> int:
     from kvq_runtime.bundle import MANIFEST_FILE
 
     if name is None:
-        raise UsageError("--remove needs the bundle to delete; `kvq inspect` lists them")
+        raise UsageError(
+            f"{argument('--remove')} needs the bundle to delete; `kvq inspect` lists them"
+        )
     path = _located(name).resolve()
     if not (path / MANIFEST_FILE).exists():
-        raise UsageError(f"--remove deletes bundles only, and {path} is none; delete it yourself")
+        raise UsageError(
+            f"{argument('--remove')} deletes bundles only, and {path} is none; delete it yourself"
+        )
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     known_models.remove(path)
     if as_json:
@@ -284,7 +291,7 @@ def _listed(name: str, path: Path) -> dict[str, Any]:
             report = _bundle(files)
             family = report["model_type"]
     except KvqError as error:
-        return {"name": name, "path": str(path), "error": str(error)}
+        return {"name": name, "path": str(path), "error": told(error)}
     kept = ("path", "bytes", "context_length", "bytes_per_token")
     return {"name": name, "model": report["name"], "model_type": family} | {
         **{key: report[key] for key in kept},

@@ -45,9 +45,9 @@ def run(arguments: Namespace) -> int:
                 api_key=arguments.api_key,
                 **asked.drafts_and_tokens(arguments),
             )
-        from kvq_apps.engine import Engine
+        from kvq_apps.engine import open_engine
 
-        engine = Engine.open(options.model_name(arguments), **options.engine_options(arguments))
+        engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact)
 
     def log(line: str) -> None:

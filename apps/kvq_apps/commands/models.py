@@ -8,6 +8,7 @@ from typing import Any
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, output
+from kvq_apps.flags import told
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 
@@ -88,9 +89,9 @@ def _described(name: str, path: Path, arguments: Namespace) -> dict[str, Any]:
             source = files.manifest.source
         fits = estimate(files, **options.given(arguments, threads="threads"))["fits"]
     except KvqError as error:
-        return found | {"error": str(error)}
-    told = (source.get("license", "unknown"), source.get("model", str(path)))
-    license, origin = told if record is None else (record.license, record.source)
+        return found | {"error": told(error)}
+    said = (source.get("license", "unknown"), source.get("model", str(path)))
+    license, origin = said if record is None else (record.license, record.source)
     return found | {"license": license, "source": origin, "fits": fits}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import FLOAT_WIDTH
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output, text_input
 from kvq_apps.interrupt import INTERRUPTED, interruptible
@@ -64,19 +64,22 @@ def run(arguments: Namespace) -> int:
         return batch.run(arguments)
     for name in ("out", "ray", "replicas", "autoscale"):
         if options.written(arguments, name):
-            raise UsageError(f"--{name} is for --batch FILE, which answers many prompts")
+            raise UsageError(
+                f"{argument(f'--{name}')} is for {argument('--batch')} FILE, which answers many "
+                "prompts"
+            )
     model, prompt = model_and_prompt(arguments)
     options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
-    from kvq_apps.engine import Engine
+    from kvq_apps.engine import open_engine
     from kvq_runtime.energy import Meter
 
     engine_options = options.engine_options(arguments)
     with (
-        Engine.open(model, **engine_options) as engine,
+        open_engine(model, **engine_options) as engine,
         engine.session(**session_options) as session,
         interruptible() as cancel,
     ):
@@ -110,7 +113,7 @@ def _constraint(arguments: Namespace) -> "Constraint | None":
     """What the answer has to look like, if one of the flags says so."""
     asked = options.given(arguments, **{flag: flag for flag in CONSTRAINT_FLAGS})
     if len(asked) > 1:
-        names = " and ".join(f"--{flag}" for flag in asked)
+        names = " and ".join(argument(f"--{flag}") for flag in asked)
         raise UsageError(f"{names} exclude each other; give one")
     from kvq_runtime.constraint import Constraint
 
@@ -125,7 +128,9 @@ def _constraint(arguments: Namespace) -> "Constraint | None":
 def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
     """Prints a piece of the answer as it comes; None: the answer is printed whole."""
     if arguments.stream and arguments.no_stream:
-        raise UsageError("--stream and --no-stream exclude each other; give one")
+        raise UsageError(
+            f"{argument('--stream')} and {argument('--no-stream')} exclude each other; give one"
+        )
     if arguments.json:
         return (lambda text: output.print_json_line({"text": text})) if arguments.stream else None
     whole = arguments.no_stream or arguments.extract

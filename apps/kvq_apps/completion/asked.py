@@ -3,12 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import flags, options
 
 if TYPE_CHECKING:
     from kvq_apps.completion.engine import CompletionEngine
-    from kvq_apps.engine import Engine
+    from kvq_runtime.named_engine import Engine
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,7 +30,10 @@ def check(arguments: Namespace) -> None:
     """Refuses what needs no model to be refused."""
     asked = options.given(arguments, drafts="drafts", method="drafts-method")
     if any(len(values) > 1 for values in asked.values()):
-        raise UsageError("completion takes one number of --drafts and one --drafts-method")
+        raise UsageError(
+            f"completion takes one number of {argument('--drafts')} and one "
+            f"{argument('--drafts-method')}"
+        )
 
 
 def drafts_and_tokens(arguments: Namespace) -> dict[str, int]:

@@ -9,7 +9,7 @@ import logging
 from time import perf_counter
 from typing import Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import (
@@ -61,7 +61,8 @@ class CompletionEngine:
         if drafts > 1 and not several:
             raise UsageError(
                 f"{drafts} suggestions at one place are not possible on the {engine.backend.name} "
-                "backend: ask for one (--drafts 1), or choose a bundle that `kvq export` made"
+                f"backend: ask for one ({argument('--drafts')} 1), or choose a bundle that `kvq "
+                "export` made"
             )
         if drafts < 1 or tokens < 1:
             raise UsageError("suggestions and tokens of a completion are 1 or more")

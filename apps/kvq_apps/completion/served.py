@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import (
     DEFAULT_DRAFTS,
@@ -148,7 +148,8 @@ def _host(address: str) -> tuple[str | None, int | None]:
         parts = None
     if parts is None or "://" in address or not parts.path:
         raise UsageError(
-            f"--server {address!r} is not possible: give http://HOST:PORT or a socket's path"
+            f"{argument('--server')} {address!r} is not possible: give http://HOST:PORT or a "
+            "socket's path"
         )
     check_files_can_be_sockets()
     return None, None

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.errors import DataError, UsageError
+from kvq.errors import DataError, UsageError, argument
 from kvq_apps import text_input
-from kvq_apps.evaluation import documents, editing, infilling, ngram, problems, recall, text
-from kvq_apps.evaluation.editing import EditCase
+from kvq_apps.evaluation import documents, infilling, ngram, problems, recall, text
 from kvq_apps.evaluation.infilling import Gap, Passes, Sample
 from kvq_apps.evaluation.tasks import PROBLEM_TASKS, RECALL_TASKS, TEXT_TASKS, Material
 from kvq_apps.output import Shown
@@ -42,9 +41,11 @@ class Asked:
         }
         for name, value in counts.items():
             if value is not None and value < 1:
-                raise UsageError(f"--{name} {value} is not possible: give 1 or more")
+                raise UsageError(about=f"--{name}", value=value, possible="give 1 or more")
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise UsageError(f"--depths {self.depths} is not possible: give numbers from 0 to 1")
+            raise UsageError(
+                f"{argument('--depths')} {self.depths} is not possible: give numbers from 0 to 1"
+            )
         check_seed(self.seed)
 
     @property
@@ -100,7 +101,6 @@ class Asked:
             else (),
             answer_tokens=self.line_tokens,
             passes=self.passes,
-            edits=self._edits(tokenizer, programs, context_tokens) if "edit" in tasks else (),
             problems=[
                 problem
                 for task in tasks
@@ -140,14 +140,6 @@ class Asked:
         ids = tokenizer.encode(whole)[: self.max_tokens]
         return text.windows(ids, tokenizer.control.start, context_tokens)
 
-    def _edits(
-        self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int
-    ) -> list[EditCase]:
-        texts = [text for file in programs for text in documents.training_texts(file)]
-        return editing.edit_cases(
-            tokenizer, texts, limit=self.limit, context_tokens=context_tokens, seed=self.seed
-        )
-
     def _gaps(
         self, tokenizer: Tokenizer, programs: Sequence[str], context_tokens: int, least: int
     ) -> list[Gap]:
@@ -162,7 +154,7 @@ class Asked:
         if not found:
             raise DataError(
                 f"no line of {', '.join(programs)} has {least} tokens around it; give longer "
-                "source files or a shorter --context"
+                f"source files or a shorter {argument('--context')}"
             )
         return found
 

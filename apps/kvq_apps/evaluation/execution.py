@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq_apps.evaluation.infilling import Sample
 
 TIMEOUT_S = 10.0
@@ -41,8 +41,8 @@ def check_possible() -> None:
     """Raises `BackendError` on a system that cannot limit a process."""
     if importlib.util.find_spec("resource") is None:
         raise BackendError(
-            "--execute needs limits of time and memory, which this system does not have; "
-            "leave it out, or run it on Linux or macOS"
+            f"{argument('--execute')} needs limits of time and memory, which this system does not "
+            "have; leave it out, or run it on Linux or macOS"
         )
 
 

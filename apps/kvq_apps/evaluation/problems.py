@@ -15,7 +15,7 @@ from itertools import takewhile
 from math import sqrt
 from typing import Any
 
-from kvq.errors import DataError
+from kvq.errors import DataError, argument
 from kvq_apps.evaluation import documents
 from kvq_apps.evaluation.infilling import Passes, Sample
 from kvq_apps.evaluation.measurement import (
@@ -80,8 +80,9 @@ def problems(
     if not found:
         wanted = "prompt, test and entry_point" if task == "program" else "question and answer"
         raise DataError(
-            f"{', '.join(files)}: no problem has {most_tokens} tokens or less; --task {task} needs "
-            f"records (.jsonl, .jsonl.gz) with {wanted}, or a longer --context"
+            f"{', '.join(files)}: no problem has {most_tokens} tokens or less; "
+            f"{argument('--task')} {task} needs "
+            f"records (.jsonl, .jsonl.gz) with {wanted}, or a longer {argument('--context')}"
         )
     random.Random(seed).shuffle(found)  # noqa: S311  alike each time, nothing is kept secret
     return found[:limit]

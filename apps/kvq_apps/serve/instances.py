@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq.settings import state_folder
 from kvq_apps import output
 
@@ -112,7 +112,10 @@ def chosen(port: int | None, socket: str | None) -> Instance:
         raise UsageError("no `kvq serve` of this user is running")
     if not wanted:
         raise UsageError(f"no `kvq serve` listens there; these do: {listed}")
-    raise UsageError(f"{len(wanted)} servers run; name one by --port or --socket: {listed}")
+    raise UsageError(
+        f"{len(wanted)} servers run; name one by {argument('--port')} or {argument('--socket')}: "
+        f"{listed}"
+    )
 
 
 def stop(instance: Instance) -> None:

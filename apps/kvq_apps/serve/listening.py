@@ -6,7 +6,7 @@ import socket
 import stat
 from pathlib import Path
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps.serve.reach import check_files_can_be_sockets
 
 _BACKLOG = 256
@@ -25,8 +25,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot listen on {host} port {port}: {reason}; give another --port "
-            "(0: any free one) or --host"
+            f"cannot listen on {host} port {port}: {reason}; give another {argument('--port')} "
+            f"(0: any free one) or {argument('--host')}"
         ) from error
 
 
@@ -50,7 +50,7 @@ def listen_on_file(path: Path) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"cannot listen on {path}: {error.strerror or error}; give a short "
-            "--socket path in a folder of yours"
+            f"{argument('--socket')} path in a folder of yours"
         ) from error
     return listener
 
@@ -67,13 +67,17 @@ def _clear(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_socket():
-        raise UsageError(f"--socket {path} is not possible: something else is there")
+        raise UsageError(f"{argument('--socket')} {path} is not possible: something else is there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             remove_file(path)
         except OSError as error:
-            raise UsageError(f"--socket {path} is not possible: {error.strerror}") from error
+            raise UsageError(
+                f"{argument('--socket')} {path} is not possible: {error.strerror}"
+            ) from error
         else:
-            raise UsageError(f"--socket {path} is not possible: a server listens there already")
+            raise UsageError(
+                f"{argument('--socket')} {path} is not possible: a server listens there already"
+            )

@@ -8,13 +8,14 @@ from typing import Any
 
 from kvq.settings import cache_folder
 from kvq_apps import known_models
-from kvq_apps.engine import Engine
+from kvq_apps.engine import open_engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
 from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar
+from kvq_runtime.named_engine import Engine
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
@@ -64,7 +65,7 @@ def load(
     config: ServeConfig,
 ) -> ServedModel:
     """Loads the model and opens every arena. Raises `KvqError`."""
-    engine = Engine.open(model, **engine_options)
+    engine = open_engine(model, **engine_options)
     return serve_engine(engine, session_options, config, called=model)
 
 

@@ -7,7 +7,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 
 TIMEOUT_S = 2.0
 
@@ -17,7 +17,7 @@ def check_files_can_be_sockets() -> None:
     if not hasattr(socket, "AF_UNIX"):
         raise UsageError(
             "this system has no unix sockets; use an address: `kvq serve --port 8012`, which "
-            "--api-key keeps to those who know the key, is reached at http://127.0.0.1:8012"
+            f"{argument('--api-key')} keeps to those who know the key, is reached at http://127.0.0.1:8012"
         )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from secrets import randbits
 from typing import Any, cast
 
-from kvq.errors import DataError, ModelError, UsageError
+from kvq.errors import DataError, ModelError, UsageError, argument
 from kvq_apps.options import NO_DRAFTER
 from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
@@ -348,9 +348,7 @@ def _predict(extension: Fields) -> str | None:
         if isinstance(predictor_named(text), WithAuxiliary):
             extension.refuse_with("predict", "x_kvq.predict names no model; the server does")
     except UsageError as error:
-        # The text names the flag in a command and the argument elsewhere.
-        message = re.sub(r"(--kv-)?\bpredict\b", "x_kvq.predict", str(error), count=1)
-        extension.refuse_with("predict", message)
+        extension.refuse_with("predict", error.told(lambda name, _: f"x_kvq.{name}"))
     return text
 
 
@@ -371,8 +369,8 @@ def check_name(name: str, model: ModelView) -> None:
     if model.strict and name not in model.names:
         names = ", ".join(sorted(model.names))
         raise RequestError(
-            f"the model {name[:80]!r} is not served here, and --strict-model refuses other names "
-            f"than its own: {names}",
+            f"the model {name[:80]!r} is not served here, and {argument('--strict-model')} "
+            f"refuses other names than its own: {names}",
             status=404,
             param="model",
             code="model_not_found",
@@ -496,7 +494,7 @@ def _checked(request: GenerationRequest, model: ModelView, param: str) -> Genera
             raise RequestError(
                 f"the prompt has at least {len(ids)} tokens and this model's context holds "
                 f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
-                "larger --ctx-size",
+                f"larger {argument('--ctx-size')}",
                 param=param,
                 code="context_length_exceeded",
                 numbers={"n_prompt_tokens": len(ids), "n_ctx": model.context_tokens},

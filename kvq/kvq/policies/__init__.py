@@ -12,23 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS
+from kvq.errors import argument
 from kvq.named import named
 
+# Those to choose among come first.
 POLICIES = {
-    "a2sf": "kvq.policies.a2sf:A2SF",
     "budget": "kvq.policies.budget:Budget",
+    "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",
+    "uniform": "kvq.policies.uniform:Uniform",
+    "streaming": "kvq.policies.streaming:Streaming",
+    "oldest": "kvq.policies.oldest:Oldest",
+    "zipcache": "kvq.policies.zipcache:ZipCache",
+    "qaq": "kvq.policies.qaq:Qaq",
+    # for comparison
+    "a2sf": "kvq.policies.a2sf:A2SF",
     "chunkkv": "kvq.policies.chunkkv:ChunkKV",
     "expected-attention": "kvq.policies.expected_attention:ExpectedAttention",
     "h2o": "kvq.policies.h2o:H2O",
-    "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",
     "l2norm": "kvq.policies.l2norm:L2Norm",
     "lagkv": "kvq.policies.lagkv:LagKV",
-    "oldest": "kvq.policies.oldest:Oldest",
-    "qaq": "kvq.policies.qaq:Qaq",
     "snapkv": "kvq.policies.snapkv:SnapKV",
-    "streaming": "kvq.policies.streaming:Streaming",
-    "uniform": "kvq.policies.uniform:Uniform",
-    "zipcache": "kvq.policies.zipcache:ZipCache",
 }
 
 Floats = NDArray[np.float32]
@@ -146,4 +149,4 @@ class Policy(Protocol):
 
 def policy_named(text: str) -> Policy:
     """The policy `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
-    return named("--kv-policy", text, POLICIES)
+    return named(argument("policy"), text, POLICIES)

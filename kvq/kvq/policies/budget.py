@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.formats import CODE_SPAN
 from kvq.hull import hull_descent
 from kvq.policies import Evidence, Relief
@@ -60,7 +60,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:
-            raise UsageError(f"--kv-policy budget: prior={self.prior} is no chance; give 0 to 1")
+            raise UsageError(
+                f"{argument('policy')} budget: prior={self.prior} is no chance; give 0 to 1"
+            )
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         pages, every = held_pages(evidence), self.costs(evidence)

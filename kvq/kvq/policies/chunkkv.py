@@ -29,7 +29,7 @@ class ChunkKV(Scorer):
         super().__post_init__()
         if self.reuse < 1:
             raise UsageError(
-                f"--kv-policy chunkkv: reuse={self.reuse} is not possible: 1 layer or more"
+                about="policy", value=f"chunkkv: reuse={self.reuse}", possible="1 layer or more"
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:

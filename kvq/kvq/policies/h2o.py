@@ -31,7 +31,7 @@ class H2O(Scorer):
         super().__post_init__()
         if not 0 <= self.recent <= 1:
             raise UsageError(
-                f"--kv-policy recent={self.recent} is not possible: a share from 0 to 1"
+                about="policy", value=f"recent={self.recent}", possible="a share from 0 to 1"
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:

@@ -31,11 +31,11 @@ class L2Norm(Scorer):
         super().__post_init__()
         if self.skip < 0:
             raise UsageError(
-                f"--kv-policy l2norm: skip={self.skip} is not possible: 0 layers or more"
+                about="policy", value=f"l2norm: skip={self.skip}", possible="0 layers or more"
             )
         if not 0 < self.low < 1:
             raise UsageError(
-                f"--kv-policy l2norm: low={self.low} is not possible: a share between 0 and 1"
+                about="policy", value=f"l2norm: low={self.low}", possible="a share between 0 and 1"
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:

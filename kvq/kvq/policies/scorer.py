@@ -29,8 +29,9 @@ class Scorer(ABC):
     def __post_init__(self) -> None:
         if self.demote not in (0, 1):
             raise UsageError(
-                f"--kv-policy demote={self.demote} is not possible: "
-                "0 evicts at once, 1 lowers widths first"
+                about="policy",
+                value=f"demote={self.demote}",
+                possible="0 evicts at once, 1 lowers widths first",
             )
 
     @abstractmethod

@@ -30,8 +30,9 @@ class SnapKV(Scorer):
         super().__post_init__()
         if self.pool not in range(1, 64, 2):
             raise UsageError(
-                f"--kv-policy snapkv: pool={self.pool} is not possible: an odd number of pages "
-                "from 1 (none but the page itself) to 63"
+                about="policy",
+                value=f"snapkv: pool={self.pool}",
+                possible="an odd number of pages from 1 (none but the page itself) to 63",
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:

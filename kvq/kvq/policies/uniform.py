@@ -34,8 +34,10 @@ class Uniform:
         )
         if not rungs or not falls or any(rung[0] not in PAGE_WIDTHS for rung in rungs):
             raise UsageError(
-                f"--kv-policy uniform: order={self.order} is not possible: write K:V pairs of "
-                "8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2"
+                about="policy",
+                value=f"uniform: order={self.order}",
+                possible="write K:V pairs of "
+                "8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2",
             )
 
     def _rungs(self) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvq.config import PAGE_WIDTHS
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import descend, rank_from_top
 from kvq.policies.spend import held_pages
@@ -35,12 +35,14 @@ class ZipCache:
     def __post_init__(self) -> None:
         if not 0 <= self.salient <= 1:
             raise UsageError(
-                f"--kv-policy zipcache: salient={self.salient} is not possible: a share from 0 to 1"
+                about="policy",
+                value=f"zipcache: salient={self.salient}",
+                possible="a share from 0 to 1",
             )
         if not {self.high, self.low} <= set(PAGE_WIDTHS) or self.high <= self.low:
             raise UsageError(
-                f"--kv-policy zipcache: high={self.high} and low={self.low} are not possible: "
-                "8, 6, 4 and 2 are, the first above the second"
+                f"{argument('policy')} zipcache: high={self.high} and low={self.low} are not "
+                "possible: 8, 6, 4 and 2 are, the first above the second"
             )
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq.named import named
 
 SELECTORS = {
@@ -42,11 +42,6 @@ class ReadRule:
     channels: int = 0
     exact: bool = False
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether nothing is ever left out."""
-        return self.share == 1 and not self.exact
-
 
 READ_ALL = ReadRule()
 
@@ -65,10 +60,12 @@ def rule_named(text: str) -> ReadRule:
         text = f"{USUAL}:share={float(share[1]) / 100}"
     elif text.partition(":")[0] not in SELECTORS:
         raise UsageError(
-            f"--kv-read {text!r} is not possible: give a share of the pages such as 25%, or one of "
-            f"{', '.join(SELECTORS)}, such as {USUAL}:share=0.25"
+            about="kv_read",
+            value=f"{text!r}",
+            possible="give a share of the pages such as 25%, or one of "
+            f"{', '.join(SELECTORS)}, such as {USUAL}:share=0.25",
         )
-    selector: Selector = named("--kv-read", text, SELECTORS)
+    selector: Selector = named(argument("kv_read"), text, SELECTORS)
     return selector.rule
 
 
@@ -81,6 +78,7 @@ class Shared:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise UsageError(
-                f"--kv-read share={self.share:g} is not possible: give above 0 and up to 1, or 0% "
-                "to 100%"
+                about="kv_read",
+                value=f"share={self.share:g}",
+                possible="give above 0 and up to 1, or 0% to 100%",
             )

@@ -21,7 +21,9 @@ class DoubleSparsity(Shared):
         super().__post_init__()
         if self.channels < 1:
             raise UsageError(
-                f"--kv-read double-sparsity: channels={self.channels} is not possible: 1 or more"
+                about="kv_read",
+                value=f"double-sparsity: channels={self.channels}",
+                possible="1 or more",
             )
 
     @property

@@ -9,18 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Holdings
 from kvq.config import KvPlan
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 from kvq_runtime.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from kvq_runtime.backends.paged import PagedBackend
 
 logger = logging.getLogger(__name__)
 
@@ -302,6 +305,11 @@ class Backend(Protocol[C]):
     takes_trees: bool
     rows_agree: bool
 
+    @property
+    def paged(self) -> "PagedBackend | None":
+        """Itself, where its sessions live in the paged cache over a bundle's graph."""
+        ...
+
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None for a model that takes ids only."""
         ...
@@ -384,7 +392,7 @@ def _open_on(found: str, name: str, files: ModelFiles, *, threads: int, asked: s
         if name not in ("auto", DEVICE_BACKEND) or not _load(DEVICE_BACKEND).reads(files):
             raise BackendError(
                 f"{files.path} runs on {found} by the {DEVICE_BACKEND} backend alone, which reads "
-                "bundles; --device cpu runs it on the processor"
+                f"bundles; {argument('device', 'cpu')} runs it on the processor"
             )
         return _load(DEVICE_BACKEND)(files, threads=threads, device=found)
     except BackendError as error:

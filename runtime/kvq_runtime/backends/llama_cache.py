@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Holdings, check_chunk, check_context
-from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError
+from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError, argument
 from kvq_runtime.backends import Rows
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
@@ -59,7 +59,8 @@ def open_context(
     if not context:
         raise BackendError(
             f"llama.cpp does not open a context of {config.context_tokens} tokens: "
-            f"{messages.last_errors()}; lower --ctx-size or choose --kv fp"
+            f"{messages.last_errors()}; lower {argument('context_tokens')} or choose "
+            f"{argument('kv', 'fp')}"
         )
     return context, lines
 
@@ -228,7 +229,7 @@ class LlamaCppCache:
     def why_not_edit(self) -> str | None:
         """Why tokens in the middle cannot be replaced in this cache, or None."""
         rope = self._functions.llama_model_rope_type(self._model.pointer)
-        quantized = self._config.plan.k_bits < _FLOAT_BITS
+        quantized, unquantized = self._config.plan.k_bits < _FLOAT_BITS, argument("kv", "fp")
         reasons = {
             "the positions of this model have several dimensions": rope in _MULTIDIMENSIONAL_ROPES,
             "this model has attention windows, which forget what an edit brings back into sight": (
@@ -237,10 +238,10 @@ class LlamaCppCache:
             "llama.cpp cannot shift the positions of this model": (
                 not self._functions.llama_memory_can_shift(self._memory())
             ),
-            "llama.cpp cannot shift quantised keys of this head size; choose --kv fp": (
+            f"llama.cpp cannot shift quantised keys of this head size; choose {unquantized}": (
                 quantized and not self._rotates_keys
             ),
-            "llama.cpp cannot shift quantised keys that turn in part; choose --kv fp": (
+            f"llama.cpp cannot shift quantised keys that turn in part; choose {unquantized}": (
                 quantized and self._layout.turns_in_part
             ),
         }
@@ -268,7 +269,8 @@ class LlamaCppCache:
         if length > self.context_tokens:
             raise BudgetError(
                 f"the edited text has {length} tokens and the context holds "
-                f"{self.context_tokens}; open the session with a larger --ctx-size"
+                f"{self.context_tokens}; open the session with a larger "
+                f"{argument('context_tokens')}"
             )
         functions, memory = self._functions, self._memory()
         if start < stop:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_READ, FLOAT_WIDTH, KvPlan
-from kvq.errors import BackendError, UnsupportedModelError
+from kvq.errors import BackendError, UnsupportedModelError, argument
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import (
     WHOLE,
@@ -51,6 +51,7 @@ class LlamaCppBackend:
     name = "llama.cpp"
     takes_trees = False
     rows_agree = False
+    paged = None
 
     def __init__(self, files: ModelFiles, *, threads: int, on_gpu: bool = False) -> None:
         reason = self.missing()
@@ -141,18 +142,19 @@ class LlamaCppBackend:
 
 def refusal(file: GgufFile, plan: KvPlan) -> str | None:
     """Why a cache of these widths is not possible, or None."""
-    for what, flag, bits in (("keys", "kbits", plan.k_bits), ("values", "vbits", plan.v_bits)):
+    for what, name, bits in (("keys", "k_bits", plan.k_bits), ("values", "v_bits", plan.v_bits)):
         if bits not in CACHE_TYPES:
             return (
-                f"{what} of {bits} bits (--kv or --{flag}) are not possible on the llama.cpp "
-                f"backend: choose 8 or 4, or 16 for both (--kv fp); {bits}-bit pages need a bundle "
-                "with an ONNX graph"
+                f"{what} of {bits} bits ({argument('kv')} or {argument(name)}) are not possible "
+                "on the llama.cpp backend: choose 8 or 4, or 16 for both "
+                f"({argument('kv', 'fp')}); {bits}-bit pages need a bundle with an ONNX graph"
             )
     for head_dim, bits in zip(file.head_dims, (plan.k_bits, plan.v_bits), strict=True):
         if head_dim % CACHE_TYPES[bits].block:
             return (
                 "a quantised cache is not possible on the llama.cpp backend with heads of "
-                f"{head_dim} channels, no multiple of {CACHE_TYPES[bits].block}; choose --kv fp"
+                f"{head_dim} channels, no multiple of {CACHE_TYPES[bits].block}; choose "
+                f"{argument('kv', 'fp')}"
             )
     return None
 
@@ -160,18 +162,18 @@ def refusal(file: GgufFile, plan: KvPlan) -> str | None:
 def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> SessionConfig:
     if request.policy not in (None, NO_POLICY):
         raise BackendError(
-            f"--kv-policy {request.policy} is not possible on the llama.cpp backend, whose "
-            "cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
+            f"{argument('policy')} {request.policy} is not possible on the llama.cpp backend, "
+            "whose cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
         )
     if request.read not in (None, DEFAULT_READ):
         raise BackendError(
-            f"--kv-read {request.read} is not possible on the llama.cpp backend, which reads its "
-            "whole cache: leave the flag out, or run a bundle with an ONNX graph"
+            f"{argument('kv_read')} {request.read} is not possible on the llama.cpp backend, "
+            "which reads its whole cache: leave the flag out, or run a bundle with an ONNX graph"
         )
     if request.offload_bytes:
         raise BackendError(
-            "--kv-offload is not possible on the llama.cpp backend: leave the flag out, or run a "
-            "bundle with an ONNX graph on --device cuda"
+            f"{argument('kv_offload')} is not possible on the llama.cpp backend: leave the flag "
+            f"out, or run a bundle with an ONNX graph on {argument('device', 'cuda')}"
         )
     plan = request.plan(_possible_plan(file))
     reason = refusal(file, plan)

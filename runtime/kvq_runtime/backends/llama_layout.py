@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvq.config import Budget, KvPlan
-from kvq.errors import BackendError, BudgetError
+from kvq.errors import BackendError, BudgetError, argument
 from kvq.formats import format_bytes, sized
 from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
 from kvq_runtime.config import SessionRequest
@@ -202,7 +202,8 @@ class LlamaSizing:
                 raise BudgetError(
                     f"a context of {context_tokens} tokens takes {sized(needed)} on the "
                     "llama.cpp backend, which evicts nothing, and "
-                    f"--kv-budget is {format_bytes(given)}; raise it or lower --ctx-size"
+                    f"{argument('kv_budget')} is {format_bytes(given)}; raise it or lower "
+                    f"{argument('context_tokens')}"
                 )
             return context_tokens, needed if given is None else given
         if given is None:
@@ -230,8 +231,8 @@ class LlamaSizing:
         smallest = self._bytes(CELLS)
         if smallest > given:
             raise BudgetError(
-                f"--kv-budget {format_bytes(given)} does not hold the smallest cache of this model "
-                f"on the llama.cpp backend, {CELLS} tokens; {sized(smallest)} do"
+                f"{argument('kv_budget')} {format_bytes(given)} does not hold the smallest cache "
+                f"of this model on the llama.cpp backend, {CELLS} tokens; {sized(smallest)} do"
             )
         fits, too_many = 1, -(-self.model_tokens // CELLS) + 1
         while too_many - fits > 1:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq import devices, native, native_linear
-from kvq.errors import BackendError, BundleError, CacheError
+from kvq.errors import BackendError, BundleError, CacheError, argument
 from kvq_runtime import gpu, huge_pages, tuning
 from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
@@ -92,8 +92,8 @@ class OnnxBackend(PagedBackend):
                 )
             if not self._has_modes:
                 raise BackendError(
-                    f"{bundle.path} was exported with --linear ort, whose products {device!r} does "
-                    "not run; export it with --linear kvq"
+                    f"{bundle.path} was exported with {argument('linear', 'ort')}, whose products "
+                    f"{device!r} does not run; export it with {argument('linear', 'kvq')}"
                 )
             self._maps = {name: held(array, device) for name, array in self._maps.items()}
 
@@ -109,8 +109,9 @@ class OnnxBackend(PagedBackend):
         super().check_mode(mode)
         if mode != WHOLE and not self._has_modes:
             raise BackendError(
-                f"{self.bundle.path} was exported with --linear ort, whose products always read "
-                "all weights of all layers; export it with --linear kvq"
+                f"{self.bundle.path} was exported with {argument('linear', 'ort')}, whose "
+                "products always read "
+                f"all weights of all layers; export it with {argument('linear', 'kvq')}"
             )
         if mode.head_tokens and not self._has_head_rows:
             raise BackendError(
@@ -287,8 +288,8 @@ def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
         if device == "cuda":
             raise BackendError(
                 f"{path} cannot be run on the GPU by onnxruntime {package.__version__}: "
-                f"{_told(error)}; if it runs with --device cpu, CUDA's libraries are missing "
-                f"(cuBLAS, cuDNN, cuFFT, cuRAND): {gpu.INSTALL}"
+                f"{_told(error)}; if it runs with {argument('device', 'cpu')}, CUDA's libraries "
+                f"are missing (cuBLAS, cuDNN, cuFFT, cuRAND): {gpu.INSTALL}"
             ) from error
         raise BundleError(
             f"{path} cannot be loaded by onnxruntime {package.__version__}: {_told(error)}; "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvq.cache import Cache
 from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
-from kvq.errors import BackendError
+from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
@@ -44,6 +44,11 @@ class PagedBackend(ABC):
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self.bundle = bundle
         self.threads = threads
+
+    @property
+    def paged(self) -> "PagedBackend":
+        """See `Backend.paged`."""
+        return self
 
     @abstractmethod
     def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
@@ -84,13 +89,13 @@ class PagedBackend(ABC):
         if mode.fitted and mode.predicted[:1] != (self.model.fitted_layers,):
             raise BackendError(
                 f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
-                "export it again with --kv-predict"
+                f"export it again with {argument('predict')}"
             )
         if mode.silent and not self.bundle.config.uniform:
             raise BackendError(
                 f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
                 "what they pass on is read, or scaled, by others; draft by other means, and leave "
-                "--kv-predict out"
+                f"{argument('predict')} out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -102,8 +107,8 @@ class PagedBackend(ABC):
         """See `Backend.session_config`."""
         if request.offload_bytes and self.device == gpu.PROCESSOR:
             raise BackendError(
-                "--kv-offload needs --device cuda: a processor's memory is one tier, so leave the "
-                "flag out and raise --kv-budget"
+                f"{argument('kv_offload')} needs {argument('device', 'cuda')}: a processor's "
+                f"memory is one tier, so leave the flag out and raise {argument('kv_budget')}"
             )
         return _config(self.bundle, request, self.threads)
 

@@ -166,6 +166,7 @@ class RuleBackend:
     weight_bytes_per_step = 100
     takes_trees = True
     rows_agree = True
+    paged = None
 
     def __init__(
         self,

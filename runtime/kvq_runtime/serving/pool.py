@@ -12,7 +12,7 @@ from threading import Condition, Thread
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from kvq.errors import KvqError
+from kvq.errors import KvqError, argument
 from kvq_runtime.backends import Backend
 from kvq_runtime.sequence import Passed, SharedPassError, Work, forward_all
 from kvq_runtime.serving.counts import Counts
@@ -158,7 +158,7 @@ class SessionPool(Generic[S]):
                 self.counts.refused += 1
                 raise PoolError(
                     f"{self._config.queue} requests are waiting already; try again later, or "
-                    "serve with a larger --queue",
+                    f"serve with a larger {argument('queue')}",
                     code="queue_full",
                     retry_s=self._retry_s(),
                 )

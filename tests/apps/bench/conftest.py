@@ -1,19 +1,5 @@
-"""What tests of several suites begin with."""
+"""What tests of these suites begin with."""
 
-import pytest
+from timed import home_of_measurements, tiny_shape
 
-from kvq_apps.bench import bandwidth, shapes
-from tiny_shape import TINY_SHAPE
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 1 << 20)
-
-
-@pytest.fixture
-def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The only name that `--shape` knows."""
-    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY_SHAPE})
-    return "tiny"
+__all__ = ["home_of_measurements", "tiny_shape"]

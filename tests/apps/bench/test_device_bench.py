@@ -8,16 +8,13 @@ import pytest
 
 from emulated import emulated_library
 from kvq import devices, native
-from kvq.cache import Cache
 from kvq.errors import BackendError
-from kvq_apps.bench import bandwidth, drafting, engine_onnxruntime, engine_transformers, shapes
+from kvq_apps.bench import bandwidth, engine_onnxruntime, engine_transformers, shapes
 from kvq_apps.bench.engine_kvq import KvqBatch
 from kvq_apps.bench.engines import PEERS, PROGRAMS, Setting, check_peers, open_engine
 from kvq_apps.bench.measure import SpeedJob, measure
 from kvq_apps.bench.report import attentions
 from kvq_apps.bench.shapes import shape_bundle
-from kvq_apps.bench.suite import Setup
-from kvq_apps.bench.workloads import Workload
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import open_files
 from shelf import Shelf
@@ -136,35 +133,6 @@ def test_a_devices_memory_is_copied_at_a_speed(
     monkeypatch.setattr(devices, "perf_counter", lambda: next(clock))
     # A second for five copies of a MiB, which is read and written.
     assert bandwidth.read_bandwidth(1, "emulated") == pytest.approx(10 << 20)
-
-
-def test_drafts_are_measured_on_a_device(
-    bundle: Bundle, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulated_library(shelf)
-    model, used = open_files(shelf.bundle()), list[str]()
-    opened = Cache.__init__
-
-    def noted(cache: Cache, *given: Any, engine: str, **more: Any) -> None:
-        used.append(engine)
-        opened(cache, *given, engine=engine, **more)
-
-    monkeypatch.setattr(Cache, "__init__", noted)
-    monkeypatch.setattr(drafting, "_PASSES", 1)
-    monkeypatch.setattr(drafting, "_MOST_ROWS", 2)
-    short = Workload(name="again", prompt="The quick brown", answer="fox jumps")
-    monkeypatch.setattr(drafting, "workloads", lambda: (short,))
-    monkeypatch.setattr(drafting, "resolve_model", lambda _: shelf.bundle())
-    setup = Setup(
-        files=model, session_options={}, threads=1, progress=unseen,
-        device="emulated",
-    )  # fmt: skip
-    job = drafting.DraftJob(replay=True, repeat=1, tokens=3, drafters=("quantspec",))
-    data = drafting.measure(setup, job)
-    assert data["device"] == "emulated"
-    assert set(used) == {"emulated"}
-    assert [row["drafter"] for row in data["rows"]] == ["quantspec"]
-    assert all(one["hi_ms"] > 0 for one in data["passes"])
 
 
 # What peers lack

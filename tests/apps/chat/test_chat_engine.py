@@ -33,7 +33,7 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Draft, Round
+from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from serving import process
 from shelf import Shelf
@@ -408,7 +408,7 @@ def test_a_chat_changed_live_is_resumed_as_it_was(bundle: str, tmp_path: Path) -
     run(smaller, local(bundle, context_tokens=512), latest=True, **options)
 
 
-class Guesser:
+class Guesser(Drafter):
     """Guesses two tokens of the text it knows and a wrong one; notes what became of them."""
 
     def __init__(self, text: list[int]) -> None:

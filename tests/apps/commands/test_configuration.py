@@ -6,13 +6,11 @@ import re
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvq.errors import named_by_flags
 from kvq_apps import configuration, flags, options
 from kvq_apps.cli import main, parse
 from kvq_apps.configuration import PROJECT_RULES, Rule
@@ -55,13 +53,6 @@ def user_file(home: Path) -> Path:
 @pytest.fixture
 def project_file(home: Path) -> Path:
     return home / "project" / ".kvq.toml"
-
-
-@pytest.fixture(autouse=True)
-def a_command() -> Iterator[None]:
-    """Errors name flags, as they do while a command runs."""
-    with named_by_flags():
-        yield
 
 
 def parsed(*words: str, command: str = "run") -> Namespace:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvq_apps.cli import main
-from kvq_apps.engine import Engine
 from kvq_apps.ngram_file import ngram_file
+from kvq_runtime.named_engine import Engine
 from kvq_specdraft.ngrams import Ngrams
 from shelf import Shelf
 

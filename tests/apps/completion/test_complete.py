@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.cli import main
 from kvq_apps.completion import engine as module
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
-from kvq_apps.engine import Engine
+from kvq_lab.typing_sessions import PROGRAM
+from kvq_runtime.named_engine import Engine
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named
 

@@ -193,7 +193,7 @@ def noisy(*words, **options):
     os.write(1, b"native code prints\\n")
     subprocess.run(["echo", "a child prints"])
     raise OSError("no model here")
-engine.Engine.open = noisy
+engine.open_engine = noisy
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))
 """
@@ -226,7 +226,7 @@ import sys
 from kvq_apps import engine
 def asked(name, **options):
     raise OSError(f"asked for {name}")
-engine.Engine.open = asked
+engine.open_engine = asked
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))
 """

@@ -13,12 +13,12 @@ import pytest
 
 from environment import environment_in
 from kvq.errors import BackendError, UsageError
-from kvq_apps.bench.typing_sessions import PROGRAM
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.served import ServedCompletions
-from kvq_apps.engine import Engine
 from kvq_apps.serve.protocol import PROTOCOL, PROTOCOL_HEADER
+from kvq_lab.typing_sessions import PROGRAM
+from kvq_runtime.named_engine import Engine
 from kvq_specdraft import writer_named
 from language_client import URI, ProcessClient, ThreadClient, at, texts
 from serving import process

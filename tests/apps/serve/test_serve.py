@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvq.errors import UsageError, named_by_flags
+from kvq.errors import UsageError
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.remote import RemoteClient
@@ -821,9 +821,6 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
         assert (found["x_kvq"]["predicted_tokens"], found["x_kvq"]["exact"]) == (0, True)
         refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
         assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.predict")
-        assert refused.json["error"]["message"].startswith("x_kvq.predict 'some' is not possible")
-        with named_by_flags():  # as in `kvq serve`
-            refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
         assert refused.json["error"]["message"].startswith("x_kvq.predict 'some' is not possible")
         named = body | {"x_kvq": {"predict": "auxiliary:path=/etc"}}
         assert "names no model" in ask(server, COMPLETIONS, named).json["error"]["message"]

@@ -40,7 +40,7 @@ ON_LLAMA = ("--backend", "llama.cpp")
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is of an architecture that kvq computes: llama.cpp is given them all."""
-    monkeypatch.setattr(model_path, "_computed", lambda file: file)
+    monkeypatch.setattr(model_path, "_computed", lambda file, _: file)
 
 
 def test_run_streams_and_reports(tried: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend
 from kvq_runtime.backends.llama_layout import reported_caches
 from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Draft, Round
+from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_specdraft import drafter_named
 from logits import generated, prompt
@@ -212,7 +212,7 @@ def test_drafters_that_it_cannot_serve_are_refused_by_name(engine: Engine, name:
 
 
 def test_a_tree_of_drafts_is_refused(engine: Engine) -> None:
-    class Tree:
+    class Tree(Drafter):
         def follow(self, kept: int, new: Any) -> None:
             pass
 

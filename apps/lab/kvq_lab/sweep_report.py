@@ -9,7 +9,7 @@ from typing import Any
 from kvq.formats import format_bytes
 from kvq_apps import output
 from kvq_apps.bench.plot import LEAST_TICKS, log_ticks, open_panel, write_figure
-from kvq_apps.evaluation.sweep import EXACT
+from kvq_lab.sweep import EXACT
 
 Cell = Mapping[str, Any]
 

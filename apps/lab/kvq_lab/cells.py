@@ -10,12 +10,12 @@ import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
 
 from kvq.errors import BudgetError
-from kvq_apps.engine import Engine
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
-from kvq_apps.evaluation.sweep import Sweep, SweepFile, cell, key_of
 from kvq_apps.evaluation.tasks import Material
 from kvq_apps.output import Shown
+from kvq_lab.sweep import Sweep, SweepFile, cell, key_of
+from kvq_runtime.named_engine import Engine
 
 # A task, a budget and the caches that are measured in it by one process.
 Job = tuple[str, Fraction | None, tuple[CacheSetting, ...]]

@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from kvq.cache import Cache
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import output
-from kvq_apps.bench import around, starting
 from kvq_apps.bench.engine_kvq import fill
 from kvq_apps.bench.gguf_file import same_weights
-from kvq_apps.bench.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.frozen import Frozen
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.output import Shown
+from kvq_lab import around, starting
+from kvq_lab.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import ModelFiles
@@ -69,7 +69,10 @@ class EditJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         if min(self.events, self.tokens) < 1:
-            raise UsageError("--repeat and --predict are not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--repeat')} and {argument('--predict')} are not possible: give 1 or "
+                "more"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, argument
 from kvq_apps import output
 from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.suite import Setup
-from kvq_apps.bench.workloads import Workload, other_text, workloads
+from kvq_apps.flags import told
 from kvq_apps.model_path import resolve_model
+from kvq_lab.workloads import Workload, other_text, workloads
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass
 from kvq_runtime.bundle import Bundle
@@ -77,13 +78,17 @@ class DraftJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         if self.tokens < 1:
-            raise UsageError(f"--predict {self.tokens} is not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--predict')} {self.tokens} is not possible: give 1 or more"
+            )
         if not 0 <= self.right <= 1:
-            raise UsageError(f"--right {self.right} is not possible: give 0 to 1")
+            raise UsageError(f"{argument('--right')} {self.right} is not possible: give 0 to 1")
         for text in self.drafters:
             drafter_named(_spelled(text, "nano"))
         if self.repeat < 1:
-            raise UsageError(f"--repeat {self.repeat} is not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--repeat')} {self.repeat} is not possible: give 1 or more"
+            )
 
 
 class Replay:
@@ -141,7 +146,7 @@ class _Case:
         return bool(steps)
 
 
-class LlamaNgrams:
+class LlamaNgrams(Drafter):
     """What llama-cpp-python's prompt look-up proposes, with its own constants."""
 
     def __init__(self) -> None:
@@ -166,7 +171,9 @@ def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
     files, threads = setup.files, setup.threads
     if job.peer and not files.has_onnx:
-        raise UsageError(f"--peer {LLAMA} runs a bundle's weights; {files.path} has none")
+        raise UsageError(
+            f"{argument('--peer')} {LLAMA} runs a bundle's weights; {files.path} has none"
+        )
     own = {name: partial(_made, name) for name in job.drafters}
     with Engine(files, threads=threads, device=setup.device) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
@@ -311,7 +318,7 @@ def _possible(case: _Case) -> bool:
     try:
         case.session.drafter = None if case.make is None else case.make()
     except BackendError as error:
-        output.print_note(f"{case.drafter} is left out: {error}")
+        output.print_note(f"{case.drafter} is left out: {told(error)}")
         case.session.close()
         return False
     return True

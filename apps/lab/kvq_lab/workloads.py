@@ -103,4 +103,4 @@ def _source(package: str, name: str) -> str:
 
 
 def _text(name: str) -> str:
-    return (files("kvq_apps.bench") / "texts" / name).read_text("utf-8")
+    return (files("kvq_lab") / "texts" / name).read_text("utf-8")

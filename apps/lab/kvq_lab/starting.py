@@ -31,9 +31,7 @@ def _server_s() -> float:
     asked = {"id": 1, "method": "initialize", "params": {"capabilities": {}}}
     command = [sys.executable, "-c", "from kvq_apps.entry import main; main()", "lsp"]
     pipe, since = subprocess.PIPE, perf_counter()
-    with subprocess.Popen(  # noqa: S603  this very program
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-    ) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(framed(asked))
@@ -50,7 +48,4 @@ def _extension_ms(starts: int) -> float | None:
     if node is None or not (_EXTENSION / "dist/extension.js").exists():
         return None
     command = [node, str(script)]
-    return median(
-        float(subprocess.check_output(command, text=True))  # noqa: S603  a script beside it
-        for _ in range(starts)
-    )
+    return median(float(subprocess.check_output(command, text=True)) for _ in range(starts))

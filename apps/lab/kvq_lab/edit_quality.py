@@ -70,7 +70,7 @@ def edit_cases(
 
     Raises `DataError` where no text has lines enough.
     """
-    chance = random.Random(seed)  # noqa: S311  alike each time, nothing is kept secret
+    chance = random.Random(seed)
     long = [lines for text in texts if len(lines := text.splitlines(keepends=True)) > 2 * LINES[-1]]
     if not long:
         raise DataError("there is nothing to edit; give source files of some hundred lines")
@@ -213,7 +213,7 @@ def _prefilled(session: Session) -> int:
 
 
 def _by_chance(places: Sequence[int]) -> Sequence[int]:
-    return random.Random(len(places)).sample(places, len(places))  # noqa: S311  as above
+    return random.Random(len(places)).sample(places, len(places))
 
 
 EDIT, FULL, TO_FULL = "edit", "full", "edit, to full"

@@ -13,11 +13,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvq.errors import BudgetError, DataError, UsageError
+from kvq.errors import BudgetError, DataError, UsageError, argument
 from kvq.files import replace_file
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
+from kvq_apps.flags import told
 from kvq_apps.output import Shown
 from kvq_runtime.session import Session
 
@@ -81,7 +82,9 @@ class SweepFile:
             with replace_file(self.path, private=False) as stream:
                 stream.write(content.encode())
         except OSError as error:
-            raise UsageError(f"--out {self.path} cannot be written: {error.strerror}") from error
+            raise UsageError(
+                f"{argument('--out')} {self.path} cannot be written: {error.strerror}"
+            ) from error
 
     def arrange(self, keys: Iterable[Key]) -> None:
         """Puts the cells of `keys` into their order, behind all others."""
@@ -98,8 +101,8 @@ class SweepFile:
         other = [name for name, value in wanted.items() if found.get(name) != value]
         if other:
             raise UsageError(
-                f"--out {self.path} holds a sweep that differs in: {', '.join(other)}; give "
-                "another name, or delete it to begin again"
+                f"{argument('--out')} {self.path} holds a sweep that differs in: "
+                f"{', '.join(other)}; give another name, or delete it to begin again"
             )
         self.data["tasks"] = data["tasks"] | dict(tasks)
         self.data["cells"] = data["cells"]
@@ -108,9 +111,11 @@ class SweepFile:
 def check_out(path: Path) -> None:
     """Raises `UsageError` before anything is measured when the file could not be written."""
     if not path.parent.is_dir():
-        raise UsageError(f"--out {path}: there is no folder {path.parent}")
+        raise UsageError(f"{argument('--out')} {path}: there is no folder {path.parent}")
     if path.suffix.lower() != ".json":
-        raise UsageError(f"--out {path}: a sweep writes one JSON file; give a name in .json")
+        raise UsageError(
+            f"{argument('--out')} {path}: a sweep writes one JSON file; give a name in .json"
+        )
 
 
 def check_settings(open_session: Callable[..., Session], sweep: Sweep) -> None:
@@ -158,7 +163,7 @@ def cell(
         "budget_bytes": sweep.budget_bytes(budget),
     }
     if isinstance(outcome, BudgetError):
-        return found | {"refused": str(outcome)}
+        return found | {"refused": told(outcome)}
     measured = asdict(outcome)
     details = measured.pop("details")
     return found | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
@@ -181,7 +186,7 @@ def _read(path: Path) -> dict[str, Any]:
         if data["version"] != VERSION:
             raise DataError(
                 f"{path} is a sweep of version {data['version']}, this is version {VERSION}; "
-                "give another --out"
+                f"give another {argument('--out')}"
             )
         for cell in data["cells"]:
             _key(cell)
@@ -189,7 +194,9 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path} is no sweep; give another --out, or delete it") from None
+        raise DataError(
+            f"{path} is no sweep; give another {argument('--out')}, or delete it"
+        ) from None
     return data
 
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvq_apps.bench.typing_sessions import PROGRAM, TEXTS, copies_of
+from kvq_lab.typing_sessions import PROGRAM, TEXTS, copies_of
 
 # One wrong letter in so many.
 WRONG_EVERY = 12

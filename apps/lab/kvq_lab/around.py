@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from kvq_apps.bench.typing_sessions import PROGRAM, copies_of
 from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion, Draft
 from kvq_apps.completion.engine import NEAR_CHARACTERS
 from kvq_apps.lsp.frames import framed, read_frames
 from kvq_apps.lsp.server import LanguageServer
+from kvq_lab.typing_sessions import PROGRAM, copies_of
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.hunks import hunks

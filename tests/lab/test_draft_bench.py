@@ -2,17 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from emulated import emulated_library
+from kvq import native
+from kvq.cache import Cache
 from kvq.errors import UsageError
-from kvq_apps.bench import drafting
-from kvq_apps.bench.drafting import DraftJob, Replay
-from kvq_apps.bench.workloads import Workload, workloads
+from kvq_apps.bench.suite import Setup
 from kvq_apps.cli import main
+from kvq_lab import drafting
+from kvq_lab.drafting import DraftJob, Replay
+from kvq_lab.workloads import Workload, workloads
 from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
+from kvq_runtime.engine import open_files
 from kvq_runtime.session import Session
 from kvq_specdraft import DRAFTERS
 from shelf import Shelf
@@ -122,3 +128,31 @@ def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert main(["bench", "--suite", "drafts", "--drafters", "lookup,guess"]) == 2
     assert "--draft 'guess' is unknown" in capsys.readouterr().err
     assert Path("a.png").exists() is False
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_drafts_are_measured_on_a_device(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_library(shelf)
+    model, used = open_files(shelf.bundle()), list[str]()
+    opened = Cache.__init__
+
+    def noted(cache: Cache, *given: Any, engine: str, **more: Any) -> None:
+        used.append(engine)
+        opened(cache, *given, engine=engine, **more)
+
+    monkeypatch.setattr(Cache, "__init__", noted)
+    monkeypatch.setattr(drafting, "_PASSES", 1)
+    monkeypatch.setattr(drafting, "_MOST_ROWS", 2)
+    short = Workload(name="again", prompt="The quick brown", answer="fox jumps")
+    monkeypatch.setattr(drafting, "workloads", lambda: (short,))
+    monkeypatch.setattr(drafting, "resolve_model", lambda _: shelf.bundle())
+    setup = Setup(
+        files=model, session_options={}, threads=1, progress=lambda *_: None,
+        device="emulated",
+    )  # fmt: skip
+    job = drafting.DraftJob(replay=True, repeat=1, tokens=3, drafters=("quantspec",))
+    data = drafting.measure(setup, job)
+    assert data["device"] == "emulated"
+    assert set(used) == {"emulated"}
+    assert [row["drafter"] for row in data["rows"]] == ["quantspec"]
+    assert all(one["hi_ms"] > 0 for one in data["passes"])

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kvq_apps import cli
-from kvq_apps.bench import chat_app
-from kvq_apps.bench.chat_app import hard_words
 from kvq_apps.chat.blocks import BlockScanner
+from kvq_lab import chat_app
+from kvq_lab.chat_app import hard_words
 
 
 def test_the_stream_has_what_is_slow_to_draw() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from kvq_apps import flag_values
 from kvq_apps.cli import main
-from kvq_apps.evaluation import sweep
 from kvq_apps.evaluation.cache_setting import CacheSetting
-from kvq_apps.evaluation.sweep_report import against_best
 from kvq_apps.evaluation.tasks import Material
+from kvq_lab import sweep
+from kvq_lab.sweep_report import against_best
 from shelf import Shelf
 
 TEXT = Path(__file__).read_text()

@@ -8,17 +8,17 @@ from typing import cast
 import pytest
 
 from kvq.errors import DataError
-from kvq_apps.bench import around, editing, starting
-from kvq_apps.bench.editing import chunks_kept, counts
-from kvq_apps.bench.typing_sessions import LONG, SHORT, TEXTS, TypingSession
 from kvq_apps.cli import main
-from kvq_apps.evaluation.editing import edit_cases
 from kvq_apps.model_path import resolve_model
+from kvq_lab import around, editing, starting
+from kvq_lab.edit_quality import edit_cases
+from kvq_lab.editing import chunks_kept, counts
+from kvq_lab.typing_sessions import LONG, SHORT, TEXTS, TypingSession
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 
-RECORDER = Path(__file__).parents[3] / "apps/bench/record_typing.py"
+RECORDER = Path(__file__).parents[2] / "apps/lab/record_typing.py"
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ class ChatJob:
         """Raises `UsageError` for a value that cannot be measured."""
         for flag, value in (("context", self.tokens), ("repeat", self.repeat)):
             if value < 1:
-                raise UsageError(f"--{flag} {value} is not possible: give 1 or more")
+                raise UsageError(about=f"--{flag}", value=value, possible="give 1 or more")
 
 
 class SinkDriver(HeadlessDriver):

@@ -7,7 +7,6 @@ import pytest
 
 from kvq.errors import DataError
 from kvq_apps.cli import main
-from kvq_apps.engine import Engine
 from kvq_apps.evaluation.several import (
     CANDIDATE_PLACES,
     CANDIDATES,
@@ -20,6 +19,7 @@ from kvq_apps.evaluation.several import (
 )
 from kvq_runtime.alternatives import Alternative
 from kvq_runtime.bundle import Bundle
+from kvq_runtime.named_engine import Engine
 from shelf import Shelf
 
 TEXT = "def area(width, height):\n    return width * height\n\n\nprint(area(3, 4))\n" * 6

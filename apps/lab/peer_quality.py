@@ -25,6 +25,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import onnx_ir as ir
+
+from kvq.config import KvPlan
+from kvq.errors import BudgetError, KvqError, UsageError
+from kvq.files import replace_file
+from kvq_apps import output, text_input
+from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
+from kvq_apps.evaluation.measurement import Measurement
+from kvq_apps.evaluation.text import divergence, windows
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_lab.sweep_report import ratio_text, standard_error
+from kvq_models.config import ModelConfig
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.engine import Engine
 from peer_sessions import (
     GROUP_TOKENS,
     Openers,
@@ -33,20 +47,6 @@ from peer_sessions import (
     onnxruntime_sessions,
     transformers_sessions,
 )
-
-from kvq.config import KvPlan
-from kvq.errors import BudgetError, KvqError, UsageError
-from kvq.files import replace_file
-from kvq_apps import output, text_input
-from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
-from kvq_apps.evaluation.measurement import Measurement
-from kvq_apps.evaluation.sweep_report import ratio_text, standard_error
-from kvq_apps.evaluation.text import divergence, windows
-from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.export import export_model
-from kvq_models.config import ModelConfig
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.engine import Engine
 
 Row = dict[str, Any]
 

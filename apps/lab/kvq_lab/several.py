@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from kvq.config import MOST_DRAFT_TOKENS
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import output
 from kvq_apps.bench.suite import Setup
 from kvq_runtime.config import Sampling
@@ -30,7 +30,10 @@ class SeveralJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         if min(self.repeat, self.context, self.tokens, *self.drafts) < 1:
-            raise UsageError("--repeat, --context and --drafts are not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--repeat')}, {argument('--context')} and {argument('--drafts')} are "
+                "not possible: give 1 or more"
+            )
 
 
 def measure(setup: Setup, job: SeveralJob) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import DataError, UsageError
+from kvq.errors import DataError, UsageError, argument
 from kvq_apps.evaluation.measurement import Progress
 from kvq_export.continuations import Passage, measure
 from kvq_models.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ def passages(
     if not windows:
         raise DataError(
             f"no text has {length} tokens: a prompt and what follows; give longer files or a "
-            "shorter --context"
+            f"shorter {argument('--context')}"
         )
     share = -(-count // len(windows))
     chosen = [ids for own in windows for ids in own[:: -(-len(own) // share)]][:count]
@@ -51,7 +51,9 @@ def predicting(
     layers = engine.model.num_layers
     asked_of = predictor_named(options.pop("predict", "prefix"))
     if asked_of is None:
-        raise UsageError("--kv-predict off predicts nothing; leave it out, or say prefix:tail=32")
+        raise UsageError(
+            f"{argument('--kv-predict')} off predicts nothing; leave it out, or say prefix:tail=32"
+        )
     tokens = f"sink={asked_of.sink},tail={asked_of.tail},least={asked_of.least}"
     ways = {
         (computed, maps): f"prefix:layers={computed},maps={maps},{tokens}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq.errors import UsageError
+from kvq.errors import UsageError, argument
 from kvq_apps import output
 from kvq_apps.bench.suite import Setup
 from kvq_runtime.config import Sampling
@@ -28,7 +28,10 @@ class TtftJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         if min(self.repeat, *self.contexts) < 1:
-            raise UsageError("--repeat and --context are not possible: give 1 or more")
+            raise UsageError(
+                f"{argument('--repeat')} and {argument('--context')} are not possible: give 1 or "
+                "more"
+            )
 
 
 def measure(setup: Setup, job: TtftJob) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def measure(setup: Setup, job: TtftJob) -> dict[str, Any]:
         prediction = prediction_named(job.predict, engine.model)
         if prediction is None or not prediction.mode.predicted:
             raise UsageError(
-                f"--kv-predict {job.predict} predicts nothing; give a share such as 50%"
+                f"{argument('--kv-predict')} {job.predict} predicts nothing; give a share such as "
+                "50%"
             )
         rows = [_row(engine, job, context, options, setup) for context in job.contexts]
         for row in rows:

@@ -1,0 +1,59 @@
+"""Where suites and tasks are that only a checkout has: the package `kvq_lab` of `apps/lab`.
+
+Wheels do not bring it. Its modules `bench` and `eval` add flags to the commands of these names
+(`add_flags`), refuse what does not fit them (`check`), and run what is named here (`RUNS`).
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol, cast
+
+from kvq.errors import UsageError
+
+PACKAGE = "kvq_lab"
+
+
+class Part(Protocol):
+    """What the laboratory adds to one command."""
+
+    RUNS: Mapping[str, Callable[..., int]]
+
+    def add_flags(self, parser: ArgumentParser, /) -> None:
+        """The flags that only its suites or tasks take."""
+        ...
+
+    def check(self, arguments: Namespace, /) -> None:
+        """Raises `UsageError` for such a flag where it does not belong."""
+        ...
+
+
+class Nothing:
+    """The part where there is no laboratory."""
+
+    RUNS: Mapping[str, Callable[..., int]] = {}
+
+    def add_flags(self, _: ArgumentParser, /) -> None:
+        """There are none."""
+
+    def check(self, _: Namespace, /) -> None:
+        """There is nothing to refuse."""
+
+
+def part(command: str) -> Part:
+    """What the laboratory has for `command`: bench, eval."""
+    if find_spec(PACKAGE) is None:
+        return Nothing()
+    return cast(Part, import_module(f"{PACKAGE}.{command}"))
+
+
+def runs(command: str, name: str, asked: str) -> Callable[..., int]:
+    """What runs `name`. Raises `UsageError`, which names the flag `asked`, without a laboratory."""
+    found: Any = part(command).RUNS.get(name)
+    if found is None:
+        raise UsageError(
+            f"{asked} belongs to the laboratory, which only a checkout of kvq has; get one and "
+            "install it there with `pip install -e .`, or leave the flag out"
+        )
+    return found

@@ -1,0 +1,9 @@
+"""What we ask of kvq and a user does not: suites about its internals, sweeps, recorded typing.
+
+Its own flags join `kvq_apps.flags.FLAGS` when it is imported.
+"""
+
+from kvq_apps import flags as _product
+from kvq_lab.flags import FLAGS
+
+_product.FLAGS.update(FLAGS)

@@ -1,0 +1,34 @@
+"""The native cache with its pages and floating-point rows in a device's memory."""
+
+from kvq import devices
+from kvq.errors import BackendError, argument
+from kvq.native import NativeCache
+from kvq.selectors import ReadRule
+
+
+class DeviceCache(NativeCache):
+    """The same decisions as on the processor; the kernels are those of `device`'s library."""
+
+    def _device_number(self) -> int:
+        found, heads = devices.opened(self.device), self.arena.shape.head_dim
+        if heads not in found.head_dims:
+            raise BackendError(
+                f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
+                f"has those of {', '.join(map(str, found.head_dims))}; use "
+                f"{argument('device', 'cpu')}"
+            )
+        return found.number
+
+    def read_by(self, rule: ReadRule) -> None:
+        if rule.share < 1:
+            raise BackendError(
+                f"the device {self.device!r} reads all pages: {argument('kv_read')} "
+                f"{rule.share:.0%} needs {argument('device', 'cpu')}"
+            )
+        super().read_by(rule)
+
+
+class CudaCache(DeviceCache):
+    """In a GPU's memory."""
+
+    device = "cuda"
