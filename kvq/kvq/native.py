@@ -168,6 +168,10 @@ class NativeCache:
             return 0
         from kvq import devices
 
+        if self.arena.conv is not None:
+            raise BackendError(
+                f"convolutions have no kernel on the device {self.device!r}; use --device cpu"
+            )
         found, heads = devices.opened(self.device), self.arena.shape.head_dim
         if heads not in found.head_dims:
             raise BackendError(
@@ -276,6 +280,16 @@ class NativeCache:
         ]
         arrays = (pointer(qkv), pointer(positions), pointer(inv_freq), *norms, pointer(out))
         self._call("attend", ctypes.byref(attention), len(qkv), *arrays)
+        return out
+
+    def convolve(
+        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        bcx = np.ascontiguousarray(bcx, np.float32)
+        weight = np.ascontiguousarray(weight, np.float32)
+        out = np.empty((len(bcx), len(weight)), np.float32)
+        arrays = pointer(bcx), pointer(weight), pointer(out)
+        self._call("convolve", layer, len(bcx), *arrays)
         return out
 
     def look(

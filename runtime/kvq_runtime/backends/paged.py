@@ -89,7 +89,7 @@ class PagedBackend(ABC):
         if mode.silent and not self.bundle.config.uniform:
             raise BackendError(
                 f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
-                "what they pass on is read, or scaled, by others; draft by other means, and leave "
+                "others read what they pass on, or what they remember; draft by other means, and leave "
                 "--kv-predict out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
@@ -160,6 +160,7 @@ def class_fields(
         own = tuple(forms[start:stop])
         found.append({"shape": one.shape, "windows": one.windows, "forms": own})
         start = stop
+    found[0]["conv"] = config.conv_shape
     return found
 
 

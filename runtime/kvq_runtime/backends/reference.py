@@ -3,8 +3,9 @@
 Weights are restored to float32 on first use and kept: four bytes a parameter.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,23 @@ from kvq_models.reference import forward
 from kvq_runtime.backends import ModelFiles, Pass
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAttention:
+    """A cache as `kvq_models.reference.forward` asks for it."""
+
+    cache: PagedCache
+
+    def __call__(self, *args: Any, **shared: bool) -> NDArray[np.float32]:
+        """See `kvq_models.reference.Attend`."""
+        return self.cache.attend(*args, **shared)
+
+    def convolve(
+        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """See `kvq_models.reference.Attend`."""
+        return self.cache.convolve(layer, bcx, weight)
 
 
 class ReferenceBackend(PagedBackend):
@@ -44,7 +62,7 @@ class ReferenceBackend(PagedBackend):
                 weight,
                 rows.ids[:, 0],
                 rows.positions,
-                rows.cache.attend,
+                CacheAttention(rows.cache),
                 rows.wanted,
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,
