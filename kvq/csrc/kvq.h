@@ -147,8 +147,8 @@ KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, 
                                 const float *qkv, const int64_t *positions, const float *inv_freq,
                                 const float *q_norm, const float *k_norm, float *out);
 /* One convolution of the pass: bcx float32 [tokens, 3 conv_width], weight [conv_width, conv_taps], out [tokens,
-   conv_width]; kvq/reference_conv.py defines it. Every convolution must have seen a pass before the next
-   begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
+   conv_width]; kvq/reference_conv.py defines it. Every convolution must have seen a pass, one
+   after the other, before the next begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
 KVQ_EXPORT int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float *bcx,
                                   const float *weight, float *out);
 /* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen

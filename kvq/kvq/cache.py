@@ -360,8 +360,8 @@ class Cache:
         """What a convolution gives of the pass's new rows; see `kvq.reference_conv`.
 
         `layer` counts convolutions. bcx float32 [T, 3 width]: B, C and x side by side; weight
-        [width, taps]; returns float32 [T, width]. Once per pass and layer, in any order with
-        `attend`. Raises `CacheError` for other shapes and where B * x is not finite.
+        [width, taps]; returns float32 [T, width]. Every layer once per pass, one after the other;
+        before, between or behind those that attend. Raises `CacheError` for other shapes and where B * x is not finite.
         """
         conv = self.arena.conv
         if conv is None or not 0 <= layer < conv.num_layers:

@@ -22,7 +22,8 @@ Float = NDArray[np.float32]
 def products(bcx: Float) -> Float:
     """B * x [T, width] of rows [B | C | x] float32 [T, 3 width]."""
     b, _, x = np.split(bcx, 3, axis=1)
-    return b * x
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever remembers them looks
+        return b * x
 
 
 def short_conv(bcx: Float, weight: Float, seen: Float) -> Float:
@@ -105,8 +106,9 @@ class ConvRows:
                 back -= 1
                 seen[t, back] = self._branch[layer, row]
                 row = parents[row]
-            held = self._newest[layer, max(0, self._newest.shape[1] - back) :] if back else ()
-            seen[t, back - len(held) : back] = held
+            held = min(back, self._newest.shape[1])
+            if held:
+                seen[t, back - held : back] = self._newest[layer, -held:]
         return short_conv(bcx, weight, seen)
 
     def why_not_keep(self, rows: int) -> str | None:
