@@ -173,6 +173,11 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
             f"--kv-predict is fitted to what an RMS norm before a layer gives it, and a layer of "
             f"{config.model_type} has none; leave it out"
         )
+    if (asked or options.predict_with) and not config.uniform:
+        raise UsageError(
+            f"--kv-predict is for models whose layers all have keys of their own and are alike, "
+            f"which those of a {config.model_type} are not; leave it out"
+        )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
             "--kv-predict is fitted to a text, and a checkpoint without tokenizer.json reads none; "

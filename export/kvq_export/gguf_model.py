@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from kvq.errors import UnsupportedModelError
-from kvq_models.config import Dense, ModelConfig, RopeConfig
+from kvq_models.config import Attention, Dense, ModelConfig, RopeConfig
 from kvq_models.family import layer_shapes
 from kvq_models.rope import RopeSettings
 
@@ -188,11 +188,12 @@ def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]
 
 def _traits(config: ModelConfig) -> dict[str, bool]:
     """What some architecture there does not compute, and whether any layer has it."""
-    mixers = [layer.mixer for layer in config.layers]
+    mixers = [one.mixer for one in config.layers if isinstance(one.mixer, Attention)]
     feeds = [layer.feed for layer in config.layers]
     return {
         _QK_NORM: any(mixer.qk_norm == "heads" for mixer in mixers),
         "norms of all heads together": any(mixer.qk_norm == "rows" for mixer in mixers),
+        "layers that convolve": config.conv_shape is not None,
         _SANDWICH: any(layer.norms == "both" for layer in config.layers),
         "no norm before a layer": any(layer.norms == "after" for layer in config.layers),
         "norms with a mean and biases": config.norm != "rms",
@@ -275,7 +276,7 @@ def _parts(
     config: ModelConfig, layer: int, architecture: _Architecture
 ) -> dict[str, tuple[tuple[str, int, int], ...]]:
     """Canonical weight of a layer -> (tensor, its rows, interleave) in the order of its rows."""
-    mixer, inner = config.layers[layer].mixer, config.layers[layer].feed.width
+    mixer, inner = config.layers[layer].attention, config.layers[layer].feed.width
     hidden = config.hidden_size
     query, key, head = mixer.width, mixer.kv_width, mixer.head_dim
     turned = head if architecture.interleaved else 0
@@ -317,7 +318,7 @@ def _query_gain(config: ModelConfig, layer: int, architecture: _Architecture) ->
     theirs = config.head_dim**-0.5
     if architecture.name == "gemma3" and config.num_layers == GEMMA3_27B_LAYERS:
         theirs = (config.hidden_size // config.num_heads) ** -0.5
-    gain = config.layers[layer].mixer.scale / theirs
+    gain = config.layers[layer].attention.scale / theirs
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
 
 

@@ -115,7 +115,7 @@ class Auxiliary:
         self._config: ModelConfig = base.bundle.config
         self._norms = [
             base.bundle.read_weight(f"layers.{layer}.k_norm")
-            if self._config.layers[layer].mixer.qk_norm == "heads"
+            if self._config.layers[layer].attention.qk_norm == "heads"
             else None
             for layer in range(self._config.num_layers)
         ]
@@ -172,6 +172,12 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
             if not isinstance(own, PagedBackend):
                 own.close()
                 raise BackendError(f"{path} has no ONNX graph; export it with --format both")
+            if not own.bundle.config.uniform:
+                own.close()
+                raise BackendError(
+                    f"{path} cannot read for another model: its layers do not all have keys of "
+                    "their own, or are not alike"
+                )
             _backends[path, base.threads] = own
     check_vocabularies("--kv-predict-with", own, base)
     return own

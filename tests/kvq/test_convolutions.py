@@ -223,16 +223,17 @@ def test_further_back_what_is_missing_was_not_long_ago(both: Both) -> None:
     both.grow(20)
 
 
-def test_a_place_that_was_gone_back_to_is_remembered(both: Both) -> None:
+def test_a_place_that_was_gone_back_to_is_remembered() -> None:
     """The system prompt's end, where every new conversation begins: also one within a chunk."""
     system = CHUNK + 41
-    both.grow(3 * CHUNK)
-    assert both.trim(system) == 41
-    both.grow(CHUNK - 30)
-    both.grow(2 * CHUNK)
-    assert both.trim(system) == 0
-    both.grow((CONV_CHECKPOINTS + 2) * CHUNK)
-    assert both.trim(system) == 0
+    with closing(Both(spec(replace(CONV, width=8)).resolved())) as both:
+        both.grow(3 * CHUNK)
+        assert both.trim(system) == 41
+        both.grow(CHUNK - 30)
+        both.grow(2 * CHUNK)
+        assert both.trim(system) == 0
+        both.grow((CONV_CHECKPOINTS + 2) * CHUNK)
+        assert both.trim(system) == 0
 
 
 def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
@@ -267,10 +268,10 @@ def test_places_thin_out_with_their_distance() -> None:
     assert places[-3:] == [64 * 397, 64 * 398, 64 * 399]
     for asked in range(64, places[-1], 7):
         missing = asked - max((place for place in places if place <= asked), default=0)
-        assert missing <= max(64, 0.65 * (places[-1] - asked + 64))
+        assert missing <= max(64, 0.75 * (places[-1] - asked + 64))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_traces(seed: int) -> None:
     shape = ConvShape(num_layers=2, width=12, taps=2 + seed % 3)
     plan = PLAN if seed % 2 else KvPlan(k_bits=16, v_bits=16)

@@ -36,6 +36,7 @@ from kvq_models.config import Experts
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.backends import Pass, Rows, missing
+from kvq_runtime.backends.reference import CacheAttention
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -356,7 +357,7 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
             family.bundle.read_weight,
             ids[:, 0],
             np.arange(tokens),
-            cache.attend,
+            CacheAttention(cache),
             mixed=(ids, weights),
             long_rope=config.needs_long_rope(tokens),
         )
@@ -368,8 +369,9 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
 
 def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True) -> Cache:
     """An empty cache with room for `tokens` tokens, at once or in any chunks."""
-    shape = family.bundle.config.cache_shape
-    sizes = {"chunk_tokens": tokens, "threads": THREADS}
+    (only,) = family.bundle.config.cache_classes
+    shape, conv = only.shape, family.bundle.config.conv_shape
+    sizes = {"chunk_tokens": tokens, "threads": THREADS, "conv": conv}
     budget = caches.budget_for_tokens(shape, plan, tokens, **sizes)
     return caches.open_cache(shape, plan, budget, tokens, native=native, **sizes)
 

@@ -277,14 +277,12 @@ class _Layers:
     """What attention is called with, made once: building it would be timed otherwise."""
 
     def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
-        norm = (
-            np.ones(config.head_dim, np.float32)
-            if config.layers[0].mixer.qk_norm == "heads"
-            else None
-        )
+        attending = [index for one in config.cache_classes for index in one.layers]
+        first = config.layers[attending[0]].attention
+        norm = np.ones(config.head_dim, np.float32) if first.qk_norm == "heads" else None
         self.attention = tuple(
             (config.attention(layer), config.inv_freq(layer, long_rope=long_rope), norm)
-            for layer in range(config.num_layers)
+            for layer in attending
         )
         self._width = config.qkv_width
         self._rows: dict[int, NDArray[np.float32]] = {}
@@ -305,7 +303,8 @@ def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int =
     its square.
     """
     layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
-    qkv = layers.random_rows(cache.chunk_tokens)
+    qkv, conv = layers.random_rows(cache.chunk_tokens), config.conv_shape
+    bcx = np.ones((cache.chunk_tokens, 3 * conv.width if conv else 0), np.float32)
     for start in range(0, tokens, cache.chunk_tokens):
         count = min(cache.chunk_tokens, tokens - start)
         positions = np.arange(start, start + count)
@@ -313,4 +312,7 @@ def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int =
         for params, frequencies, norm in layers.attention:
             narrow = replace(params, window_tokens=window_tokens)
             cache.attend(narrow, qkv[:count], positions, frequencies, norm, norm)
+        if conv is not None:
+            for layer in range(conv.num_layers):
+                cache.convolve(layer, bcx[:count], np.ones((conv.width, conv.taps), np.float32))
         cache.commit(range(count))
