@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from kvq.errors import UnsupportedModelError
-from kvq_models.config import Attention, Dense, ModelConfig, RopeConfig
+from kvq_models.config import Dense, ModelConfig, RopeConfig
 from kvq_models.family import layer_shapes
 from kvq_models.rope import RopeSettings
 
@@ -188,12 +188,11 @@ def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]
 
 def _traits(config: ModelConfig) -> dict[str, bool]:
     """What some architecture there does not compute, and whether any layer has it."""
-    mixers = [one.mixer for one in config.layers if isinstance(one.mixer, Attention)]
+    mixers = [layer.attention for layer in config.layers]
     feeds = [layer.feed for layer in config.layers]
     return {
         _QK_NORM: any(mixer.qk_norm == "heads" for mixer in mixers),
         "norms of all heads together": any(mixer.qk_norm == "rows" for mixer in mixers),
-        "layers that convolve": config.conv_shape is not None,
         _SANDWICH: any(layer.norms == "both" for layer in config.layers),
         "no norm before a layer": any(layer.norms == "after" for layer in config.layers),
         "norms with a mean and biases": config.norm != "rms",

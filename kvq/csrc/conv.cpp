@@ -106,7 +106,7 @@ int Convolutions::run(const Tail& tail, int layer, int tokens, const float* bcx,
 template <class Source>
 void Convolutions::take(int place, Source&& source) const {
     ConvState& s = state();
-    if (s.checkpoints && places()[s.checkpoints - 1] == place) return;
+    if (s.checkpoints && places()[s.checkpoints - 1] >= place) return;
     if (s.checkpoints == config().conv_checkpoints) forget_one(place);
     for (int layer = 0; layer < config().conv_layers; layer++)
         for (int i = 0; i < before(); i++) {
@@ -121,11 +121,11 @@ void Convolutions::take(int place, Source&& source) const {
 void Convolutions::forget_one(int coming) const {
     ConvState& s = state();
     int found = 0;
-    int64_t least_gap = 2, least_distance = 1;
+    int64_t least_gap = 1, least_distance = 0;
     for (int i = 0; i < s.checkpoints; i++) {
         const int64_t first = i ? places()[i - 1] : 0;
         const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
-        const int64_t gap = next - first, distance = coming - first;
+        const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
         if (places()[i] == s.wanted || gap * least_distance >= least_gap * distance) continue;
         found = i, least_gap = gap, least_distance = distance;
     }
@@ -161,7 +161,7 @@ void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
                         static_cast<size_t>(bytes_of(1)));
     s.held = std::min(held_rows(), s.held + count);
     if (count > config().draft_tokens || stop / kConvStepTokens > tokens / kConvStepTokens)
-        take(stop, [&](int layer, int i) { return committed(layer, stop - before() + i); });
+        take(stop - 1, [&](int layer, int i) { return committed(layer, stop - 1 - before() + i); });
 }
 
 // Places that are no part of the first `tokens` tokens.

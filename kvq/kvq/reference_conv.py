@@ -47,14 +47,15 @@ def seen_rows(rows: Float, taps: int) -> Float:
 def least_missed(places: Sequence[int], coming: int, kept: int) -> int:
     """Which of the rising `places` to forget, when `coming` joins them; not that which is `kept`.
 
-    The one without which most is computed again for how far one goes back: the gap it leaves, over
-    the distance from `coming` to where that begins, is the least. What lies far back is thinned out.
+    The one without which least is computed again for how far one goes back: the gap it leaves is
+    the least of the distance from `coming` to where that ends, and a step. So places thin out with
+    their distance, and what is computed again is a share of it.
     """
-    found, least = 0, (2, 1)
+    found, least = 0, (1, 0)
     for i, place in enumerate(places):
         before = places[i - 1] if i else 0
         after = places[i + 1] if i + 1 < len(places) else coming
-        gap, distance = after - before, coming - before
+        gap, distance = after - before, coming - after + CONV_STEP_TOKENS
         if place != kept and gap * least[1] < least[0] * distance:
             found, least = i, (gap, distance)
     return found
@@ -64,8 +65,8 @@ class ConvRows:
     """What the convolutions of one sequence remember, in numpy.
 
     The newest committed rows; the branch's; and the rows before some places further back, at most
-    `CONV_CHECKPOINTS`: where a chunk ended, every `CONV_STEP_TOKENS` tokens, and where somebody went
-    back to last.
+    `CONV_CHECKPOINTS`: a token before a chunk ended, so that its last one can go through the model
+    again for its logits, every `CONV_STEP_TOKENS` tokens, and where somebody went back to last.
     """
 
     def __init__(self, shape: ConvShape, draft_tokens: int) -> None:
@@ -129,14 +130,14 @@ class ConvRows:
             self._take(self._wanted, known[:, : known.shape[1] - (stop - self._wanted)])
         self._newest = known[:, -self.shape.before - CONV_BACK_ROWS :]
         if len(path) > self._draft_tokens or stop // CONV_STEP_TOKENS > tokens // CONV_STEP_TOKENS:
-            self._take(stop, known)
+            self._take(stop - 1, known[:, :-1])
         self.forget()
 
     def _take(self, place: int, known: Float) -> None:
-        """Remembers the last rows of `known`, which end at `place`."""
-        if place in self._checkpoints:
-            return
+        """Remembers the last rows of `known`, which end at `place`, unless a later one is."""
         places = list(self._checkpoints)
+        if places and places[-1] >= place:
+            return
         if len(places) == CONV_CHECKPOINTS:
             del self._checkpoints[places[least_missed(places, place, self._wanted)]]
         rows = np.zeros((self.shape.num_layers, self.shape.before, self.shape.width), np.float32)

@@ -217,9 +217,12 @@ def test_the_newest_tokens_can_be_gone_back_to(both: Both) -> None:
 
 def test_further_back_what_is_missing_was_not_long_ago(both: Both) -> None:
     both.grow(6 * CHUNK)
-    assert both.trim(both.tokens - 100) == 2 * CHUNK - 100
+    assert both.trim(both.tokens - 100) == 2 * CHUNK - 100 + 1
+    both.grow(CHUNK)
+    assert both.trim(4 * CHUNK) == 1
+    assert both.trim(4 * CHUNK - 1) == 0
     both.grow(3)
-    assert both.trim(CHUNK + 40) <= 2 * CHUNK
+    assert both.trim(CHUNK + 40) == 41
     both.grow(20)
 
 
@@ -228,8 +231,8 @@ def test_a_place_that_was_gone_back_to_is_remembered() -> None:
     system = CHUNK + 41
     with closing(Both(spec(replace(CONV, width=8)).resolved())) as both:
         both.grow(3 * CHUNK)
-        assert both.trim(system) == 41
-        both.grow(CHUNK - 30)
+        assert both.trim(system) == 42
+        both.grow(CHUNK - 29)
         both.grow(2 * CHUNK)
         assert both.trim(system) == 0
         both.grow((CONV_CHECKPOINTS + 2) * CHUNK)
@@ -242,7 +245,7 @@ def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
             both.grow(3 * CHUNK)
             place = 2 * CHUNK - 1
             both.trim(place)
-            both.grow(CHUNK - 1 - before)
+            both.grow(CHUNK - before)
             both.grow(before + 40)
             both.grow(CHUNK)
             assert both.trim(place) == 0
@@ -255,7 +258,7 @@ def test_decoding_leaves_places_too(both: Both) -> None:
         both.add(3)
         both.commit(3)
     place = CONV_STEP_TOKENS + 20
-    assert both.trim(place) <= 20
+    assert both.trim(place) in (20, 21, 22)
 
 
 def test_places_thin_out_with_their_distance() -> None:
@@ -265,10 +268,10 @@ def test_places_thin_out_with_their_distance() -> None:
             del places[least_missed(places, place, 640)]
         places.append(place)
     assert 640 in places
-    assert places[-3:] == [64 * 397, 64 * 398, 64 * 399]
+    assert places[-2:] == [64 * 398, 64 * 399]
     for asked in range(64, places[-1], 7):
         missing = asked - max((place for place in places if place <= asked), default=0)
-        assert missing <= max(64, 0.75 * (places[-1] - asked + 64))
+        assert missing <= 0.8 * (places[-1] - asked + CONV_STEP_TOKENS)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -398,9 +401,9 @@ HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
         (RESERVED, 1),
         (PLACES, 0),
         (PLACES, -5),
-        (PLACES, 2 * CHUNK),
+        (PLACES, 2 * CHUNK - 1),
         (PLACES, 1 << 30),
-        (PLACES + 4, CHUNK),
+        (PLACES + 4, CHUNK - 1),
         (PLACES + 8, 3 * CHUNK + 20),
         (PLACES + 12, 1),
         (-4, float("nan")),
@@ -414,7 +417,7 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     cache = both.caches[0]
     own = cache.state()
     fields = np.frombuffer(own, np.int32, 8, HEADER).tolist()
-    assert fields == [10, 0, 3, 0, CHUNK, 2 * CHUNK, 3 * CHUNK, 0]
+    assert fields == [10, 0, 3, 0, CHUNK - 1, 2 * CHUNK - 1, 3 * CHUNK - 1, 0]
     with pytest.raises(SnapshotError):
         cache.load_state(damaged(own, at % len(own), number))
     assert cache.state() == own
@@ -430,9 +433,9 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
         ("_newest", conv._newest[:, :, :5]),
         ("_newest", conv._newest * np.float32(np.nan)),
         ("_wanted", -1),
-        ("_checkpoints", {0: conv._checkpoints[CHUNK]}),
-        ("_checkpoints", {CONTEXT: conv._checkpoints[CHUNK]}),
-        ("_checkpoints", {CHUNK: conv._checkpoints[CHUNK][:, :1]}),
+        ("_checkpoints", {0: conv._checkpoints[CHUNK - 1]}),
+        ("_checkpoints", {CONTEXT: conv._checkpoints[CHUNK - 1]}),
+        ("_checkpoints", {CHUNK: conv._checkpoints[CHUNK - 1][:, :1]}),
     ):
         before = getattr(conv, name)
         setattr(conv, name, value)
