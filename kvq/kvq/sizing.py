@@ -219,25 +219,12 @@ class Geometry:
             probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
             layers=shape.num_layers * _layer_bytes(dim) if slots else 0,
             conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
-            conv_rows=self._conv_bytes,
+            conv_rows=conv_bytes(self.conv, self.draft_tokens),
             staging_positions=self.pass_tokens * 4,
             staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
             rope=self.pass_tokens * dim * 4,
             partials=split_rows * (dim + 2) * 4,
         )
-
-    @property
-    def _conv_bytes(self) -> int:
-        """Bytes of the rows that convolutions remember.
-
-        The newest committed ones, those of a branch, the newest of a chunk, and of every place that
-        may be gone back to, of which one is on the way into a chunk, those before it.
-        """
-        if self.conv is None:
-            return 0
-        newest = self.conv.before + CONV_BACK_ROWS
-        rows = 2 * newest + self.draft_tokens + (CONV_CHECKPOINTS + 1) * self.conv.before
-        return self.conv.num_layers * rows * self.conv.width * 4
 
     def bytes_for_columns(self, columns: int) -> int:
         """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
@@ -584,6 +571,19 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
             f"its first and newest tokens in 16 bits and a page of {PAGE_TOKENS} quantised ones; "
             f"{sized(minimum_bytes)} can"
         )
+
+
+def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
+    """Bytes of the rows that convolutions remember.
+
+    The newest committed ones, those of a branch, the newest of a chunk, and of every place that may
+    be gone back to, of which one is on the way into a chunk, those before it.
+    """
+    if conv is None:
+        return 0
+    newest = conv.before + CONV_BACK_ROWS
+    rows = 2 * newest + draft_tokens + (CONV_CHECKPOINTS + 1) * conv.before
+    return conv.num_layers * rows * conv.width * 4
 
 
 def _layer_bytes(head_dim: int) -> int:

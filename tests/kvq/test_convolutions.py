@@ -144,9 +144,7 @@ class Both:
 
 def attend(cache: Cache, count: int) -> None:
     for layer in range(SHAPE.num_layers):
-        params = AttentionParams(
-            layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25
-        )
+        params = AttentionParams(layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
         qkv = np.ones((count, 64), np.float32)
         cache.attend(params, qkv, np.arange(count, dtype=np.int64), FREQUENCIES)
 
@@ -287,7 +285,9 @@ def test_random_traces(seed: int) -> None:
                     both.grow(int(draw.integers(1, CHUNK)))
                 case 1 | 2 if room > DRAFT:
                     rows = int(draw.integers(1, DRAFT + 1))
-                    both.add(rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)])
+                    both.add(
+                        rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)]
+                    )
                     path = [int(draw.integers(rows))]
                     while both.branch[path[0]][0] >= 0:
                         path.insert(0, both.branch[path[0]][0])

@@ -101,24 +101,22 @@ def test_other_backends_answer_alike(
         with opened(engine) as ours:
             ours.prefill(TEXTS[0])
             for token in answers[0][:6]:
-                found, wanted = (
-                    one.sequence._logits for one in (session, ours)  # noqa: SLF001
-                )
+                found, wanted = (one.sequence._logits for one in (session, ours))
                 assert np.abs(found - wanted).std() < 0.1 * wanted.std()
                 for one in (session, ours):
                     one.sequence.append([token])
                     one.sequence.advance()
-        before = session.sequence._logits  # noqa: SLF001
+        before = session.sequence._logits
         with session.sequence.forward([1, 2, 3], [-1, 0, 0]) as branch:
             found = branch.logits[2]
             branch.commit([0, 2])
         session.rollback(2)
         session.sequence.append([1, 3])
         session.sequence.advance()
-        np.testing.assert_allclose(session.sequence._logits, found, atol=1e-3)  # noqa: SLF001
+        np.testing.assert_allclose(session.sequence._logits, found, atol=1e-3)
         session.rollback(2)
         session.sequence.advance()
-        np.testing.assert_allclose(session.sequence._logits, before, atol=1e-3)  # noqa: SLF001
+        np.testing.assert_allclose(session.sequence._logits, before, atol=1e-3)
 
 
 def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
@@ -189,13 +187,12 @@ def test_a_prefix_is_computed_again_once(engine: Engine, answers: list[list[int]
 
 
 @pytest.mark.parametrize("drafter", ["auto", "lookup", "suffix", "recycle", "quantspec"])
-def test_drafters_change_nothing(
-    engine: Engine, answers: list[list[int]], drafter: str
-) -> None:
+def test_drafters_change_nothing(engine: Engine, answers: list[list[int]], drafter: str) -> None:
     for kv in ("fp", "8:8"):
-        with opened(engine, kv=kv) as plain, opened(
-            engine, kv=kv, draft=lambda: drafter_named(drafter)
-        ) as session:
+        with (
+            opened(engine, kv=kv) as plain,
+            opened(engine, kv=kv, draft=lambda: drafter_named(drafter)) as session,
+        ):
             for text in TEXTS:
                 wanted = []
                 for one in (plain, session):

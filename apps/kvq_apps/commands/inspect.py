@@ -126,7 +126,9 @@ def _located(name: str) -> Path:
 
 
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
+    from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
+    from kvq.sizing import conv_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     token_bytes = at_context = 0.0
@@ -141,6 +143,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "bytes_per_token": token_bytes,
         "bytes_at_context": round(at_context),
+        "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
         "fp16_bytes_per_token": config.float_bytes_per_token,
     }
 
@@ -168,6 +171,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             "KV at context",
             format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
+        *_convolutions(report),
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
@@ -186,12 +190,23 @@ def _sampling(fields: dict[str, float]) -> str:
 
 
 def _shape(config: dict[str, Any]) -> str:
-    mixer = config["layers"][0]["mixer"]
+    mixers = [layer["mixer"] for layer in config["layers"]]
+    mixer = next(one for one in mixers if "heads" in one)
     return (
         f"{len(config['layers'])} layers, {mixer['heads']} heads over "
         f"{mixer['kv_heads']} KV heads of {mixer['head_dim']}, hidden "
         f"{config['hidden_size']}, vocabulary {config['vocab_size']}"
     )
+
+
+def _convolutions(report: dict[str, Any]) -> Rows:
+    """How many layers convolve, and what a session holds for them whatever its text."""
+    layers = report["config"]["layers"]
+    count = sum("taps" in layer["mixer"] for layer in layers)
+    if not count:
+        return []
+    held = format_bytes(report["conv_bytes"])
+    return [("convolutions", f"{count} of {len(layers)} layers, which hold {held} of any budget")]
 
 
 def _windowed(config: dict[str, Any]) -> str:

@@ -12,11 +12,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.cache import Cache
 from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
 from kvq.errors import BackendError
 from kvq.formats import bytes_per_token
-from kvq.cache import Cache
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
