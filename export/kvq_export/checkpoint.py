@@ -8,7 +8,7 @@ Nothing here loads a pickle.
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,9 +28,12 @@ logger = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # How tensors of a language model begin where it is a part of another, and what stands for it alone.
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-_BESIDE_TEXT = (
-    "vision_tower.", "multi_modal_projector.",
-    "model.vision_tower.", "model.multi_modal_projector.",
+_BESIDE_TEXT = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio"
+    )
 )  # fmt: skip
 # That are compared of a head and an embedding that are said to be one.
 _HEAD_ROWS = 32
@@ -170,14 +173,16 @@ class Checkpoint:
             own = _TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
             tensors.setdefault(own, tensor)
         if left_out:
-            logger.warning("%d tensors for images are left out: kvq reads text", left_out)
+            logger.warning("%d tensors for images or sounds are left out: kvq reads text", left_out)
         return replace(self, tensors=tensors)
 
-    def check(self, sources: Mapping[str, WeightSource]) -> None:
+    def check(
+        self, sources: Mapping[str, WeightSource], spare: Collection[str] = frozenset()
+    ) -> None:
         """Every part exists in a readable dtype, and the shapes are those `sources` ask for.
 
-        Tensors that belong to a layer or to nothing known are refused too: leaving out a bias
-        would change the model in silence.
+        Tensors that belong to a layer or to nothing known are refused too, unless they are `spare`:
+        leaving out a bias would change the model in silence.
         """
         wanted = [part for source in sources.values() for part in source.parts]
         missing = [name for name in wanted if name not in self.tensors]
@@ -198,7 +203,7 @@ class Checkpoint:
                 f"{self.described_by} ties the output head to the embedding, but {self.path} has a "
                 f"head of its own ({_HEAD}); if it is the model's, set tie_word_embeddings to false"
             )
-        known = set(wanted)
+        known = {*wanted, *spare}
         extra = [
             name
             for name, tensor in self.tensors.items()

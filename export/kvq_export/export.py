@@ -175,8 +175,8 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
         )
     if (asked or options.predict_with) and not config.uniform:
         raise UsageError(
-            f"--kv-predict is for models whose layers all have keys of their own and are alike, "
-            f"which those of a {config.model_type} are not; leave it out"
+            f"--kv-predict is of models whose layers are all alike; those of {config.model_type} "
+            "differ in their heads, read others' keys or convolve: leave it out"
         )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
@@ -251,7 +251,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     _ = config.cache_classes
     checkpoint = source.checkpoint(config)
     sources = source.weight_sources(family, config)
-    checkpoint.check(sources)
+    checkpoint.check(sources, family.spare(config))
     files = source.tokenizer_files() if options.tokenizer else None
     tokenizer = None if files is None else Tokenizer.from_files(files, family, config)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:

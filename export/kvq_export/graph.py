@@ -4,9 +4,10 @@ Owns the nodes and their names; knows no weight values. Everything is 2-D: hidde
 [T, hidden], the rows of S sequences one after the other, and only attention tells them apart.
 
 Inputs: `input_ids` int64 [T, K] and `input_weights` float32 [T, K] (row t of the embedding is
-sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches; `cache.1` and so on for further classes of layers),
-`sequence_rows` int64 [S] (rows of each sequence, T together), `logit_rows` int64 [R], and for a
-model with two sets of rotary frequencies `rope_long` int64 [1].
+sum_k weight * E[id]), `position_ids` int64 [T], `cache` int64 [S] (handles of the native caches;
+those of further classes of layers are `cache.1` and so on), `sequence_rows` int64 [S] (rows of each
+sequence, T together), `logit_rows` int64 [R], and for a model with two sets of rotary frequencies
+`rope_long` int64 [1].
 Four inputs say how much of the weights a pass reads; left out, it reads all: `weights_view` int64
 [1] (0 full, 1 the upper nibbles of 8-bit matrices), `exact_rows` int64 [1] (0: every logit from
 whole weights; else the upper nibbles rank all and what can be the best so many is exact),
@@ -91,7 +92,8 @@ class _Builder:
         self.mix = self._input("input_weights", real, ["T", "K"])
         self.positions = self._input("position_ids", integer, ["T"])
         self.caches = [
-            self._input(name, integer, ["S"]) for name in cache_inputs(len(self.config.cache_classes))
+            self._input(name, integer, ["S"])
+            for name in cache_inputs(len(self.config.cache_classes))
         ]
         self.sequence_rows = self._input("sequence_rows", integer, ["S"])
         self.logit_rows = self._input("logit_rows", integer, ["R"])
@@ -113,22 +115,7 @@ class _Builder:
         mix = self.mix
         if self.config.embedding_scale != 1.0:
             mix = self._node("/model/embed/Mul", [mix, self._scalar(self.config.embedding_scale)])
-        matrix = self.layout.matrices["embed"]
-        if self.layout.format.linear == "kvq":
-            return self._gathered("/model", "embed", mix)
-        rows = self._node(
-            "/model/embed/GatherBlockQuantized",
-            [self._stored("embed.codes"), self.ids, self._stored("embed.scales")],
-            domain="com.microsoft",
-            bits=matrix.bits,
-            block_size=matrix.block,
-            gather_axis=0,
-            quantize_axis=1,
-        )
-        if matrix.columns % matrix.block:
-            start, stop, axis = self._integers(0), self._integers(matrix.columns), self._integers(2)
-            rows = self._node("/model/embed/Slice", [rows, start, stop, axis])
-        return self._node("/model/embed/Einsum", [mix, rows], equation="tk,tkh->th")
+        return self._gathered("/model", "embed", mix)
 
     def layers(self, hidden: ir.Value) -> ir.Value:
         """All layers: [T, hidden] -> [R, hidden].
@@ -160,8 +147,10 @@ class _Builder:
         return hidden
 
     def _gathered(self, path: str, name: str, mix: ir.Value) -> ir.Value:
-        """Rows of a table of ours by the ids, as `mix` weighs them."""
+        """Rows of a table by the ids, as `mix` weighs them."""
         matrix = self.layout.matrices[name]
+        if self.layout.format.linear == "ort":
+            return self._gathered_by_ort(f"{path}/embed", name, mix)
         out = self._node(
             f"{path}/Embed",
             [self.ids, mix, self._stored(f"{name}.panels")],
@@ -171,6 +160,23 @@ class _Builder:
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", matrix.columns])
         return out
+
+    def _gathered_by_ort(self, path: str, name: str, mix: ir.Value) -> ir.Value:
+        """As `_gathered`, by ONNX Runtime's own nodes."""
+        matrix = self.layout.matrices[name]
+        rows = self._node(
+            f"{path}/GatherBlockQuantized",
+            [self._stored(f"{name}.codes"), self.ids, self._stored(f"{name}.scales")],
+            domain="com.microsoft",
+            bits=matrix.bits,
+            block_size=matrix.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if matrix.columns % matrix.block:
+            start, stop, axis = self._integers(0), self._integers(matrix.columns), self._integers(2)
+            rows = self._node(f"{path}/Slice", [rows, start, stop, axis])
+        return self._node(f"{path}/Einsum", [mix, rows], equation="tk,tkh->th")
 
     def _per_layer_inputs(self, embedded: ir.Value) -> Sequence[ir.Value]:
         """Every layer's own embedding of the tokens, [T, P] each; none where there are none."""

@@ -16,6 +16,8 @@ from kvq_models.config import Experts, ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
 
 ALIGNMENT = 64
+# Matrices of which rows are gathered.
+TABLES = ("embed", "per_layer_embed")
 
 Dtype = Literal["uint8", "float32"]
 ITEM_BYTES: Mapping[Dtype, int] = {"uint8": 1, "float32": 4}
@@ -119,7 +121,7 @@ def _check_experts(config: ModelConfig, weights: WeightFormat) -> None:
 def _codes_shape(name: str, matrix: PanelFormat) -> tuple[int, ...]:
     """A gather reads flat rows, MatMulNBits rows of blocks; the bytes are the same."""
     block_bytes = matrix.block * matrix.bits // 8
-    if name == "embed":
+    if name in TABLES:
         return matrix.rows, matrix.blocks * block_bytes
     return matrix.rows, matrix.blocks, block_bytes
 

@@ -71,8 +71,11 @@ class Watched(PlainAttention):
         inv_freq: np.ndarray,
         q_norm: np.ndarray | None,
         k_norm: np.ndarray | None,
+        *,
+        shared: bool = False,
     ) -> np.ndarray:
-        """See `Attend`."""
+        """See `Attend`; of a model whose layers are alike, so that none reads another's keys."""
+        assert not shared
         self.kept[params.layer] = qkv[:, self._first_kept :].astype(np.float32)
         return super().__call__(params, qkv, positions, inv_freq, q_norm, k_norm)
 

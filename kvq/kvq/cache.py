@@ -59,7 +59,7 @@ class Holdings:
 
 
 class Tally(NamedTuple):
-    """Numbers of K (as many of V) that a cache holds and should hold, and the bits of those held."""
+    """Numbers of K (as many of V) that a cache holds, that it should hold, and their bits."""
 
     held: int
     wanted: int
@@ -361,7 +361,8 @@ class Cache:
 
         `layer` counts convolutions. bcx float32 [T, 3 width]: B, C and x side by side; weight
         [width, taps]; returns float32 [T, width]. Every layer once per pass, one after the other;
-        before, between or behind those that attend. Raises `CacheError` for other shapes and where B * x is not finite.
+        before, between or behind those that attend. Raises `CacheError` for other shapes and where
+        B * x is not finite.
         """
         conv = self.arena.conv
         if conv is None or not 0 <= layer < conv.num_layers:

@@ -1,4 +1,4 @@
-"""The cache of a model whose layers do not share one shape of heads: a cache for each class of them.
+"""The cache of a model whose layers differ in their heads: a cache for each class of them.
 
 Layers of one class have the same query heads, KV heads and channels, so that their pages are alike.
 All caches hold the same tokens, together in exactly the bytes of one budget. Knows no model; a
@@ -7,7 +7,7 @@ class is a `CacheSpec`, and what says so is the order they are given in.
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +26,11 @@ WeightNorms = Callable[[], NDArray[np.float64]]
 class ClassedSpec:
     """What is asked of the caches of several classes, with the names `CacheSpec` has for it.
 
-    `parts` differ in `shape`, `windows` and `forms` alone, and the first may have a `conv`. `budget` is that of all together: a
-    class gets the least it can be opened in, then those whose every layer has a window get what
-    holds their whole context, for that does not grow with it, and what is left goes to the classes
-    by what each still lacks.
+    `parts` differ in `shape`, `windows` and `forms` alone, and the first may have a `conv`.
+    `budget` is that of all together: a class gets the least it can be opened in, then those whose
+    every layer has a window get what holds their whole context, for that does not grow with it, and
+    what is left goes to the classes by what each still lacks. A budget in tokens is one of every
+    class.
     """
 
     parts: tuple[CacheSpec, ...]
@@ -71,7 +72,11 @@ class ClassedSpec:
             return self.budget.num_bytes
         if self.budget.fraction is not None:
             return int(self.budget.fraction * self.float_bytes)
-        return self.bytes_for_tokens(self.budget.tokens or DEFAULT_TOKENS)
+        return self.bytes_for_tokens(self._budget_tokens)
+
+    @property
+    def _budget_tokens(self) -> int:
+        return DEFAULT_TOKENS if self.budget.tokens is None else self.budget.tokens
 
     @property
     def float_bytes(self) -> int:
@@ -103,10 +108,14 @@ class ClassedSpec:
         if self.plan.quantized:
             return self
         if self.budget.num_bytes is None and self.budget.fraction is None:
-            tokens = self.budget.tokens or DEFAULT_TOKENS
-            return self.changed(context_tokens=min(tokens, self.context_tokens))
-        fits = longest_context(replace(self, budget=Budget(num_bytes=self.budget_bytes)))
-        return self.changed(context_tokens=fits, budget=Budget(num_bytes=self.budget_bytes))
+            tokens = min(self._budget_tokens, self.context_tokens)
+            return self.changed(context_tokens=tokens)
+        num_bytes = self.budget_bytes
+        fits = longest_context(
+            self.context_tokens,
+            lambda tokens: self.changed(context_tokens=tokens).minimum_bytes <= num_bytes,
+        )
+        return self.changed(context_tokens=fits, budget=Budget(num_bytes=num_bytes))
 
     def resolved(self) -> "ClassedArena":
         """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""
@@ -119,6 +128,8 @@ class ClassedSpec:
 
     def _shares(self) -> list[int]:
         """Bytes of every class, `budget_bytes` together."""
+        if self.budget.num_bytes is None and self.budget.fraction is None:
+            return [part.bytes_for_tokens(self._budget_tokens) for part in self.parts]
         shares = [part.minimum_bytes for part in self.parts]
         left = self.budget_bytes - sum(shares)
         lacks = [part.whole_bytes - least for part, least in zip(self.parts, shares, strict=True)]
@@ -374,7 +385,8 @@ class ClassedCache:
     def load_state(self, state: bytes) -> None:
         """Restores a snapshot; unchanged when that is refused. Raises `SnapshotError`."""
         form = struct.Struct(f"<{len(self.parts)}q")
-        lengths = form.unpack_from(state) if len(state) >= form.size else (-1,)
+        whole = len(state) >= form.size
+        lengths: tuple[int, ...] = form.unpack_from(state) if whole else (-1,)
         if min(lengths) < 0 or form.size + sum(lengths) != len(state):
             raise SnapshotError(
                 "the saved cache is not of a model with as many classes of layers; read its text "
@@ -402,7 +414,7 @@ class ClassedCache:
 def spec_of(
     classes: Sequence[dict[str, Any]], *, budget: Budget | None = None, **shared: Any
 ) -> CacheSpec | ClassedSpec:
-    """What is asked of a cache: `shared` by all classes, and each one's own fields of `CacheSpec`."""
+    """What is asked of a cache: `shared` by all classes, and each one's own of `CacheSpec`."""
     budget = budget or Budget()
     if len(classes) == 1:
         return CacheSpec(**classes[0], **shared, budget=budget)

@@ -213,8 +213,8 @@ class AttentionParams:
     num_kv_heads: int
     head_dim: int
     scale: float
-    cache: int = 0
     softcap: float = 0.0
     window_tokens: int = 0
     rope_factor: float = 1.0
     norm_eps: float = 1e-6
+    cache: int = 0

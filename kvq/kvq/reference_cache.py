@@ -233,7 +233,7 @@ class ReferenceCache:
         return self._attention(params, q, positions, inv_freq).reshape(len(qkv), -1)
 
     def convolve(self, layer: int, bcx: Float, weight: Float) -> Float:
-        """What convolution `layer` gives of the pass's rows [B | C | x] [T, 3 width]: [T, width]."""
+        """What a convolution gives of the pass's rows [B | C | x], [T, 3 width]: [T, width]."""
         assert self._conv is not None
         if not 0 < len(bcx) == self._pass_rows:
             raise CacheError(f"begin() was not called for {len(bcx)} tokens")
@@ -396,9 +396,7 @@ class ReferenceCache:
             raise CacheError(f"rows {rows} are no path of the branch's {self.branch_rows} rows")
         if self._unattended:
             raise CacheError("a layer has not seen the newest rows yet")
-        reason = self._conv.why_not_keep(len(path)) if self._conv else None
-        if reason is not None:
-            raise CacheError(reason)
+        self._check_kept(len(path))
         pages = self._closing(len(path))
         tokens = self._first + np.arange(len(path), dtype=np.int64)
         places = self._places.joined(tokens, self._branch_positions[path])
@@ -422,6 +420,11 @@ class ReferenceCache:
             self._close_page()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
+    def _check_kept(self, rows: int) -> None:
+        reason = self._conv.why_not_keep(rows) if self._conv else None
+        if reason is not None:
+            raise CacheError(reason)
+
     def _close_page(self) -> None:
         """Packs the first tokens behind the sinks; the text's end stays in floating point."""
         sinks = self.arena.plan.sink_tokens
@@ -436,9 +439,7 @@ class ReferenceCache:
             raise CacheError(f"the branch has {self.branch_rows} rows, not {rows}")
         if rows and self._unattended and rows > self.branch_rows - self._pass_rows:
             raise CacheError("a layer has not seen the newest rows yet")
-        reason = self._conv.why_not_keep(rows) if self._conv else None
-        if reason is not None:
-            raise CacheError(reason)
+        self._check_kept(rows)
         self._probes.forget(self._branch_tokens()[rows:])
         if rows == 0:
             self._open_branch()

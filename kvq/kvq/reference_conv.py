@@ -174,7 +174,7 @@ class ConvRows:
         return {"conv_newest": self._newest, "conv_places": places, "conv_rows": rows}
 
     def restore(self, arrays: dict[str, NDArray[Any]], tokens: int) -> None:
-        """Becomes what `arrays` gave beside `tokens` tokens. Raises `SnapshotError`; as it was then."""
+        """Becomes what `arrays` gave beside `tokens` tokens. Raises `SnapshotError`, unchanged."""
         shape = self.shape
         newest, rows = arrays["conv_newest"], arrays["conv_rows"]
         wanted, *places = arrays["conv_places"].tolist()

@@ -5,9 +5,10 @@ Knows policies by name and holds no data.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
@@ -517,8 +518,12 @@ class CacheSpec:
             return self
         if self.budget.num_bytes is None and self.budget.fraction is None:
             return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
-        fits = longest_context(self)
-        return replace(self, context_tokens=fits, budget=Budget(num_bytes=self.budget_bytes))
+        num_bytes = self.budget_bytes
+        fits = longest_context(
+            self.context_tokens,
+            lambda tokens: replace(self, context_tokens=tokens).minimum_bytes <= num_bytes,
+        )
+        return replace(self, context_tokens=fits, budget=Budget(num_bytes=num_bytes))
 
     @property
     def _budget_tokens(self) -> int:
@@ -529,24 +534,12 @@ class CacheSpec:
         return "attention" in policy_named(self.policy).needs
 
 
-class _Sized(Protocol):
-    """What is asked of a cache, or of those of several classes."""
-
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def minimum_bytes(self) -> int: ...
-    def changed(self, *, context_tokens: int) -> "_Sized": ...
-
-
-def longest_context(spec: _Sized) -> int:
-    """The longest context, up to the one asked for, that opens in the budget."""
-    fits, too_many = SHORTEST_CONTEXT_TOKENS, spec.context_tokens + 1
+def longest_context(most: int, opens: Callable[[int], bool]) -> int:
+    """The longest context of up to `most` tokens that `opens`, as every shorter one does."""
+    fits, too_many = SHORTEST_CONTEXT_TOKENS, most + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if spec.changed(context_tokens=middle).minimum_bytes <= spec.budget_bytes:
+        if opens(middle):
             fits = middle
         else:
             too_many = middle

@@ -163,6 +163,11 @@ class Layer:
         return self.mixer
 
     @property
+    def attends(self) -> bool:
+        """Whether its mixer is attention."""
+        return isinstance(self.mixer, Attention)
+
+    @property
     def owns_keys(self) -> bool:
         """Whether tokens have keys and values of this layer."""
         return isinstance(self.mixer, Attention) and self.mixer.kv_from is None
@@ -312,7 +317,11 @@ class ModelConfig:
                     "layer, the last of those that are like it and have keys of their own"
                 )
             read = self.layers[source].attention
-            if (own.heads, own.kv_heads, own.head_dim) != (read.heads, read.kv_heads, read.head_dim):
+            if (own.heads, own.kv_heads, own.head_dim) != (
+                read.heads,
+                read.kv_heads,
+                read.head_dim,
+            ):
                 raise ModelError(f"layer {index} reads the keys of a layer of another shape")
 
     @property

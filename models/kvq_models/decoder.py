@@ -105,9 +105,9 @@ def decoder_config(
 
     `norms`, `scale`, `parallel` and `scaled` are fields of every layer, `mixer` and `feed` those of
     its `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
-    `mixers` and of `feeds` have those in place of the `Attention`, of the `Dense`. Without them: one rotary table for all layers,
-    no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family reads attention_bias
-    or mlp_bias and the file has it so.
+    `mixers` and `feeds` have those in place of the `Attention` and the `Dense`. Without them: one
+    rotary table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the
+    family reads attention_bias or mlp_bias and the file has it so.
     """
     head_dim = head_dim_of(values)
     shared: dict[str, Any] = {

@@ -124,6 +124,19 @@ class Family:
             sources["head_bias"] = WeightSource(parts=("lm_head.bias",), shape=(config.vocab_size,))
         return sources
 
+    def spare(self, config: ModelConfig) -> frozenset[str]:
+        """Tensors that a file may hold although nothing reads them.
+
+        Those are the keys and values of layers that read others' instead.
+        """
+        names = (*self.layer_weights["qkv"][1:], *self.layer_weights.get("k_norm", ()))
+        return frozenset(
+            f"model.layers.{index}.{name}"
+            for index, layer in enumerate(config.layers)
+            if layer.attends and not layer.owns_keys
+            for name in names
+        )
+
     def _per_layer_sources(self, config: ModelConfig) -> dict[str, WeightSource]:
         """What all layers' own embeddings come from; the norm is that of each layer's part.
 

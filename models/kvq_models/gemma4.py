@@ -116,9 +116,7 @@ def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     heads = [_heads(values, layer, kind) for layer, kind in enumerate(_types(values))]
     full = heads[-1]["head_dim"]
     other = [
-        one["head_dim"]
-        for one, kind in zip(heads, _types(values), strict=True)
-        if kind != _FULL
+        one["head_dim"] for one, kind in zip(heads, _types(values), strict=True) if kind != _FULL
     ]
     return (
         build_rope(

@@ -1,4 +1,4 @@
-"""The lfm2 family (LFM2 350M to 2.6B, LFM2.5): short convolutions, and attention in a few layers."""
+"""The lfm2 family (LFM2 350M to 2.6B, LFM2.5): short convolutions, few layers that attend."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +48,7 @@ def _types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _feed_width(values: Mapping[str, Any]) -> int:
-    """Columns of the MLPs: two thirds of what is written, unless that is told not to be adjusted."""
+    """Columns of the MLPs: two thirds of what is written, unless that is not to be adjusted."""
     written = values["block_ff_dim"]
     width = values["intermediate_size"] if written is None else written
     for name, wanted in (

@@ -49,7 +49,8 @@ class Product:
     def name(self) -> str:
         """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
 
-        Of a convolution in_proj and out_proj; and of per-layer embeddings per_layer_gate, per_layer_up.
+        Of a convolution in_proj and out_proj; and of per-layer embeddings per_layer_gate and
+        per_layer_up.
         """
         return self.weight.rpartition(".")[2]
 
@@ -64,7 +65,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 
 
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
-    """Queries, keys and values, then attention's output; or what enters a convolution and leaves."""
+    """Queries, keys and values, attention's output; or what enters a convolution and leaves it."""
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
     if not isinstance(mixer, Attention):

@@ -20,7 +20,7 @@ from kvq.errors import BackendError
 from kvq.reference import rotate
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends import Backend, open_backend
-from kvq_runtime.backends.paged import PagedBackend
+from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.sequence import Sequence, Work
@@ -77,7 +77,8 @@ class Reader:
     def read(self, layer: int, start: int) -> Floats:
         """Keys, turned back, and values of the tokens from `start` on, float32 [T, 2 Hk D + 1]."""
         config = self._config
-        heads = [self.sequence.cache.tail(layer, head) for head in range(config.num_kv_heads)]
+        (cache,) = self.sequence.cache.parts
+        heads = [cache.tail(layer, head) for head in range(config.num_kv_heads)]
         places = heads[0][2].astype(np.int64)
         newest = np.argsort(places)[start:]
         keys, values = (
@@ -127,7 +128,7 @@ class Auxiliary:
         return self.sequence.config.budget_bytes
 
     @property
-    def sequence(self) -> Sequence[Cache]:
+    def sequence(self) -> Sequence[PagedCache]:
         """The text as far as the auxiliary model has read it."""
         return self._reader.sequence
 
@@ -175,8 +176,8 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
             if not own.bundle.config.uniform:
                 own.close()
                 raise BackendError(
-                    f"{path} cannot read for another model: its layers do not all have keys of "
-                    "their own, or are not alike"
+                    f"{path} cannot read for another model: its layers differ in their heads, "
+                    "read others' keys or convolve; take a model whose layers are all alike"
                 )
             _backends[path, base.threads] = own
     check_vocabularies("--kv-predict-with", own, base)

@@ -494,7 +494,9 @@ class Bundle:
             for product in products(config)
         }
         own = config.per_layer
-        table = {} if own is None else {"per_layer_embed": (own.rows, len(config.layers) * own.width)}
+        table = (
+            {} if own is None else {"per_layer_embed": (own.rows, len(config.layers) * own.width)}
+        )
         return layers | {"embed": (config.vocab_size, config.hidden_size)} | table
 
     @property

@@ -40,7 +40,7 @@ def test_every_family_is_complete(case: str, tied: bool, shard_size: str, tmp_pa
     family, config, _ = read_checkpoint(folder)
     assert config.tied_head == tied
     checkpoint, sources = Checkpoint.open(folder), family.weights(config)
-    checkpoint.check(sources)
+    checkpoint.check(sources, family.spare(config))
     stored = {
         name: value
         for file in folder.glob("*.safetensors")
@@ -125,7 +125,7 @@ def test_the_language_model_of_one_that_sees_is_read_alone(
     write_safetensors(file, tensors)
     config, weights = opened(tmp_path)
     assert config.model_type == "gemma3_text"
-    assert "tensors for images are left out: kvq reads text" in caplog.text
+    assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
     ids = np.arange(5, 45)
     found = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
     import torch
@@ -133,6 +133,47 @@ def test_the_language_model_of_one_that_sees_is_read_alone(
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
     np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its other parts are left out, and so are keys that no layer reads any more."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.Gemma4Config(
+        text_config=COMMON | dict(CASES["gemma4"][1]) | {"tie_word_embeddings": True},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                       "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+                       "patch_size": 8},
+        audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "output_proj_dims": 32, "subsampling_conv_channels": [8, 8]},
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(("norm" in name) + 0.1 * torch.randn(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stale = "model.language_model.layers.6.self_attn.k_proj.weight"
+    write_safetensors(file, read_safetensors(file) | {stale: np.ones((64, 128), np.float32)})
+    found, weights = opened(tmp_path)
+    assert found.model_type == "gemma4_text"
+    assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
+    ids = np.arange(5, 45)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    logits = forward(found, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    np.testing.assert_allclose(logits, expected, atol=2e-3)
+    write_safetensors(
+        file, read_safetensors(file) | {stale.replace("6", "2"): np.ones((3, 3), np.float32)}
+    )
+    with pytest.raises(CheckpointError, match="has shape"):
+        opened(tmp_path)
 
 
 def mistral3_that_sees(folder: Path, text: str, *, outside: bool, inside: bool) -> Any:
@@ -193,9 +234,9 @@ def test_a_head_of_its_own_is_not_left_out_where_it_is_said_to_be_tied(tmp_path:
 def test_a_part_that_is_none_of_a_language_model_is_refused(tmp_path: Path) -> None:
     gemma3_that_sees(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors = read_safetensors(file) | {"model.audio_tower.weight": np.ones((2, 2), np.float32)}
+    tensors = read_safetensors(file) | {"model.other_tower.weight": np.ones((2, 2), np.float32)}
     write_safetensors(file, tensors)
-    with pytest.raises(CheckpointError, match=r"model\.audio_tower\.weight.* is not part"):
+    with pytest.raises(CheckpointError, match=r"model\.other_tower\.weight.* is not part"):
         opened(tmp_path)
     path = tmp_path / "config.json"
     said = json.loads(path.read_text())

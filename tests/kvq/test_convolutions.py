@@ -347,7 +347,7 @@ def test_what_is_no_convolution_of_the_cache_is_refused(both: Both) -> None:
         *((cache, 0, rows[:, 1:], both.weight[0]) for cache in both.caches),
         *((cache, 0, rows, both.weight[0][:, 1:]) for cache in both.caches),
     ):
-        with pytest.raises(CacheError, match="convolution|weights"):
+        with pytest.raises(CacheError, match=r"convolution|weights"):
             cache.convolve(layer, given, weight)
     plain.close()
     for shape in ((0, 8, 3), (1, 0, 3), (1, 8, 1), (1, 8, 17)):
@@ -421,6 +421,32 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     with pytest.raises(SnapshotError):
         cache.load_state(damaged(own, at % len(own), number))
     assert cache.state() == own
+
+
+def test_changed_bytes_harm_no_memory(both: Both) -> None:
+    """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
+    both.grow(4 * CHUNK + 7)
+    cache, draw = both.caches[0], np.random.default_rng(0)
+    own, outcomes = cache.state(), set[str]()
+    first = len(own) - 3 * (10 + 2 * 4) * CONV.width * 4
+    for place in [*range(HEADER, PLACES + 20), *draw.integers(first, len(own), 60).tolist()]:
+        wrong = bytearray(own)
+        wrong[place] ^= int(draw.integers(1, 256))
+        try:
+            cache.load_state(bytes(wrong))
+        except SnapshotError:
+            outcomes.add("refused")
+            continue
+        outcomes.add("loaded")
+        for tokens in (cache.tokens - 2, CHUNK + 3):
+            cache.trim(tokens)
+            cache.begin(CHUNK)
+            attend(cache, CHUNK)
+            for layer in range(CONV.num_layers):
+                cache.convolve(layer, both.rows(CHUNK)[:, layer], both.weight[layer])
+            cache.commit(CHUNK)
+    assert outcomes == {"refused", "loaded"}
+    cache.load_state(own)
 
 
 def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:

@@ -25,17 +25,18 @@ import torch
 import transformers
 from transformers.masking_utils import eager_mask
 
-import caches
 import tiny
-from kvq.cache import Cache
-from kvq.config import KvPlan
+from kvq import classes
+from kvq.config import Budget, KvPlan
 from kvq_apps.bench.engine_transformers import cache_argument
 from kvq_export.config import ExportOptions, Linear, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.config import Experts
+from kvq_models.products import products as model_products
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.backends import Pass, Rows, missing
+from kvq_runtime.backends.paged import PagedCache, class_fields
 from kvq_runtime.backends.reference import CacheAttention
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -168,13 +169,22 @@ class Peer:
         return self.model.get_input_embeddings()(torch.from_numpy(ids))
 
     @torch.no_grad()
-    def logits(self, ids: np.ndarray | torch.Tensor, *, rounded: bool = False) -> np.ndarray:
-        """Logits float32 [T, V] of ids int64 [T] or embeddings [T, hidden]."""
+    def mixed_logits(self, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Logits float32 [T, V] of tokens that are each a sum of embeddings, ids int64 [T, K]."""
+        shares = torch.from_numpy(weights)
+        given = {"inputs_embeds": (self.embeddings(ids) * shares[..., None]).sum(1)}
+        if getattr(self.model.config, "hidden_size_per_layer_input", 0):
+            own = self.model.model.get_per_layer_inputs(torch.from_numpy(ids))
+            given["per_layer_inputs"] = (own * shares[..., None, None]).sum(1)
+        return self._logits({name: value[None] for name, value in given.items()}, rounded=True)
+
+    @torch.no_grad()
+    def logits(self, ids: np.ndarray, *, rounded: bool = False) -> np.ndarray:
+        """Logits float32 [T, V] of ids int64 [T]."""
+        return self._logits({"input_ids": torch.from_numpy(ids)[None]}, rounded=rounded)
+
+    def _logits(self, tokens: Mapping[str, torch.Tensor], *, rounded: bool) -> np.ndarray:
         self.model.set_attn_implementation("rounded" if rounded else "eager")
-        if isinstance(ids, torch.Tensor):
-            tokens = {"inputs_embeds": ids[None]}
-        else:
-            tokens = {"input_ids": torch.from_numpy(ids)[None]}
         return self.model(**tokens, **self.arguments).logits[0].numpy()
 
     @torch.no_grad()
@@ -242,7 +252,7 @@ def with_float_activations(bundle: Bundle) -> Bundle:
     copy = dataclasses.replace(bundle, path=folder)
     model = ir.load(copy.model_path)
     products = [node for node in model.graph if node.op_type == "MatMulNBits"]
-    assert len(products) == 4 * bundle.config.num_layers + 1
+    assert len(products) == len(list(model_products(bundle.config)))
     for node in products:
         node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
     ir.save(model, copy.model_path)
@@ -362,21 +372,24 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
             long_rope=config.needs_long_rope(tokens),
         )
     assert_close_to_rounded(found, reference)
-    table = family.peer.embeddings(ids)
-    embedded = (table * torch.from_numpy(weights)[..., None]).sum(1)
-    assert_close_to_rounded(found, family.peer.logits(embedded, rounded=True))
+    assert_close_to_rounded(found, family.peer.mixed_logits(ids, weights))
 
 
-def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True) -> Cache:
+def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True) -> PagedCache:
     """An empty cache with room for `tokens` tokens, at once or in any chunks."""
-    (only,) = family.bundle.config.cache_classes
-    shape, conv = only.shape, family.bundle.config.conv_shape
-    sizes = {"chunk_tokens": tokens, "threads": THREADS, "conv": conv}
-    budget = caches.budget_for_tokens(shape, plan, tokens, **sizes)
-    return caches.open_cache(shape, plan, budget, tokens, native=native, **sizes)
+    spec = classes.spec_of(
+        class_fields(family.bundle.config),
+        plan=plan,
+        context_tokens=tokens,
+        budget=Budget(tokens=tokens),
+        chunk_tokens=tokens,
+        threads=THREADS,
+        policy="oldest",
+    )
+    return classes.open_cache(spec.resolved(), engine="native" if native else "numpy")
 
 
-def run(family: Family, cache: Cache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def run(family: Family, cache: PagedCache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Logits [T, V] of one pass over the next tokens, ids int64 and weights float32 [T, K]."""
     rows = Rows(
         cache=cache,

@@ -60,7 +60,7 @@ COMMON: Mapping[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-_SLIDING = "sliding_attention"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -234,7 +234,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gemma3_text",
         {
             "num_hidden_layers": 4,
-            "layer_types": [_SLIDING, _SLIDING, "full_attention", _SLIDING],
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
             "sliding_window": 24,
             "query_pre_attn_scalar": 48,
             "final_logit_softcapping": 20.0,
@@ -242,6 +242,38 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             },
+        },
+    ),
+    # As the small ones are: keys that others read, an embedding per layer; as the large ones are.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "layer_types": [*[_SLIDING] * 2, _FULL, *[_SLIDING] * 3, _FULL],
+            "sliding_window": 24,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4-keys": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "layer_types": [_SLIDING, _SLIDING, _FULL],
+            "sliding_window": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
         },
     ),
 }
@@ -276,6 +308,9 @@ def make_checkpoint(
                 name, tuple(parameter.shape), 1.0 if model_type == "gemma3_text" else 0.0
             )
             parameter.copy_(mean + deviation * draw)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
     return folder

@@ -8,7 +8,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from kvq.cache import Cache
 from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, drop_unused_inputs
 from kvq_runtime import gpu
 from kvq_runtime.backends.onnx import (
@@ -18,6 +17,7 @@ from kvq_runtime.backends.onnx import (
     open_session,
     session_options,
 )
+from kvq_runtime.backends.paged import PagedCache
 from kvq_runtime.bundle import Bundle
 
 
@@ -39,7 +39,9 @@ class AttentionGraph:
         self._device = device
         self._rows: dict[int, Any] = {}
 
-    def run(self, caches: Sequence[Cache], qkv: NDArray[np.float32], *, rope_long: bool) -> Any:
+    def run(
+        self, caches: Sequence[PagedCache], qkv: NDArray[np.float32], *, rope_long: bool
+    ) -> Any:
         """Every layer's attention for the rows `qkv` [T, width], which are begun in `caches`.
 
         The sum of all layers, ONNX Runtime's value on the device, computed when this returns. As
@@ -48,7 +50,7 @@ class AttentionGraph:
         count = len(qkv) // len(caches)
         feeds = {
             "position_ids": np.concatenate([cache.tokens + np.arange(count) for cache in caches]),
-            "cache": np.array([cache.handle for cache in caches]),
+            "cache": np.array([cache.handles[0] for cache in caches]),
             "sequence_rows": np.full(len(caches), count),
             "rope_long": np.array([rope_long], np.int64),
         }

@@ -5,15 +5,17 @@ Knows how to fill a cache without weights; measures nothing.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import DEFAULT_POLICY, Budget, parse_budget, parse_kv
+from kvq.classes import ClassedArena, ClassedSpec, open_cache, spec_of
+from kvq.config import DEFAULT_POLICY, AttentionParams, Budget, parse_budget, parse_kv
 from kvq.errors import UsageError
 from kvq.formats import format_bytes, page_bytes
 from kvq.native_linear import weight_bytes_read
@@ -32,6 +34,7 @@ from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
 from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, plain_rows
+from kvq_runtime.backends.paged import PagedCache, class_fields
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 
@@ -53,7 +56,9 @@ class KvqEngine:
         name = "onnx" if self._onnx else "reference"
         self._backend = open_backend(name, bundle, threads=threads, device=device)
         self._attention: AttentionGraph | None = None
-        if self._onnx:
+        # A graph of attention alone is one of layers that are alike.
+        self._alike = self._onnx and bundle.config.uniform
+        if self._alike:
             self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
@@ -68,7 +73,7 @@ class KvqEngine:
 
     def batch(self, setting: Setting, depth: int, room: int, count: int) -> "KvqBatch | None":
         """See `BenchEngine.batch`; only ONNX Runtime's threads are shared by sequences."""
-        if not self._onnx:
+        if not self._alike:
             return None
         graph = AttentionGraph(
             self._bundle, threads=self._threads, device=self._device, several=True
@@ -83,7 +88,7 @@ class KvqEngine:
     def close(self) -> None:
         self._backend.close()
 
-    def _filled(self, setting: Setting, depth: int, room: int) -> Cache:
+    def _filled(self, setting: Setting, depth: int, room: int) -> PagedCache:
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
@@ -95,7 +100,7 @@ class KvqEngine:
         fill(cache, config, depth)
         return cache
 
-    def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
+    def _spec(self, setting: Setting, tokens: int) -> CacheSpec | ClassedSpec:
         model, (k_bits, v_bits) = self._bundle.config, parse_kv(setting.kv)
         whole = Budget(tokens=tokens)
         return spec_of(
@@ -130,7 +135,7 @@ class KvqOnHalvesEngine(KvqEngine):
         self._backend.check_mode(self._mode)
 
 
-def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
+def _check_pressure(setting: Setting, arena: Arena | ClassedArena, depth: int) -> None:
     """Raises `UsageError` where a page can close without anything giving way."""
     needed = arena.spec.bytes_for_tokens(depth)
     if arena.num_bytes >= needed:
@@ -146,8 +151,8 @@ class KvqSequence(InProcess):
 
     def __init__(
         self,
-        backend: Backend[Cache],
-        cache: Cache,
+        backend: Backend[PagedCache],
+        cache: PagedCache,
         config: ModelConfig,
         attention: AttentionGraph | None,
         *,
@@ -200,8 +205,7 @@ class KvqSequence(InProcess):
             self._attention.run([self._cache], qkv, rope_long=self._rope_long)
         else:
             positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
-            for params, frequencies, norm in self._layers.attention:
-                self._cache.attend(params, qkv, positions, frequencies, norm, norm)
+            self._layers.attend(self._cache, qkv, positions)
         self._forget(rows)
         return True
 
@@ -244,7 +248,9 @@ class KvqSequence(InProcess):
 class KvqBatch:
     """Caches of one depth, whose attention is computed in the same calls."""
 
-    def __init__(self, graph: AttentionGraph, caches: Sequence[Cache], config: ModelConfig) -> None:
+    def __init__(
+        self, graph: AttentionGraph, caches: Sequence[PagedCache], config: ModelConfig
+    ) -> None:
         self._graph = graph
         self._caches = tuple(caches)
         self._rope_long = config.needs_long_rope(caches[0].context_tokens)
@@ -266,25 +272,44 @@ class KvqBatch:
             cache.close()
 
 
-def _held_bytes(cache: Cache) -> int:
+def _held_bytes(cache: PagedCache) -> int:
     """Of all pages and floating-point rows: what a step's attention reads, without windows."""
+    return sum(_held_bytes_of(part) for part in cache.parts)
+
+
+def _held_bytes_of(cache: Cache) -> int:
     widths = cache.columns()[1].reshape(-1, 2).tolist()
     pages = sum(page_bytes(cache.shape.head_dim, k, v) for k, v in widths if k)
     return pages + len(cache.tail(0, 0)[0]) * cache.shape.float_bytes_per_token
+
+
+class _LayerCall(NamedTuple):
+    """What one layer's attention is called with."""
+
+    params: AttentionParams
+    inv_freq: NDArray[np.float32]
+    norm: NDArray[np.float32] | None
+    width: int
+    shared: bool
 
 
 class _Layers:
     """What attention is called with, made once: building it would be timed otherwise."""
 
     def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
-        attending = [index for one in config.cache_classes for index in one.layers]
-        first = config.layers[attending[0]].attention
-        norm = np.ones(config.head_dim, np.float32) if first.qk_norm == "heads" else None
-        self.attention = tuple(
-            (config.attention(layer), config.inv_freq(layer, long_rope=long_rope), norm)
-            for layer in attending
+        attending = [index for index, own in enumerate(config.layers) if own.attends]
+        normed = config.layers[attending[0]].attention.qk_norm == "heads"
+        self._layers = tuple(
+            _LayerCall(
+                params=config.attention(layer),
+                inv_freq=config.inv_freq(layer, long_rope=long_rope),
+                norm=np.ones(own.head_dim, np.float32) if normed else None,
+                width=own.qkv_width,
+                shared=own.kv_from is not None,
+            )
+            for layer, own in ((layer, config.layers[layer].attention) for layer in attending)
         )
-        self._width = config.qkv_width
+        self._width = max(one.width for one in self._layers)
         self._rows: dict[int, NDArray[np.float32]] = {}
 
     def random_rows(self, rows: int) -> NDArray[np.float32]:
@@ -294,8 +319,26 @@ class _Layers:
             self._rows[rows] = random.standard_normal((rows, self._width), np.float32)
         return self._rows[rows]
 
+    def attend(
+        self,
+        cache: PagedCache,
+        rows: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        *,
+        window_tokens: int | None = None,
+        stored_alone: bool = False,
+    ) -> None:
+        """All layers, or all that store; a token sees so many, by default what the layer's does."""
+        for layer in self._layers:
+            if stored_alone and layer.shared:
+                continue
+            window = layer.params.window_tokens if window_tokens is None else window_tokens
+            params, own = replace(layer.params, window_tokens=window), rows[:, : layer.width]
+            norm, freq = layer.norm, layer.inv_freq
+            cache.attend(params, own, positions, freq, norm, norm, shared=layer.shared)
 
-def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
+
+def fill(cache: PagedCache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
     """Gives `cache` the keys and values of `tokens` random tokens.
 
     A token sees `window_tokens`, by default only itself: what is stored does not depend on what
@@ -309,9 +352,7 @@ def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int =
         count = min(cache.chunk_tokens, tokens - start)
         positions = np.arange(start, start + count)
         cache.begin(count)
-        for params, frequencies, norm in layers.attention:
-            narrow = replace(params, window_tokens=window_tokens)
-            cache.attend(narrow, qkv[:count], positions, frequencies, norm, norm)
+        layers.attend(cache, qkv[:count], positions, window_tokens=window_tokens, stored_alone=True)
         if conv is not None:
             for layer in range(conv.num_layers):
                 cache.convolve(layer, bcx[:count], np.ones((conv.width, conv.taps), np.float32))

@@ -324,7 +324,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
     source = open_source(folder)
     family, config, _ = source.config()
     checkpoint = source.checkpoint(config)
-    checkpoint.check(source.weight_sources(family, config))
+    checkpoint.check(source.weight_sources(family, config), family.spare(config))
     tensors = checkpoint.tensors.values()
     report = {
         "format": "checkpoint",
@@ -348,7 +348,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
             f"{format_bytes(report['bytes'])}: {len(tensors)} tensors, "
             f"{' '.join(report['dtypes'])}",
         ),
-        ("KV per token", f"{shape.float_bytes_per_token} bytes at 16 bits"),
+        ("KV per token", f"{config.float_bytes_per_token} bytes at 16 bits"),
         ("to run it", f"kvq export {folder} -o NAME"),
     ]
 

@@ -89,8 +89,8 @@ class PagedBackend(ABC):
         if mode.silent and not self.bundle.config.uniform:
             raise BackendError(
                 f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
-                "others read what they pass on, or what they remember; draft by other means, and leave "
-                "--kv-predict out"
+                "others read what they pass on, or what they remember; draft by other means, and "
+                "leave --kv-predict out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -150,10 +150,8 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
     )
 
 
-def class_fields(
-    config: ModelConfig, forms: Sequence[PageForm] = ()
-) -> list[dict[str, Any]]:
-    """What of a `CacheSpec` is each class's own. `forms`: of all streams, class by class, or none."""
+def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[dict[str, Any]]:
+    """What of a `CacheSpec` is each class's own; `forms` are of all streams, or none."""
     found, start = list[dict[str, Any]](), 0
     for one in config.cache_classes:
         stop = start + one.shape.num_layers * one.shape.num_kv_heads
