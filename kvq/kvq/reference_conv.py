@@ -32,10 +32,11 @@ def short_conv(bcx: Float, weight: Float, seen: Float) -> Float:
     bcx float32 [T, 3 width]; weight [width, taps]; seen [T, taps, width]: of every row the products
     of those before it, oldest first, and its own.
     """
-    total = seen[:, -1] * weight[:, -1]
+    total: Float = seen[:, -1] * weight[:, -1]
     for k in range(weight.shape[1] - 2, -1, -1):
-        total = total + seen[:, k] * weight[:, k]
-    return np.split(bcx, 3, axis=1)[1] * total
+        total += seen[:, k] * weight[:, k]
+    gate: Float = np.split(bcx, 3, axis=1)[1]
+    return gate * total
 
 
 def seen_rows(rows: Float, taps: int) -> Float:

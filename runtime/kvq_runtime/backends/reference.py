@@ -5,11 +5,11 @@ Weights are restored to float32 on first use and kept: four bytes a parameter.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.config import AttentionParams
 from kvq_models.reference import forward
 from kvq_runtime.backends import ModelFiles, Pass
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
@@ -22,9 +22,20 @@ class CacheAttention:
 
     cache: PagedCache
 
-    def __call__(self, *args: Any, **shared: bool) -> NDArray[np.float32]:
+    def __call__(
+        self,
+        params: AttentionParams,
+        qkv: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        inv_freq: NDArray[np.float32],
+        q_norm: NDArray[np.float32] | None,
+        k_norm: NDArray[np.float32] | None,
+        *,
+        shared: bool = False,
+    ) -> NDArray[np.float32]:
         """See `kvq_models.reference.Attend`."""
-        return self.cache.attend(*args, **shared)
+        attend = self.cache.attend
+        return attend(params, qkv, positions, inv_freq, q_norm, k_norm, shared=shared)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
