@@ -1,6 +1,7 @@
 """Sessions of a model most of whose layers convolve: whatever is drafted, forgotten, saved or gone
 back to, the answers are those of decoding one token after the other."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 
 from kvq import native
-from kvq.errors import BackendError, UnsupportedModelError, UsageError
+from kvq.errors import BackendError, BundleError, UnsupportedModelError, UsageError
+from kvq.reference_linear import BlockFormat
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from kvq_runtime.graph_check import check_graph
 from kvq_runtime.sequence import forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
@@ -244,6 +248,19 @@ def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
         assert len(goes_on(session)) == STEPS
         session.rollback(30)
         assert len(goes_on(session)) == STEPS
+
+
+def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    config, path = opened.config, opened.model_path
+    formats = {"linear": "kvq", "format_of": lambda name: opened.form(name).format}
+    check_graph(path, config, **formats)
+    one = BlockFormat(bits=8, block=64)
+    for change in ({3: config.layers[2]}, {2: config.layers[3]}):
+        layers = tuple(change.get(index, layer) for index, layer in enumerate(config.layers))
+        other = dataclasses.replace(config, layers=layers)
+        with pytest.raises(BundleError, match="does not compute the model"):
+            check_graph(path, other, linear="kvq", format_of=lambda name: one)
 
 
 def test_what_convolutions_cannot_do_is_refused_by_name(
