@@ -30,8 +30,9 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     cache->pages_.place();
     cache->pages_.clear();
     cache->probes_.clear();
-    if (cache->conv_.any()) std::memset(static_cast<void*>(cache->arena_.conv_state), 0,
-                                        static_cast<size_t>(cache->conv_.state_bytes()));
+    if (cache->conv_.any())
+        std::memset(static_cast<void*>(cache->arena_.conv_state), 0,
+                    static_cast<size_t>(cache->conv_.state_bytes()));
     cache->state().peak = cache->pages_.used_bytes();
     return cache;
 }

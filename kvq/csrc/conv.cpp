@@ -96,8 +96,7 @@ int Convolutions::run(const Tail& tail, int layer, int tokens, const float* bcx,
     // A few rows take less time than waking a thread.
     if (tokens < 16)
         for (size_t i = 0; i < units; i++) unit(&work, i);
-    else
-        parallel.run(parallel.context, unit, units, &work);
+    else parallel.run(parallel.context, unit, units, &work);
     if (!work.finite) return KVQ_NOT_FINITE;
     b.conv_attended += layer == b.conv_attended;
     return KVQ_OK;
@@ -146,8 +145,7 @@ void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
         return token >= 0 ? newest(layer, token) : nullptr;
     };
     const auto kept = [&](int layer, int i) {
-        return chunk ? ending(layer, i - first_ending(count))
-                     : branch(layer, rows ? rows[i] : i);
+        return chunk ? ending(layer, i - first_ending(count)) : branch(layer, rows ? rows[i] : i);
     };
     if (s.wanted > tokens && s.wanted <= stop)
         take(s.wanted, [&](int layer, int i) -> const float* {

@@ -12,16 +12,17 @@ public:
     explicit Convolutions(const Arena& arena) : arena_(arena) {}
 
     bool any() const { return config().conv_layers > 0; }
-    // One layer of the pass under way: bcx float32 [tokens, 3 width], weight [width, taps], out [tokens,
-    // width].
-    int run(const Tail& tail, int layer, int tokens, const float* bcx, const float* weight, float* out,
-            const Parallel& parallel);
+    // One layer of the pass under way: bcx float32 [tokens, 3 width], weight [width, taps], out
+    // [tokens, width].
+    int run(const Tail& tail, int layer, int tokens, const float* bcx, const float* weight,
+            float* out, const Parallel& parallel);
     // Whether the branch's first `rows` rows, or so many of a path, are still there.
     bool may_keep(const Tail& tail, int rows) const;
-    // The path `rows` (null: the first `count`) of the branch follows the committed tokens, which do
-    // not count it yet.
+    // The path `rows` (null: the first `count`) of the branch follows the committed tokens, which
+    // do not count it yet.
     void keep(const Tail& tail, const int32_t* rows, int count);
-    // How many of the committed tokens can be kept, `tokens` at most; no others are remembered then.
+    // How many of the committed tokens can be kept, `tokens` at most; no others are remembered
+    // then.
     int trim(int tokens);
 
     // Calls part(address, bytes) on the rows that a snapshot holds, in its order.

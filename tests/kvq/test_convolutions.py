@@ -233,7 +233,7 @@ def test_a_place_that_was_gone_back_to_is_remembered() -> None:
         both.grow(CHUNK - 29)
         both.grow(2 * CHUNK)
         assert both.trim(system) == 0
-        both.grow((CONV_CHECKPOINTS + 2) * CHUNK)
+        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
         assert both.trim(system) == 0
 
 

@@ -1,7 +1,9 @@
-// kvq::ShortConv in ONNX Runtime: one convolution of a pass, of what its sequences' caches remember.
+// kvq::ShortConv in ONNX Runtime: one convolution of a pass, of what its sequences' caches
+// remember.
 //
-// Inputs: bcx float [T, 3 width], weight float [width, taps], cache int64 [S] and sequence_rows int64
-// [S], as of Attention. Attribute: layer, counted among convolutions. Output: float [T, width].
+// Inputs: bcx float [T, 3 width], weight float [width, taps], cache int64 [S] and sequence_rows
+// int64 [S], as of Attention. Attribute: layer, counted among convolutions. Output: float [T,
+// width].
 #include "cache_ops.h"
 
 namespace kvq::ort {
@@ -45,12 +47,13 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
     if (OrtStatus* status = held.hold(kName, given[kCache].as<int64_t>(), size_t(sequences)))
         return status;
     const float* bcx = given[kBcx].as<float>();
-    for (size_t s = 0; s < held.caches.size(); bcx += 3 * rows[s] * width, out += rows[s++] * width) {
+    for (size_t s = 0; s < held.caches.size(); s++) {
         Cache& cache = *held.caches[s];
         if (!cache.convolves(width, taps)) return failed(kName, "a cache is not of this model");
         const int status = cache.convolve(layer, static_cast<int>(rows[s]), bcx,
                                           given[kWeight].as<float>(), out, {run_units, context});
         if (status) return failed(kName, kvq_status_text(status));
+        bcx += 3 * rows[s] * width, out += rows[s] * width;
     }
     return nullptr;
 }
