@@ -50,6 +50,7 @@ EXTRAS = {
     "export": ("gguf",),
     "gguf": ("llama_cpp",),
     "plot": ("matplotlib",),
+    "ray": ("ray",),
 }
 
 SHELLS = ("bash", "zsh", "fish")

@@ -61,6 +61,7 @@ PROJECT_RULES: Mapping[str, Rule] = {
     "serve.host": Rule.NEVER, "serve.port": Rule.SET, "serve.socket": Rule.NEVER,
     "serve.api-key": Rule.NEVER, "serve.origin": Rule.NEVER, "serve.alias": Rule.SET,
     "serve.sessions": Rule.NARROW, "serve.sessions-disk": Rule.NARROW,
+    "serve.sessions-folder": Rule.NEVER,
     "serve.queue": Rule.NARROW, "serve.strict-model": Rule.NARROW,
     "serve.chunk-tokens": Rule.SET, "serve.grace": Rule.SET,
     "chat.server": Rule.NEVER, "chat.inline": Rule.SET, "chat.theme": Rule.SET,

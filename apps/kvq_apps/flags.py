@@ -199,8 +199,9 @@ FLAGS: dict[str, Flag] = {
         "while a chat streams, at the first --context; chat: the terminal chat's screen, "
         "without a model, --context tokens long; drafts: all drafters against plain decoding; "
         "several: several drafts at once against one; edit: recorded typing in a file; "
-        "ttft: the first token of a prompt, predicted against computed",
-        choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft")),
+        "ttft: the first token of a prompt, predicted against computed; "
+        "fleet: requests to `kvq serve --ray` against those to `kvq serve`",
+        choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft", "fleet")),
     "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
         "llama-3-8b, qwen3-0.6b or smollm2-135m; NAME:layers=N: its first layers",
         metavar="NAME"),
@@ -240,6 +241,14 @@ FLAGS: dict[str, Flag] = {
     "sessions-disk": Flag("bytes of sessions kept on disk, 0: none",
         "{kvq_apps.serve.config:ServeConfig.saved_bytes}", setting="serve.sessions-disk",
         metavar="SIZE"),
+    "sessions-folder": Flag("folder of the sessions kept on disk; servers that share one resume "
+        "each other's", "in the cache folder", setting="serve.sessions-folder", metavar="PATH"),
+    "ray": Flag("on Ray, which spreads the work over processes and machines: the one at "
+        "RAY_ADDRESS, one that runs here, or one that is started here", switch=True),
+    "replicas": Flag("with --ray: processes that answer, each with --sessions of its own", "1",
+        metavar="N"),
+    "autoscale": Flag("with --ray: from so many replicas to so many, as 1:8, as many as requests "
+        "need", metavar="LEAST:MOST"),
     "queue": Flag("requests that may wait for a session",
         "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
     "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",

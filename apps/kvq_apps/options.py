@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kvq.errors import UsageError
@@ -170,9 +171,13 @@ def serve_options(arguments: Namespace) -> dict[str, Any]:
     found = given(
         arguments, host="host", port="port", api_key="api-key", sessions="sessions", queue="queue",
         chunk_tokens="chunk-tokens", grace_s="grace", saved_bytes="sessions-disk",
+        saved_folder="sessions-folder",
     )  # fmt: skip
     if "saved_bytes" in found:
         found["saved_bytes"] = _disk_bytes(found["saved_bytes"])
+    if "saved_folder" in found:
+        # A replica stands in a folder of its own.
+        found["saved_folder"] = Path(found["saved_folder"]).absolute()
     return found
 
 

@@ -3,7 +3,7 @@
 A checkpoint is run in numpy, matrix after matrix: when the text reaches one, the second moments of
 its inputs are taken, it is rounded (`gptq`), and what follows is computed with the rounded one. So
 a matrix is rounded for the inputs it will have, one matrix and its moments are in memory, and the
-writer gets them in the order of the file. The embedding and the head are rounded plainly: a row of
+writer gets them in the order of the file. Embeddings and the head are rounded plainly: a row of
 an embedding is used by itself, and a head of 8 bits loses nothing. Experts of a layer share the
 moments of what enters all of them: of its own a rare one would see too few.
 """
@@ -38,7 +38,7 @@ TOKENS_PER_COLUMN = 8
 # That a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Matrices that are rounded plainly.
-ENDS = ("embed", "head")
+ENDS = ("embed", "head", "per_layer_embed")
 _WAIT_S = 0.2
 
 

@@ -40,6 +40,7 @@ FEEDBACK = 0.25
 # Tokens that a divergence is summed over: those that are likely when nothing is rounded. All of
 # 152,000 took as long as the layers.
 LIKELY = 256
+_PER_LAYER_TABLE = "per_layer_embed"
 # Read at a time, all lanes together: a few wide rows are held for each.
 _PASS_TOKENS = 4096
 
@@ -52,7 +53,8 @@ def mixed_formats(
 ) -> dict[str, BlockFormat]:
     """The format of every matrix, by canonical name; together they take what `weights` asks for.
 
-    Not of experts, which keep 4 bits: they are most of the bytes, and few tokens hear of each.
+    Not of experts, which keep 4 bits: they are most of the bytes, and few tokens hear of each; nor
+    of the table of per-layer embeddings, which a token reads a row of, and no mean counts it.
     `segments` int64 [S, T] are texts. Raises `UsageError` for a size that is too small.
     """
     texts = segments[np.linspace(0, len(segments) - 1, TEXTS).astype(int), :TOKENS]
@@ -124,7 +126,9 @@ def damages(
 
     `texts` int64 [S, T]; of a tied head the embedding's are of both.
     """
-    names = [name for name in _matrices(original) if not is_stack(name)]
+    names = [
+        name for name in _matrices(original) if not (is_stack(name) or name == _PER_LAYER_TABLE)
+    ]
     lanes = max(1, _PASS_TOKENS // texts.size - 1)
     streams = _streams(original, texts, threads)
     found: dict[str, float] = {}
@@ -167,6 +171,10 @@ class _Pass:
         self._entering: tuple[int, np.ndarray] | None = None
         if streams is not None and "embed" not in tried:
             first = min(_layer_of(name, len(streams) - 1) for name in tried)
+            # What later layers read must be there.
+            mixers = (layer.mixer for layer in original.config.layers)
+            read = [mixer.kv_from for mixer in mixers if mixer.kv_from is not None]
+            first = min(first, *read) if read else first
             self._entering = first, np.tile(streams[first], (1 + len(tried), 1))
 
     def divergences(self) -> list[float]:
@@ -190,6 +198,9 @@ class _Pass:
             return cast(np.ndarray, Stack(partial(self._original.grouped, name)))
         if name == "embed":
             return cast(np.ndarray, Rows(self._rows, self._keep))
+        if name == _PER_LAYER_TABLE:
+            read = partial(self._original.checkpoint.read_rows, source)
+            return cast(np.ndarray, Rows(read, self._keep))
         multiply = self._keep if name == "head" else partial(self._multiply, name)
         return cast(np.ndarray, Product(multiply))
 
@@ -248,4 +259,6 @@ class _Pass:
 
 def _layer_of(name: str, last: int) -> int:
     """Of a layer's matrix; of the head the last, whose stream it is behind."""
+    if name == "per_layer_model":
+        return 0
     return int(name.split(".")[1]) if name.startswith("layers.") else last

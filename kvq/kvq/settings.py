@@ -59,6 +59,16 @@ def silence_onnx_runtime() -> None:
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 
+def silence_ray() -> None:
+    """From now on Ray, started here or by a child, reports nothing to its makers."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def ray_address() -> str | None:
+    """Where the user's Ray is, by its own variable; `local`: one is to be started here."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def harmless_git() -> tuple[list[str], dict[str, str]]:
     """The first words of a git command, and its environment, for a checkout that others made.
 

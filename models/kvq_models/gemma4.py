@@ -1,11 +1,14 @@
-"""The gemma4_text family: layers of two head sizes, of which the last read others' keys and values.
+"""The families gemma4_text and gemma4_unified_text: heads of two sizes, keys that others read.
 
 Layers that see a window have heads of head_dim, those that see everything heads of their own size,
 of which a quarter of the pairs turns. Queries, keys and values are normalised, the stream behind a
-layer is multiplied by a learned number, and small models add to it an embedding per layer.
+layer is multiplied by a learned number, and small models of the first family add to it an embedding
+per layer; in its other models, and in the second family, keys may be values too.
 """
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError
@@ -17,19 +20,19 @@ from kvq_models.keys import Default, MustEqual, checked
 from kvq_models.rope import build_rope
 from kvq_models.windows import rope_parameters, typed_layers
 
-_TYPE = "gemma4_text"
+_TYPE = "gemma4"  # in messages
 _GLOBAL, _LOCAL = 0, 1
 _FULL = "full_attention"
 _PERIOD = 6
 
 
-def _build(values: Mapping[str, Any]) -> ModelConfig:
+def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
     types = _types(values)
     own = _layers(values, types)
     wide = values["use_double_wide_mlp"]
     readers = [layer for layer, one in enumerate(own) if "kv_from" in one]
     return decoder_config(
-        _TYPE,
+        model_type,
         values,
         ropes=_ropes(values),
         mixer={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
@@ -140,7 +143,7 @@ def _per_layer(values: Mapping[str, Any]) -> PerLayer | None:
 
 
 FAMILY = Family(
-    model_type=_TYPE,
+    model_type="gemma4_text",
     keys={
         **GEMMA_KEYS,
         "hidden_activation": MustEqual("gelu_pytorch_tanh"),
@@ -165,7 +168,7 @@ FAMILY = Family(
         "top_k_experts": Default(int),
         "moe_intermediate_size": Default(int),
     },
-    build=_build,
+    build=partial(_build, "gemma4_text"),
     layer_weights={
         **SANDWICH_WEIGHTS,
         "per_layer_gate": ("per_layer_input_gate.weight",),
@@ -174,4 +177,16 @@ FAMILY = Family(
         "scalar": ("layer_scalar",),
     },
     turn_ends=("<turn|>",),
+)
+# Without per-layer embeddings and experts.
+UNIFIED = dataclasses.replace(
+    FAMILY,
+    model_type="gemma4_unified_text",
+    build=partial(_build, "gemma4_unified_text"),
+    keys={
+        **FAMILY.keys,
+        "sliding_window": Default(int, 1024),
+        "hidden_size_per_layer_input": MustEqual(0, None),
+        "vocab_size_per_layer_input": MustEqual(None),
+    },
 )

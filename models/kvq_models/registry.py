@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma2": "kvq_models.gemma2:FAMILY",
     "gemma3_text": "kvq_models.gemma3_text:FAMILY",
     "gemma4_text": "kvq_models.gemma4:FAMILY",
+    "gemma4_unified_text": "kvq_models.gemma4:UNIFIED",
     "granite": "kvq_models.granite:FAMILY",
     "lfm2": "kvq_models.lfm2:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
@@ -56,6 +57,13 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
+    },
+    "gemma4_unified": {
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
     },
     "mistral3": {
         "model_type": "mistral",

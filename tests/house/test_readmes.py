@@ -48,11 +48,16 @@ PIPED = {
 }
 # A file that a reader is told to make.
 MADE = re.compile(r'^    echo "([^"]*)" > (\S+)$', re.MULTILINE)
+BATCH = "-m qwen3 --batch prompts.jsonl --out answers.jsonl"
 CANNOT_RUN = {
     "kvq pull smollm2-135m": "needs a network",
     "kvq bench --device cuda": "needs a GPU",
     "kvq run -m qwen3 --device cuda": "needs a GPU",
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
+    **dict.fromkeys(
+        ("kvq serve qwen3 --ray", f"kvq run {BATCH} --ray"),
+        "needs Ray; tests/apps/fleet runs them",
+    ),
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
 }
 
@@ -143,6 +148,7 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name).symlink_to(made)
     (tmp_path / "book.txt").write_text((ROOT / "README.md").read_text()[:6000])
     (tmp_path / "LICENSE").write_bytes(LICENSE[:6000])
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi", "max_tokens": 2}\n')
     (tmp_path / "held_out").mkdir()
     shutil.copy(__file__, tmp_path / "held_out/program.py")
     for readme in READMES:

@@ -26,7 +26,7 @@ def test_head_dim_is_a_multiple_of_sixteen_up_to_256(head_dim: int) -> None:
     assert shape.float_bytes_per_token == 3 * 2 * head_dim * 2 * 2
 
 
-@pytest.mark.parametrize("head_dim", [0, -64, 8, 72, 100, 272, 512])
+@pytest.mark.parametrize("head_dim", [0, -64, 8, 72, 100, 520, 528, 1024])
 def test_other_head_dims_are_refused_by_value(head_dim: int) -> None:
     with pytest.raises(UsageError, match=f"head_dim {head_dim} is not possible.*multiple of 16"):
         CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=head_dim)

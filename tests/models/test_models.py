@@ -15,7 +15,7 @@ import tiny
 from kvq.config import ConvShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference import normalize
-from kvq_models.config import Attention, Dense, ModelConfig, RopeConfig
+from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -76,7 +76,10 @@ def test_weights_name_every_tensor_of_the_checkpoint(checkpoint: Path) -> None:
     family, config, _ = read_checkpoint(checkpoint)
     tensors = tiny.read_safetensors(checkpoint / "model.safetensors")
     used = [part for source in family.weights(config).values() for part in source.parts]
-    assert sorted(used) == sorted(tensors)
+    attending = [layer.attention for layer in config.layers if layer.attends]
+    shared = [mixer for mixer in attending if mixer.values == "keys"]
+    assert sorted(set(used)) == sorted(tensors)
+    assert len(used) == len(tensors) + len(shared), "keys are read twice where values are they"
     for name, source in family.weights(config).items():
         rows = sum(tensors[part].shape[0] for part in source.parts)
         assert (rows, *tensors[source.parts[0]].shape[1:]) == source.shape, name
@@ -117,6 +120,7 @@ def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
     plain = all(isinstance(layer.feed, Dense) for layer in config.layers)
     mixers = [layer.mixer for layer in config.layers]
     plain = plain and all(isinstance(one, Attention) and not one.growth for one in mixers)
+    plain = plain and not any(layer.scaled for layer in config.layers)
     if config.layers[0].norms == "after" or config.norm != "rms" or not plain:
         pytest.skip("they knew no such model")
     # They knew no such multipliers.
@@ -144,10 +148,35 @@ def test_what_no_layer_can_be_is_refused() -> None:
         with pytest.raises(ModelError, match=message):
             tiny.altered(config, **change)
     narrow = tiny.altered(config, mixer={"heads": 2, "kv_heads": 1}).layers
-    with pytest.raises(ModelError, match="heads of different numbers or sizes"):
-        dataclasses.replace(config, layers=config.layers[:1] + narrow[:1])
+    mixed = dataclasses.replace(config, layers=config.layers[:1] + narrow[:1])
+    assert [one.layers for one in mixed.cache_classes] == [(0,), (1,)]
+    assert (mixed.place(0), mixed.place(1), mixed.uniform) == ((0, 0), (1, 0), False)
+    with pytest.raises(ModelError, match="possible only where all are alike"):
+        _ = mixed.cache_shape
     with pytest.raises(ModelError, match="num_layers is 0"):
         dataclasses.replace(config, layers=())
+
+
+def test_a_layer_reads_the_last_of_its_class_alone() -> None:
+    config = family_for(llama_json()).config(llama_json())
+    (plain,) = set(config.layers)
+
+    def reads(source: Any, **other: Any) -> Layer:
+        mixer = dataclasses.replace(plain.mixer, kv_from=source, **other)
+        return dataclasses.replace(plain, mixer=mixer)
+
+    window = dataclasses.replace(plain, mixer=dataclasses.replace(plain.mixer, window_tokens=8))
+    layers = (plain, window, plain, reads(2), reads(1, window_tokens=8))
+    shared = dataclasses.replace(config, layers=layers)
+    assert [one.layers for one in shared.cache_classes] == [(0, 2), (1,)]
+    assert [shared.place(layer) for layer in range(5)] == [(0, 0), (1, 0), (0, 1), (0, 1), (1, 0)]
+    assert (shared.first_reader, shared.uniform) == (3, False)
+    assert shared.attention(4).cache == 1
+    for wrong in (reads(0), reads(5), reads(-1), reads("2"), reads(True)):
+        with pytest.raises(ModelError, match="reads the keys of layer"):
+            dataclasses.replace(config, layers=(*layers[:3], wrong))
+    with pytest.raises(ModelError, match="of a layer of another shape"):
+        dataclasses.replace(config, layers=(*layers[:3], reads(2, heads=2, kv_heads=1)))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

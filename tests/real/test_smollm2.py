@@ -21,7 +21,8 @@ from kvq_runtime.constraint import Constraint
 pytestmark = pytest.mark.real
 
 GREEDY = Sampling(temperature=0)
-ROOT = Path(__file__).parents[2]
+# Of the files here the one that nobody edits.
+TEXT = str(Path(__file__).parents[2] / "LICENSE")
 CODE = '''def parse_line(line):
     """Splits "name = value" and drops the spaces around both."""
     name, _, value = line.partition("=")
@@ -67,16 +68,16 @@ def test_it_answers_sensibly_and_keeps_to_a_form(engine: Engine) -> None:
     assert pattern.endswith(" legs")
 
 
-def test_it_expects_the_text_of_a_readme(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_expects_the_text_of_a_licence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("eval", "-m", name, "--task", "ppl", "--context", "1024", "--max-tokens", "2048")
-    found = asked(capsys, *words, "--kv", "fp", str(ROOT / "README.md"))
-    assert 10 < found["value"] < 40
+    found = asked(capsys, *words, "--kv", "fp", TEXT)
+    assert 7 < found["value"] < 28
 
 
 def test_a_cache_of_few_bits_stays_near_an_unquantised_one(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("eval", "-m", name, "--task", "kld", "--context", "1024", str(ROOT / "README.md"))
+    words = ("eval", "-m", name, "--task", "kld", "--context", "1024", TEXT)
     wide = asked(capsys, *words, "--kv", "8:8", "--max-tokens", "1024")
     narrow = asked(capsys, *words, "--kv", "4:2", "--max-tokens", "1024")
     assert wide["value"] < 0.01

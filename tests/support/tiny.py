@@ -263,7 +263,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma4-keys": (
-        "gemma4_text",
+        "gemma4_unified_text",
         {
             "num_hidden_layers": 3,
             "head_dim": 32,
@@ -272,7 +272,6 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "sliding_window": 24,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
             "tie_word_embeddings": False,
         },
     ),

@@ -151,6 +151,65 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": None,
         "eos_token_id": 50279,
     },
+    "gemma-4-e2b": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    "granite-2b": {
+        "model_type": "granite",
+        "vocab_size": 49155,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "smollm3-3b": {
+        "model_type": "smollm3",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 4,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128012,
+    },
     "smollm2-135m": {
         "model_type": "llama",
         "vocab_size": 49152,
@@ -183,7 +242,18 @@ def shape_json(text: str) -> Mapping[str, Any]:
     most = SHAPES[name]["num_hidden_layers"]
     if key != "layers" or not count.isdecimal() or not 1 <= int(count) <= most:
         raise UsageError(f"--shape {text!r} is not possible; write {name}:layers=1 to {most}")
-    return {**SHAPES[name], "num_hidden_layers": int(count)}
+    return {**SHAPES[name], **_first_layers(SHAPES[name], int(count))}
+
+
+def _first_layers(shape: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What a shape's config says of its first layers alone."""
+    said: dict[str, Any] = {"num_hidden_layers": count}
+    if "layer_types" in shape:
+        said["layer_types"] = shape["layer_types"][:count]
+    if "num_kv_shared_layers" in shape:
+        owners = shape["num_hidden_layers"] - shape["num_kv_shared_layers"]
+        said["num_kv_shared_layers"] = max(0, count - owners)
+    return said
 
 
 def shape_config(name: str) -> ModelConfig:

@@ -98,7 +98,7 @@ def run(arguments: Namespace) -> int:
         raise UsageError("--chats needs --suite serve, the pool that answers them")
     suites = {
         "serve": _run_serve, "chat": _run_chat, "drafts": _run_drafts, "several": _run_several,
-        "edit": _run_edit, "ttft": _run_ttft,
+        "edit": _run_edit, "ttft": _run_ttft, "fleet": _run_fleet,
     }  # fmt: skip
     if arguments.drafts is not None and arguments.suite != "several":
         raise UsageError("--drafts needs --suite several, which writes several at once")
@@ -263,6 +263,17 @@ def _run_chat(arguments: Namespace) -> int:
     given = options.given(arguments, repeat="repeat") | _first_context(arguments, "tokens")
     job = chat_app.ChatJob(**given)
     return _run_suite(arguments, (), partial(chat_app.measure, job), chat_app.print_report)
+
+
+def _run_fleet(arguments: Namespace) -> int:
+    """The suite `fleet`."""
+    from kvq_apps.bench import fleet
+    from kvq_apps.model_path import default_name
+
+    _refuse(arguments, "shape", "threads", "context")
+    model = arguments.bundle or arguments.model or default_name()
+    job = fleet.FleetJob(model=model, **options.given(arguments, repeat="repeat"))
+    return _run_suite(arguments, (), partial(fleet.measure, job), fleet.print_report)
 
 
 def _refuse(arguments: Namespace, *unknown: str) -> None:

@@ -74,7 +74,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
     flags.add_flags(
         parser.add_argument_group("many settings"),
-        "table", "sweep", "tasks", "policies", "budgets", "out", "plot",
+        "table", "sweep", "tasks", "policies", "budgets", "out", "plot", "ray",
         out="sweep: the JSON file to write, or to go on with",
         plot="draw quality over bytes; task predict: over the time saved",
     )  # fmt: skip
@@ -118,6 +118,7 @@ def _check_before_loading(arguments: Namespace) -> None:
         "execute": ("fim", "program", "sweep"),
         "out": ("sweep",),
         "plot": ("sweep", "predict"),
+        "ray": ("sweep",),
     }
     mode = arguments.task or ("sweep" if arguments.sweep else "table")
     for name, takers in owners.items():
@@ -343,11 +344,33 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
         fp16_bytes=fp16_bytes,
     )
     file = _sweep_file(engine, arguments, plan, material, asked.seed)
+    sweep.check_settings(engine.session, plan)
     with output.Progress() as progress:
-        sweep.run(engine.session, material, plan, file, progress)
+        if arguments.ray:
+            _on_ray(engine, arguments, material, plan, file, progress)
+        else:
+            sweep.run(engine.session, material, plan, file, progress)
     if arguments.plot is not None:
         sweep_report.draw_sweep(arguments.plot, file.data)
     return _show(arguments, file.data, sweep_report.print_sweep)
+
+
+def _on_ray(
+    engine: "Engine",
+    arguments: Namespace,
+    material: "Material",
+    plan: "Sweep",
+    file: "SweepFile",
+    progress: output.Shown,
+) -> None:
+    """The cells as tasks of Ray."""
+    from kvq_apps.fleet.cluster import connected
+
+    with connected():
+        from kvq_apps.fleet import cells
+
+        model = str(engine.files.path)
+        cells.run(model, options.engine_options(arguments), material, plan, file, progress)
 
 
 def _sweep_file(

@@ -4,6 +4,7 @@ One kind of file, one report: an object for `--json` and its table.
 """
 
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +192,17 @@ def _sampling(fields: dict[str, float]) -> str:
 
 def _shape(config: dict[str, Any]) -> str:
     mixers = [layer["mixer"] for layer in config["layers"]]
-    mixer = next(one for one in mixers if "heads" in one)
+    attending = [one for one in mixers if "heads" in one]
+    kinds = Counter((one["heads"], one["kv_heads"], one["head_dim"]) for one in attending)
+    heads = [
+        (f"{count} with " if count < len(mixers) else "")
+        + f"{heads} heads over {kv_heads} KV heads of {head_dim}"
+        for (heads, kv_heads, head_dim), count in kinds.items()
+    ]
+    readers = sum(one.get("kv_from") is not None for one in mixers)
+    reading = f", {readers} read others' keys and values" if readers else ""
     return (
-        f"{len(config['layers'])} layers, {mixer['heads']} heads over "
-        f"{mixer['kv_heads']} KV heads of {mixer['head_dim']}, hidden "
+        f"{len(mixers)} layers, {', '.join(heads)}{reading}, hidden "
         f"{config['hidden_size']}, vocabulary {config['vocab_size']}"
     )
 

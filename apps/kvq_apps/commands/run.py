@@ -37,10 +37,34 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
     flags.add_flags(parser.add_argument_group("sampling"), *flags.SAMPLING_FLAGS)
+    batch = parser.add_argument_group("many prompts")
+    batch.add_argument(
+        "--batch",
+        dest="batch_file",
+        metavar="FILE.jsonl",
+        help="answer every line, an object with `prompt` or `messages` and any field of the HTTP "
+        "reference; goes on with --out",
+    )
+    flags.add_flags(
+        batch,
+        "out",
+        "sessions",
+        "ray",
+        "replicas",
+        "autoscale",
+        out="batch: the answers, one a line, in the prompts' order",
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
+    if arguments.batch_file is not None:
+        from kvq_apps import batch
+
+        return batch.run(arguments)
+    for name in ("out", "ray", "replicas", "autoscale"):
+        if options.written(arguments, name):
+            raise UsageError(f"--{name} is for --batch FILE, which answers many prompts")
     model, prompt = model_and_prompt(arguments)
     options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)

@@ -4,12 +4,13 @@ import logging
 import os
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq import __version__
-from kvq.errors import KvqError
+from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output
 
@@ -36,13 +37,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         "its --grace, sessions are saved",
     )
     flags.add_flags(parser.add_argument_group("where"), *flags.SERVE_FLAGS)
+    flags.add_flags(parser.add_argument_group("many machines"), "ray", "replicas", "autoscale")
     cache = parser.add_argument_group(
         "cache",
         "All sessions together hold exactly --sessions times --kv-budget bytes, taken at the "
         "start. More conversations than that take turns: the one unused for longest goes to disk "
         "and comes back without being read again.",
     )
-    flags.add_flags(cache, "sessions", "sessions-disk", "queue", "chunk-tokens", "ctx-size")
+    flags.add_flags(cache, "sessions", "sessions-disk", "sessions-folder")
+    flags.add_flags(cache, "queue", "chunk-tokens", "ctx-size")
     flags.add_flags(
         cache,
         *flags.KV_FLAGS,
@@ -63,36 +66,49 @@ def run(arguments: Namespace) -> int:
         return _status(as_json=arguments.json)
     if arguments.stop_other:
         return _stop(arguments)
+    if arguments.ray:
+        return _serve_on_ray(arguments)
+    for name in ("replicas", "autoscale"):
+        if options.written(arguments, name):
+            raise UsageError(f"--{name} is for --ray, which runs several servers as one")
     model = options.model_name(arguments)
     from kvq_apps.model_path import default_name, pull_missing
-    from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
-    settings = options.serve_options(arguments) | _socket(arguments)
-    config = ServeConfig(
+    config = serve_config(arguments)
+    engine_options = options.engine_options(arguments)
+    session_options = options.session_options(arguments)
+    _warn_of_others(config)
+    pull_missing(model)
+
+    def announce(served: "ServedModel", url: str) -> None:
+        logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
+        _announce(served.facts, url, config.sessions, as_json=arguments.json)
+
+    server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
+    return _serve(server, config, model or default_name(), debug=arguments.debug)
+
+
+def serve_config(arguments: Namespace) -> "ServeConfig":
+    """The server that the flags ask for. Raises `UsageError`."""
+    from kvq_apps.serve.config import ServeConfig
+
+    return ServeConfig(
         sampling=options.sampling_fields(arguments),
         origins=tuple(arguments.origin or ()),
         aliases=("default", *(arguments.alias or ())),
         strict_model=bool(arguments.strict_model),
-        **settings,
+        **options.serve_options(arguments) | _socket(arguments),
     )
-    engine_options = options.engine_options(arguments)
-    session_options = options.session_options(arguments)
+
+
+def _warn_of_others(config: "ServeConfig") -> None:
     if not config.loopback and config.api_key is None:
         output.print_note(
             f"warning: {config.host} lets other machines in and there is no --api-key; anyone who "
             "reaches this port can use the model"
         )
-
-    pull_missing(model)
-
-    def announce(served: "ServedModel", url: str) -> None:
-        logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
-        _announce(served, url, config.sessions, as_json=arguments.json)
-
-    server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
-    return _serve(server, config, model or default_name(), debug=arguments.debug)
 
 
 def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
@@ -121,6 +137,28 @@ def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) 
             logger.info("ended by an error: %s", error)
             raise
         logger.info("ended")
+    return 0
+
+
+def _serve_on_ray(arguments: Namespace) -> int:
+    """Has Ray serve until SIGTERM or Ctrl-C."""
+    from kvq_apps.fleet.cluster import connected
+    from kvq_apps.fleet.placing import Replicas
+    from kvq_apps.model_path import pull_missing
+
+    if arguments.socket is not None:
+        raise UsageError("--ray listens on an address alone; leave out --socket")
+    config = serve_config(arguments)
+    Replicas.asked(arguments)  # refused before anything is started
+    _warn_of_others(config)
+    pull_missing(options.model_name(arguments))
+    with connected():
+        from kvq_apps.fleet.serving import serve_until_told
+
+        def announce(facts: Mapping[str, Any], url: str, replicas: int) -> None:
+            _announce(facts, url, config.sessions * replicas, as_json=arguments.json)
+
+        serve_until_told(arguments, announce)
     return 0
 
 
@@ -186,24 +224,16 @@ def _socket(arguments: Namespace) -> dict[str, Any]:
     return found if options.given(arguments, port="port", host="host") else found | {"port": None}
 
 
-def _announce(served: "ServedModel", url: str, sessions: int, *, as_json: bool) -> None:
-    """Says what is served where, when it can be used."""
+def _announce(facts: Mapping[str, Any], url: str, sessions: int, *, as_json: bool) -> None:
+    """Says what is served where, when it can be used; `facts` as `ServedModel.facts`."""
     if as_json:
         output.print_json(
-            {
-                "url": url,
-                "model": served.name,
-                "kv": served.kv,
-                "context": served.context_tokens,
-                "budget_tokens": served.budget_tokens,
-                "sessions": sessions,
-                "kv_budget": served.slot_bytes,
-                "kv_budget_total": served.slot_bytes * sessions,
-            }
-        )
+            {"url": url, **facts, "sessions": sessions,
+             "kv_budget_total": facts["kv_budget"] * sessions}
+        )  # fmt: skip
     output.print_note(
-        f"serving {served.name} at {url}; {sessions} sessions of "
-        f"{format_bytes(served.slot_bytes)} (KV {served.kv}), "
-        f"{format_bytes(served.slot_bytes * sessions)} together; each "
-        f"holds {output.holding_text(served.budget_tokens, served.context_tokens, served.kv)}"
+        f"serving {facts['model']} at {url}; {sessions} sessions of "
+        f"{format_bytes(facts['kv_budget'])} (KV {facts['kv']}), "
+        f"{format_bytes(facts['kv_budget'] * sessions)} together; each holds "
+        f"{output.holding_text(facts['budget_tokens'], facts['context'], facts['kv'])}"
     )

@@ -6,7 +6,7 @@ plan is a result like any other: the cell says why it was refused.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -73,12 +73,21 @@ class SweepFile:
     def add(self, cell: Mapping[str, Any]) -> None:
         """Keeps a cell, on disk too: the file holds it whole or is what it was before."""
         self.data["cells"].append(dict(cell))
+        self._write()
+
+    def _write(self) -> None:
         content = json.dumps(self.data, indent=1) + "\n"
         try:
             with replace_file(self.path, private=False) as stream:
                 stream.write(content.encode())
         except OSError as error:
             raise UsageError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+    def arrange(self, keys: Iterable[Key]) -> None:
+        """Puts the cells of `keys` into their order, behind all others."""
+        places = {key: place for place, key in enumerate(keys)}
+        self.data["cells"].sort(key=lambda one: places.get(_key(one), -1))
+        self._write()
 
     def _resume(
         self, data: dict[str, Any], subject: Mapping[str, Any], tasks: Mapping[str, Any]
@@ -104,6 +113,12 @@ def check_out(path: Path) -> None:
         raise UsageError(f"--out {path}: a sweep writes one JSON file; give a name in .json")
 
 
+def check_settings(open_session: Callable[..., Session], sweep: Sweep) -> None:
+    """Raises `UsageError` for a policy that cannot be opened, before anything is measured."""
+    for setting in sweep.settings:
+        setting.opener(open_session, sweep.context_tokens)().close()
+
+
 def run(
     open_session: Callable[..., Session],
     material: Material,
@@ -111,16 +126,11 @@ def run(
     file: SweepFile,
     progress: Shown,
 ) -> None:
-    """Measures every cell that `file` does not hold yet.
-
-    Raises `UsageError` for a policy that cannot be opened, before anything is measured.
-    """
-    for setting in sweep.settings:
-        setting.opener(open_session, sweep.context_tokens)().close()
+    """Measures every cell that `file` does not hold yet."""
     clock = _Clock(sweep, material, file, progress)
     exact = UNQUANTIZED.opener(open_session, sweep.context_tokens)
     for task, budget, settings in sweep.batches():
-        waiting = [one for one in settings if _name(task, one, budget) not in file]
+        waiting = [one for one in settings if key_of(task, one, budget) not in file]
         if not waiting:
             continue
         num_bytes = sweep.budget_bytes(budget)
@@ -128,18 +138,19 @@ def run(
         show = clock.batch(task, budget, len(waiting))
         outcomes = material.measure_all(task, sessions, exact, show)
         for setting, outcome in zip(waiting, outcomes, strict=True):
-            file.add(_cell(sweep, task, setting, budget, outcome))
+            file.add(cell(sweep, task, setting, budget, outcome))
     progress(1, 1, "done")
 
 
-def _cell(
+def cell(
     sweep: Sweep,
     task: str,
     setting: CacheSetting,
     budget: Fraction | None,
     outcome: Measurement | BudgetError,
 ) -> dict[str, Any]:
-    cell: dict[str, Any] = {
+    """What the file holds of one outcome."""
+    found: dict[str, Any] = {
         "task": task,
         "policy": setting.policy or EXACT,
         "kv": setting.kv,
@@ -147,13 +158,14 @@ def _cell(
         "budget_bytes": sweep.budget_bytes(budget),
     }
     if isinstance(outcome, BudgetError):
-        return cell | {"refused": str(outcome)}
+        return found | {"refused": str(outcome)}
     measured = asdict(outcome)
     details = measured.pop("details")
-    return cell | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
+    return found | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
 
 
-def _name(task: str, setting: CacheSetting, budget: Fraction | None) -> Key:
+def key_of(task: str, setting: CacheSetting, budget: Fraction | None) -> Key:
+    """What a cell is found by in the file."""
     return task, setting.policy or EXACT, setting.kv, None if budget is None else str(budget)
 
 
@@ -189,7 +201,7 @@ class _Clock:
         self._total = self._held = 0
         for task, budget, settings in sweep.batches():
             self._total += len(settings) * self._lengths[task]
-            held = sum(_name(task, one, budget) in file for one in settings)
+            held = sum(key_of(task, one, budget) in file for one in settings)
             self._held += held * self._lengths[task]
         self._before = self._held
         self._began = monotonic()

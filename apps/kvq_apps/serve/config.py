@@ -19,7 +19,8 @@ class ServeConfig(PoolConfig):
     `port` None listens on `socket_path` only, a socket file that its owner alone may open.
     Any name of a model is taken for the one served, with `strict_model` only its own and `aliases`.
     `sampling` holds fields of `Sampling` that come before the model's.
-    `saved_bytes` bounds the sessions kept on disk, 0: none are. `buffer_bytes` is what the engine
+    `saved_bytes` bounds the sessions kept on disk, 0: none are, in `saved_folder`, None: in the
+    cache folder. `buffer_bytes` is what the engine
     writes ahead of one reader. A request's head must arrive within `head_s`, its body within
     `upload_s`; `spare_connections` more than requests can run and wait may be open. At shutdown
     running requests get `grace_s` to end.
@@ -34,6 +35,7 @@ class ServeConfig(PoolConfig):
     strict_model: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     saved_bytes: int = 2 << 30
+    saved_folder: Path | None = None
     grace_s: float = 8.0
     ping_s: float = 15.0
     head_s: float = 15.0

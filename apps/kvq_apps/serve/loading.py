@@ -41,6 +41,17 @@ class ServedModel(Served):
     sampling: Sampling
     loaded_at: int
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is told of it where it is announced; `kv_budget` is a session's bytes."""
+        return {
+            "model": self.name,
+            "kv": self.kv,
+            "context": self.context_tokens,
+            "budget_tokens": self.budget_tokens,
+            "kv_budget": self.slot_bytes,
+        }
+
 
 # Several short answers to one prompt are written side by side in so many rows.
 DRAFT_TOKENS = 64
@@ -72,7 +83,7 @@ def serve_engine(
     settings = asdict(replace(first.config, arena=None)) | {"model": engine.model.fingerprint}
     first.close()
     saved = SavedSessions(
-        cache_folder() / "sessions",
+        config.saved_folder or cache_folder() / "sessions",
         repr(sorted(settings.items())) + engine.backend.cache_kind,
         config.saved_bytes,
     )

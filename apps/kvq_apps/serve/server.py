@@ -9,14 +9,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from types import FrameType
 
 import uvicorn
 
-from kvq_apps.serve.app import make_app
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.connections import bounded
+from kvq_apps.serve.hosted import Hosted
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
@@ -43,9 +43,12 @@ class Server:
         self._path = config.socket_path
         self._on_ready = on_ready
         self._stops = 0
-        self.pool = SessionPool(load, config, self._notify)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
+        self._hosted = Hosted(load, config)
+
+    @property
+    def pool(self) -> SessionPool[ServedModel]:
+        """What answers."""
+        return self._hosted.pool
 
     @property
     def url(self) -> str | None:
@@ -66,7 +69,7 @@ class Server:
     def stop(self) -> None:
         """Asks `run` to end, from any thread; asked again, it does not wait for answers."""
         self._stops += 1
-        self._notify()
+        self._hosted.notify()
 
     def close(self) -> None:
         """Listens no more. `run` does so at its end."""
@@ -92,10 +95,10 @@ class Server:
             raise
 
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        hosted = self._hosted
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(self.pool, self._config),
+                hosted.app,
                 http=bounded(self._config),
                 ws="none",
                 loop="asyncio",
@@ -110,18 +113,15 @@ class Server:
         sockets = [one for one in (self._socket, self._file) if one is not None]
         url = self.url or f"unix:{self._config.socket_path}"
         serving = asyncio.create_task(server.serve(sockets=sockets))
-        self.pool.start()
+        hosted.start()
         try:
-            await self._until(lambda: self.pool.ready or self._ending)
+            await hosted.until(lambda: self.pool.ready or self._ending)
             if self.pool.served is not None and not self._ending:
                 self._on_ready(self.pool.served, url)
-            await self._until(lambda: self._ending)
-            self.pool.drain()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.grace_s):
-                    await self._until(lambda: not self.pool.busy or self._stops > 1)
+            await hosted.until(lambda: self._ending)
+            await hosted.leave(lambda: self._stops > 1)
         finally:
-            await asyncio.to_thread(self.pool.stop)
+            await hosted.stop()
             self._leave_path()
             server.should_exit = True
             await serving
@@ -129,18 +129,6 @@ class Server:
     @property
     def _ending(self) -> bool:
         return self._stops > 0 or self.pool.ended
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Waits for news until `holds`."""
-        while not holds():
-            await self._news.wait()
-            self._news.clear()
-
-    def _notify(self) -> None:
-        """Wakes the event loop, from any thread or a signal's handler."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
-                self._loop.call_soon_threadsafe(self._news.set)
 
 
 class _Uvicorn(uvicorn.Server):

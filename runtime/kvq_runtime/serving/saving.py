@@ -2,9 +2,10 @@
 
 A saved session is `NAME.kvq` (the runtime's snapshot, which checks every byte) beside `NAME.ids`
 (its tokens as int64, and -n after them where only the first n - 1 were computed and others
-predicted: only a hint where to look). Files of one model and KV setting share a
-folder. A session is copied by the thread that saves it and written by another; until it is on
-disk the copy stands in for the file. Whatever the disk does, the worst is a prompt read again.
+predicted: only a hint where to look). Files of one model and KV setting share a folder, and so may
+servers: what one has written the others find. A session is copied by the thread that saves it and
+written by another; until it is on disk the copy stands in for the file. Whatever the disk does, the
+worst is a prompt read again.
 """
 
 import contextlib
@@ -65,15 +66,14 @@ class SavedSessions:
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._rows: list[SavedSession] = []
+        self._seen_ns = 0
         self.writer = Writer(self._write)
         self.saved = 0
         self.restored = 0
         self.failures = 0
         for path in _files(self._folder, ".*"):
             _unlink_stale(path)
-        if limit_bytes:
-            found = map(_row, _files(self._folder, "*.ids"))
-            self._rows = [row for row in found if row is not None]
+        self._look()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,6 +86,7 @@ class SavedSessions:
         `exact`: a beginning of which nothing was predicted.
         """
         best, length = None, 0
+        self._look()
         with self._lock:
             rows = [row for row in self._rows if row.owner == owner]
         for row in rows:
@@ -149,6 +150,21 @@ class SavedSessions:
         with contextlib.suppress(OSError):
             os.utime(row.path)
         return True
+
+    def _look(self) -> None:
+        """Finds what has come into the folder, also by other processes, since the last look."""
+        with contextlib.suppress(OSError):
+            changed_ns = self._folder.stat().st_mtime_ns
+            if not self._limit_bytes or changed_ns == self._seen_ns:
+                return
+            self._seen_ns = changed_ns
+            with self._lock:
+                known = {row.path.stem for row in self._rows}
+            new = (path for path in _files(self._folder, "*.ids") if path.stem not in known)
+            found = [row for row in map(_row, new) if row is not None]
+            with self._lock:
+                known = {row.path for row in self._rows}
+                self._rows += [row for row in found if row.path not in known]
 
     def _count_failure(self) -> None:
         with self._lock:

@@ -71,7 +71,7 @@ def test_flags_have_the_names_that_other_programs_gave_them(bundle: str, ask: As
 
 
 # They name another thing the command does, which no environment can ask for.
-DEEDS = {"serve": {"--status", "--stop"}}
+DEEDS = {"serve": {"--status", "--stop"}, "run": {"--batch"}}
 
 
 def flags_of(name: str) -> dict[str, Action]:

@@ -23,7 +23,7 @@ from kvq_apps.cli import main
 from kvq_apps.serve import instances, log
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.instances import Instance, announced
-from kvq_apps.serve.listening import listen_on_file
+from kvq_apps.serve.listening import listen, listen_on_file
 from kvq_apps.serve.protocol import PROTOCOL, check_answer
 from kvq_apps.serve.reach import UnixConnection, get_json
 from kvq_apps.serve.server import Server
@@ -260,6 +260,13 @@ def test_a_server_on_a_socket_alone(rule: Rule, tmp_path: Path) -> None:
         wait_until(lambda: server.pool.queue == (0, 0))
         assert server.pool.counts.cancelled == 1
     assert not path.exists()
+
+
+def test_a_body_does_not_wait_behind_its_head() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_server_that_leaves_lets_the_next_ones_socket_be(

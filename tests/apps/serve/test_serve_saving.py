@@ -201,3 +201,14 @@ def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
     narrow = Rule(context_tokens=64).session()
     with pytest.raises(SnapshotError, match="another context_tokens"):
         narrow.restore(taken)
+
+
+def test_servers_that_share_a_folder_resume_each_others_sessions(tmp_path: Path) -> None:
+    one, other = Rule(folder=tmp_path), Rule(folder=tmp_path)
+    with running(other.load, sessions=1) as second:
+        ask(second, COMPLETIONS, prompt(1))  # it has looked, and found nothing
+        with running(one.load, sessions=1, idle_save_s=3600) as first:
+            whole = ask(first, COMPLETIONS, prompt(0, 3))
+        found = ask(second, COMPLETIONS, prompt(0, 3))
+        assert found.cached_tokens == 99
+        assert found.json["choices"] == whole.json["choices"]

@@ -1,0 +1,222 @@
+"""What Ray runs of a fleet: replicas that each hold one pool, the door, and who goes where.
+
+A replica is a process with the routes of `kvq serve` over its own `SessionPool`. Ray Serve starts
+them, watches over them, replaces them, adds and takes away; nothing of that is here.
+"""
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+    BackPressureError,
+    RayServeException,
+)
+from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+from starlette.types import Message
+
+from kvq_apps.fleet.gateway import Asked, gateway, lost
+from kvq_apps.fleet.placing import Replicas, share_of
+from kvq_apps.fleet.prefixes import Placements
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.hosted import Hosted
+from kvq_apps.serve.loading import load
+
+logger = logging.getLogger(__name__)
+
+# Requests that make nothing, such as /health, may be with a replica beside those that wait there.
+_SPARE = 64
+# Requests that may wait for a replica to be there at all.
+_WAITING = 256
+# After its `--grace` a replica gets so long to bring its sessions to the disk.
+_SAVING_S = 30.0
+_HEALTH_S = 5.0
+# A model that cannot be loaded so often cannot be loaded.
+_STARTS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedFor:
+    """A fleet as the flags of `kvq serve --ray` ask for it."""
+
+    model: str | None
+    config: ServeConfig
+    engine_options: Mapping[str, Any]
+    session_options: Mapping[str, Any]
+    replicas: Replicas
+
+
+def asked_for(arguments: Namespace) -> AskedFor:
+    """The fleet that flags ask for. Raises `UsageError`."""
+    from kvq_apps import options
+    from kvq_apps.commands.serve import serve_config
+
+    return AskedFor(
+        model=options.model_name(arguments),
+        config=serve_config(arguments),
+        engine_options=options.engine_options(arguments),
+        session_options=options.session_options(arguments),
+        replicas=Replicas.asked(arguments),
+    )
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a text where its beginning went before; see `Placements`."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Takes what `request_router_kwargs` says: the `sessions` of a replica."""
+        self._placements: Placements[Any] = Placements(**kwargs)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> list[list[Any]]:
+        """The replicas one after the other, as long as those before have no room."""
+        if pending_request is not None:
+            # Else a request that no replica has room for would be tried without a rest.
+            pending_request.routing_context.should_backoff = True
+        loads = {
+            one.replica_id: self.replica_queue_len_cache.get(one.replica_id) or 0
+            for one in candidate_replicas
+        }
+        rows = {one.replica_id: one for one in candidate_replicas}
+        return [[rows[one]] for one in self._placements.order(_chains(pending_request), loads)]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Remembers where a text went."""
+        self._placements.put(replica_id, _chains(pending_request))
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Ray says which replicas there are."""
+        self._placements.keep([one.replica_id for one in replicas])
+        super().update_replicas(replicas)
+
+
+def _chains(pending_request: Any) -> Sequence[Any]:
+    args = () if pending_request is None else pending_request.args
+    return args[0].chains if args and isinstance(args[0], Asked) else ()
+
+
+class Replica:
+    """One pool with its routes, in a process that Ray started."""
+
+    async def __init__(self, fleet: AskedFor, engine_options: Mapping[str, Any]) -> None:
+        """Loads the model. Raises `KvqError`."""
+        self._hosted = Hosted(
+            lambda: load(fleet.model, engine_options, fleet.session_options, fleet.config),
+            fleet.config,
+        )
+        self._hosted.start()
+        await self._hosted.ready()
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[list[Message]]:
+        """The ASGI messages that answer a request, as many at once as there are."""
+        said: asyncio.Queue[Message | None] = asyncio.Queue()
+        body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Future[None]()  # a client that leaves cancels this answer
+            return body.pop()
+
+        async def run() -> None:
+            try:
+                await self._hosted.app({**asked.scope, "root_path": ""}, receive, said.put)
+            finally:
+                said.put_nowait(None)
+
+        running = asyncio.create_task(run())
+        try:
+            ended = False
+            while not ended:
+                said_now = [await said.get()]
+                while not said.empty():
+                    said_now.append(said.get_nowait())
+                ended = said_now[-1] is None
+                yield [message for message in said_now if message is not None]
+        finally:
+            running.cancel()
+            # What went wrong is in the answer and in the log.
+            with suppress(asyncio.CancelledError, Exception):
+                await running
+
+    async def facts(self) -> dict[str, Any]:
+        """What is served, for whoever announces it."""
+        return (await self._hosted.ready()).facts
+
+    def check_health(self) -> None:
+        """Raises where the pool has ended, so that Ray replaces the replica."""
+        if self._hosted.pool.ended:
+            raise RuntimeError("the engine's thread has ended") from self._hosted.pool.error
+
+    async def __del__(self) -> None:
+        """Ray takes this replica away: its sessions go to the disk, where others find them."""
+        await self._hosted.leave()
+
+
+@serve.ingress()
+class Gateway:
+    """The door, in a process that Ray started beside its proxy."""
+
+    def __init__(self, replicas: Any, config: ServeConfig) -> None:
+        self._answer = replicas.options(stream=True).answer
+        self._config = config
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return gateway(self._forward, self._config)
+
+    async def _forward(self, asked: Asked) -> AsyncGenerator[list[Message]]:
+        response = self._answer.remote(asked)
+        try:
+            async for messages in response:
+                yield messages
+        except BackPressureError as error:
+            raise RequestError(
+                "too many requests wait for a replica already; try again later, or serve with "
+                "more --replicas",
+                status=429,
+                code="queue_full",
+                retry_s=1,
+            ) from error
+        except (RayError, RayServeException) as error:
+            logger.warning("a replica is lost: %s", type(error).__name__)
+            raise lost() from error
+        finally:
+            response.cancel()
+
+
+def application(fleet: AskedFor) -> Any:
+    """The Ray Serve application of a fleet. Raises `UsageError` where no machine has the CPUs."""
+    config, replicas = fleet.config, fleet.replicas
+    share = share_of(fleet.engine_options.get("threads"), replicas.most)
+    deployment: Any = serve.deployment
+    replica = deployment(
+        Replica,
+        name="replica",
+        ray_actor_options={"num_cpus": share.cpus},
+        max_ongoing_requests=config.sessions + config.queue + _SPARE,
+        max_queued_requests=_WAITING,
+        health_check_period_s=_HEALTH_S,
+        max_constructor_retry_count=_STARTS,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=config.grace_s + _SAVING_S,
+        request_router_config={
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": {"sessions": config.sessions},
+        },
+        **replicas.options(config.sessions),
+    ).bind(fleet, {**fleet.engine_options, "threads": share.threads})
+    return deployment(
+        Gateway,
+        name="gateway",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_WAITING + replicas.most * (config.connections + _SPARE),
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=config.grace_s + _SAVING_S,
+    ).bind(replica, config)

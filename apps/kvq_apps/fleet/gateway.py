@@ -1,0 +1,158 @@
+"""The door of a fleet: reads a request, has a replica answer it, passes the answer on.
+
+Knows HTTP and `forward`, no Ray. A replica that is lost before it said anything costs its client
+time only; of a stream that had begun the last event says so.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+from starlette.types import Message, Receive, Scope, Send
+
+from kvq_apps.fleet.prefixes import Chain, chains_of
+from kvq_apps.serve.app import error_response
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.errors import RequestError, error_body
+from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.protocol import own_headers
+
+# What an error is called whose request another replica can answer.
+LOST = "replica_lost"
+# A request is asked so many times of replicas that are lost before they say anything.
+_TRIES = 3
+# What of a request reaches a replica; all else is this server's own.
+_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A request on its way to a replica, and what is known of its text."""
+
+    scope: dict[str, Any]
+    body: bytes
+    chains: tuple[Chain, ...]
+
+
+# Gives the ASGI messages of a replica's answer, as many at once as there are. Raises
+# `RequestError`, with the code `LOST` where the replica is gone.
+Forward = Callable[[Asked], AsyncGenerator[Sequence[Message]]]
+
+
+def lost() -> RequestError:
+    """The answer to a request whose replica is gone."""
+    return RequestError(
+        "the replica that answered is lost, and is being replaced; ask again",
+        status=503,
+        code=LOST,
+        retry_s=1,
+    )
+
+
+def gateway(forward: Forward, config: ServeConfig) -> Starlette:
+    """The ASGI application that has `forward` answer."""
+    return Starlette(
+        routes=[Mount("/", app=_Gateway(forward, config))],
+        middleware=[Middleware(Guard, config=config, refuse=error_response)],
+    )
+
+
+class _Gateway:
+    def __init__(self, forward: Forward, config: ServeConfig) -> None:
+        self._forward = forward
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI request."""
+        answer = _Answer(send)
+        try:
+            body = await self._body(receive)
+            owner = Headers(scope=scope).get("authorization", "") if self._config.api_key else ""
+            asked = Asked(
+                scope={name: scope[name] for name in _SCOPE if name in scope},
+                body=body,
+                chains=await asyncio.to_thread(chains_of, body, owner) if body else (),
+            )
+            passing = asyncio.create_task(self._pass_on(asked, answer))
+            leaving = asyncio.create_task(_gone(receive))
+            try:
+                await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                passing.cancel()
+            if passing.done():
+                passing.result()
+        except RequestError as error:
+            if answer.begun:
+                await answer.break_off(error)
+            else:
+                await error_response(error)(scope, receive, send)
+
+    async def _pass_on(self, asked: Asked, answer: "_Answer") -> None:
+        for tried in range(1, _TRIES + 1):
+            try:
+                async for messages in self._forward(asked):
+                    for message in messages:
+                        await answer.send(message)
+                if not answer.ended:
+                    raise lost()
+            except RequestError as error:
+                if error.code != LOST or answer.begun or tried == _TRIES:
+                    raise
+            else:
+                return
+
+    async def _body(self, receive: Receive) -> bytes:
+        """The request's body, bounded in bytes and time."""
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._config.upload_s):
+                while True:
+                    message = await receive()
+                    parts.append(message.get("body", b""))
+                    if sum(map(len, parts)) > self._config.body_bytes:
+                        raise too_large(self._config.body_bytes)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RequestError("the request's body did not arrive in time", status=408) from None
+
+
+class _Answer:
+    """An answer on its way out. Its head waits for the first piece of its body."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = self.ended = False
+        self._send = send
+        self._head: Message | None = None
+
+    async def send(self, message: Message) -> None:
+        """Passes a message on."""
+        if message["type"] == "http.response.start":
+            own = [(name.lower().encode(), value.encode()) for name, value in own_headers()]
+            self._head = {**message, "headers": [*message.get("headers", ()), *own]}
+            return
+        if not self.begun:
+            assert self._head is not None
+            self.begun = True
+            await self._send(self._head)
+        self.ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def break_off(self, error: RequestError) -> None:
+        """Ends a stream that had begun with an event that says why."""
+        if not self.ended:
+            body = f"data: {json.dumps(error_body(error))}\n\n".encode()
+            await self.send({"type": "http.response.body", "body": body})
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

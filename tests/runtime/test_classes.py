@@ -1,0 +1,116 @@
+"""A model whose layers are of several classes, some of which read others' keys, in sessions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq import Engine, Sampling, native
+from kvq.errors import BackendError, UnsupportedModelError, UsageError
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.session import Session
+from kvq_specdraft import drafter_named
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+GREEDY = Sampling(temperature=0)
+IDS = np.random.default_rng(0).integers(1, 384, 700).tolist()
+NEW = [*IDS[:300], 5, 6, 7, 8, *IDS[305:]]
+CONTEXT = {"context_tokens": 1200}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("gemma4")
+    source = make_checkpoint("gemma4", folder / "source", max_position_embeddings=8192)
+    weights = WeightFormat(bits=8)
+    options = ExportOptions(weights=weights, quality=False, calibrate=False)
+    return export_model(source, folder / "bundle", options)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Bundle) -> Iterator[Engine]:
+    with Engine(bundle, threads=2) as opened:
+        yield opened
+
+
+def greedy(session: Session, count: int = 40) -> list[int]:
+    return [step.token for step in session.generate(count, sampling=GREEDY, stop_ids=[])]
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "recycle", "quantspec"])
+def test_guessed_tokens_change_nothing(engine: Engine, drafter: str) -> None:
+    text = (IDS[:60] * 6)[:300]
+    with engine.session(kv="8:8", **CONTEXT) as plain:
+        plain.prefill(text)
+        expected = greedy(plain)
+    with engine.session(kv="8:8", draft=lambda: drafter_named(drafter), **CONTEXT) as drafted:
+        drafted.prefill(text)
+        assert greedy(drafted) == expected
+
+
+def test_a_saved_session_goes_on_where_it_was(engine: Engine, tmp_path: Path) -> None:
+    with engine.session(kv="4:4", **CONTEXT) as first:
+        first.prefill(IDS)
+        first.save(tmp_path / "session")
+        expected = greedy(first)
+    with engine.session(kv="4:4", **CONTEXT) as second:
+        second.load(tmp_path / "session")
+        assert greedy(second) == expected
+
+
+def test_an_edited_text_becomes_the_one_read_anew(bundle: Bundle) -> None:
+    """But for rounding: with float activations, for a rounded one may flip."""
+    with (
+        Engine(bundle, threads=2, backend="float") as engine,
+        engine.session(kv="fp", edits=True, **CONTEXT) as moved,
+        engine.session(kv="fp", **CONTEXT) as fresh,
+    ):
+        moved.prefill(IDS)
+        assert moved.edit(300, 305, [5, 6, 7, 8]) > 600
+        moved.prefill()
+        while moved.refresh(64):
+            pass
+        assert moved.exact
+        fresh.prefill(NEW)
+        ours, theirs = (np.concatenate(list(one.logits([3, 4]))) for one in (moved, fresh))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.005)
+
+
+@pytest.mark.parametrize("share", ["60%", "25%", "12%"])
+def test_a_tight_budget_is_never_exceeded(engine: Engine, share: str) -> None:
+    with engine.session(context_tokens=8000, kv_budget=share) as session:
+        session.prefill((IDS * 11)[:7000])
+        greedy(session, 100)
+        held = session.stats()
+        assert 0 < held.kv_bytes_peak <= session.config.budget_bytes
+    assert (held.evicted_share > 0) == (share != "60%")
+
+
+def test_a_rollback_beyond_a_window_is_computed_anew(engine: Engine) -> None:
+    with (
+        engine.session(kv="fp", **CONTEXT) as back,
+        engine.session(kv="fp", **CONTEXT) as fresh,
+    ):
+        back.prefill(IDS)
+        back.rollback(600)
+        back.prefill(IDS[100:300])
+        fresh.prefill(IDS[:300])
+        assert back.tokens == fresh.tokens
+        assert greedy(back, 20) == greedy(fresh, 20)
+
+
+def test_what_layers_that_are_read_cannot_do_is_refused(engine: Engine, bundle: Bundle) -> None:
+    with pytest.raises(BackendError, match="cannot be left out of a pass"):
+        engine.session(predict="50%").prefill(IDS[:100])
+    source = bundle.path.with_name("source")
+    options = ExportOptions(quality=False, calibrate=False, predict="3")
+    with pytest.raises(UsageError, match="predict is of models whose layers are alike"):
+        export_model(source, bundle.path.with_name("predicting"), options)
+    options = ExportOptions(quality=False, calibrate=False, format="gguf")
+    with pytest.raises(UnsupportedModelError, match="and not of gemma4_text"):
+        export_model(source, bundle.path.with_name("file"), options)
