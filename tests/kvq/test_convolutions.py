@@ -423,6 +423,22 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     assert cache.state() == own
 
 
+def test_a_snapshot_needs_the_rows_before_its_end(both: Both) -> None:
+    both.grow(3 * CHUNK)
+    cache = both.caches[0]
+    own = cache.state()
+    shape = (CONV.num_layers, 10 + 3 * CONV.before, CONV.width)
+    first = len(own) - 4 * int(np.prod(shape))
+    rows = np.frombuffer(own, np.float32, offset=first).reshape(shape)
+    for held in (2, 1):
+        cut = damaged(own[:first], HELD, held) + rows[:, 10 - held :].tobytes()
+        if held == CONV.before:
+            cache.load_state(cut)
+            continue
+        with pytest.raises(SnapshotError):
+            cache.load_state(cut)
+
+
 def test_changed_bytes_harm_no_memory(both: Both) -> None:
     """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
     both.grow(4 * CHUNK + 7)
