@@ -188,7 +188,7 @@ def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]
 
 def _traits(config: ModelConfig) -> dict[str, bool]:
     """What some architecture there does not compute, and whether any layer has it."""
-    mixers = [layer.mixer for layer in config.layers]
+    mixers = [layer.attention for layer in config.layers]
     feeds = [layer.feed for layer in config.layers]
     return {
         _QK_NORM: any(mixer.qk_norm == "heads" for mixer in mixers),
@@ -275,7 +275,7 @@ def _parts(
     config: ModelConfig, layer: int, architecture: _Architecture
 ) -> dict[str, tuple[tuple[str, int, int], ...]]:
     """Canonical weight of a layer -> (tensor, its rows, interleave) in the order of its rows."""
-    mixer, inner = config.layers[layer].mixer, config.layers[layer].feed.width
+    mixer, inner = config.layers[layer].attention, config.layers[layer].feed.width
     hidden = config.hidden_size
     query, key, head = mixer.width, mixer.kv_width, mixer.head_dim
     turned = head if architecture.interleaved else 0
@@ -317,7 +317,7 @@ def _query_gain(config: ModelConfig, layer: int, architecture: _Architecture) ->
     theirs = config.head_dim**-0.5
     if architecture.name == "gemma3" and config.num_layers == GEMMA3_27B_LAYERS:
         theirs = (config.hidden_size // config.num_heads) ** -0.5
-    gain = config.layers[layer].mixer.scale / theirs
+    gain = config.layers[layer].attention.scale / theirs
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
 
 

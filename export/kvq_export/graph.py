@@ -15,7 +15,7 @@ whole weights; else the upper nibbles rank all and what can be the best so many 
 the logits of all tokens; else those of the first so many alone). Two more of every layer but the
 first, `layers.N.map` uint8 [panels, bytes] and `layers.N.map_bias` float32 [rows], are weights its
 keys and values are made by in mode 2, empty: its own.
-Output: `logits` float32 [R, V]. After the attention of the last layer only `logit_rows` are
+Output: `logits` float32 [R, V]. After the mixer of the last layer only `logit_rows` are
 computed: no later token needs the others.
 """
 
@@ -126,13 +126,15 @@ class _Builder:
         owned = self._per_layer_inputs(hidden)
         for layer in range(self.config.num_layers):
             path, own = f"/model/layers.{layer}", self.config.layers[layer]
-            qkv, o = mixer_products(self.config, layer)
-            entering = hidden
-            attended = self._attention(layer, self._linear(qkv, hidden))
+            before, after = mixer_products(self.config, layer)
+            entering, mixes = hidden, isinstance(own.mixer, Attention)
+            mixer = self._attention if mixes else self._short_conv
+            mixed = mixer(layer, self._linear(before, hidden))
             if layer == last:
-                attended = self._node(f"{path}/attn/rows/Gather", [attended, rows], axis=0)
+                place = f"{path}/{'attn' if mixes else 'conv'}"
+                mixed = self._node(f"{place}/rows/Gather", [mixed, rows], axis=0)
                 entering = hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
-            hidden = self._branch(o, attended, hidden)
+            hidden = self._branch(after, mixed, hidden)
             hidden = self._feed(layer, entering if own.parallel else hidden, hidden)
             if owned:
                 embedded = owned[layer]
@@ -212,7 +214,7 @@ class _Builder:
 
     def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
-        mixer = self.config.layers[layer].mixer
+        mixer = self.config.layers[layer].attention
         if mixer.qk_norm == "rows":
             qkv = self._normed_rows(path, weights, mixer, qkv)
         if mixer.growth:
@@ -233,6 +235,15 @@ class _Builder:
         # No shape inference knows this op, so its output is declared.
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", mixer.width])
+        return out
+
+    def _short_conv(self, layer: int, bcx: ir.Value) -> ir.Value:
+        """One convolution of rows [B | C | x], which the caches of the first class remember."""
+        inputs = [bcx, self._stored(f"layers.{layer}.conv"), self.caches[0], self.sequence_rows]
+        path, place = f"/model/layers.{layer}/conv", self.config.conv_place(layer)
+        out = self._node(f"{path}/ShortConv", inputs, domain="kvq", layer=place)
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape(["T", self.config.hidden_size])
         return out
 
     def _feed(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:

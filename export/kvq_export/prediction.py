@@ -153,7 +153,7 @@ def _solve(
     kept = slice(config.num_heads * config.head_dim, None)
     own = bundle.read_weight(f"layers.{layer}.qkv", kept).astype(np.float64)
     bias = np.zeros(len(own))
-    if config.layers[layer].mixer.qkv_bias:
+    if config.layers[layer].attention.qkv_bias:
         bias = bundle.read_weight(f"layers.{layer}.qkv_bias")[kept].astype(np.float64)
     norm = np.append(bundle.read_weight(f"layers.{layer}.attn_norm").astype(np.float64), 1.0)
     found = ridge(norm[:, None] * gram * norm, norm[:, None] * cross, np.vstack([own.T, bias]))

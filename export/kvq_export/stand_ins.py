@@ -57,12 +57,19 @@ class Stack:
 class SegmentedAttention:
     """Exact attention within each of `count` segments of equal length, in the order of the layers.
 
+    And convolutions within each.
+
     Of each class of layers what the newest one saw is kept, for those that read its keys.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._newest: dict[int, list[PlainAttention]] = {}
+
+    def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """See `kvq_models.reference.Attend`."""
+        parts = np.split(bcx, self._count)
+        return np.concatenate([plain_attention().convolve(layer, one, weight) for one in parts])
 
     def __call__(
         self,

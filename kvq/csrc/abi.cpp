@@ -108,7 +108,8 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int32_t colum
     if (const int status = kvq::lay_out(*config, budget_bytes, columns, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
     kvq::Device* there = kvq::Device::find(device);
-    if (device && (!there || !attends(*there, config->head_dim))) return KVQ_BAD_ARGUMENT;
+    if (device && (!there || !attends(*there, config->head_dim) || config->conv_layers))
+        return KVQ_BAD_ARGUMENT;
     if (resident_columns < 0 || (resident_columns && !there) ||
         (resident_columns && resident_columns >= layout.sizes.max_columns))
         return KVQ_BAD_ARGUMENT;
@@ -152,6 +153,12 @@ int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tok
                      const float* q_norm, const float* k_norm, float* out) {
     const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, out};
     return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
+}
+int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float* bcx,
+                       const float* weight, float* out) {
+    return with_cache(handle, [&](Cache& cache) {
+        return cache.convolve(layer, tokens, bcx, weight, out, kvq::kSerial);
+    });
 }
 int kvq_cache_look(int64_t handle, const kvq_attention* attention, int32_t queries,
                    const int64_t* rows, const float* q, const float* inv_freq, const float* q_norm,

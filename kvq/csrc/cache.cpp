@@ -30,12 +30,15 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     cache->pages_.place();
     cache->pages_.clear();
     cache->probes_.clear();
+    if (cache->conv_.any())
+        std::memset(static_cast<void*>(cache->arena_.conv_state), 0,
+                    static_cast<size_t>(cache->conv_.state_bytes()));
     cache->state().peak = cache->pages_.used_bytes();
     return cache;
 }
 
 Cache::Cache(uint8_t* memory, const Layout& layout)
-    : memory_(memory), arena_{}, pages_(arena_), tail_(arena_), probes_(arena_) {
+    : memory_(memory), arena_{}, pages_(arena_), tail_(arena_), conv_(arena_), probes_(arena_) {
     arena_.place(memory, layout);
 }
 
@@ -284,10 +287,17 @@ int Cache::look(const kvq_attention& a, const Inputs& in) {
     return read_together(a, &self, &own, 1, kSerial);
 }
 
+int Cache::convolve(int layer, int tokens, const float* bcx, const float* weight, float* out,
+                    const Parallel& parallel) {
+    if (state().broken) return KVQ_BAD_STATE;
+    return conv_.run(tail_, layer, tokens, bcx, weight, out, parallel);
+}
+
 int Cache::commit(const int32_t* rows, int count) {
     if (!tail_.open()) return KVQ_BAD_STATE;
     if (count == 0) return rewind(0);
-    if (count < 0 || count > tail_.branch().rows || !tail_.is_path(rows, count))
+    if (count < 0 || count > tail_.branch().rows || !tail_.is_path(rows, count) ||
+        !conv_.may_keep(tail_, count))
         return KVQ_BAD_ARGUMENT;
     if (tail_.unattended()) return KVQ_BAD_STATE;
     if (tail_.branch().staged)
@@ -295,6 +305,7 @@ int Cache::commit(const int32_t* rows, int count) {
     const int pages = tail_.closing_pages(count);
     if (!fits(pages_.views(), tail_.stretches(rows, count, 0, 0, 0))) return KVQ_BAD_ARGUMENT;
     probes_.settle(tail_, rows, count);
+    conv_.keep(tail_, rows, count);
     state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.keep(rows, count);
     for (int layer = 0; pages && layer < config().layers; layer++) {
@@ -317,6 +328,7 @@ int Cache::commit_chunk() {
             return status;
         }
     }
+    conv_.keep(tail_, nullptr, count);
     state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.close_columns(pages_, tail_.closing_pages(count), tail_.used() + count);
     tail_.forget();
@@ -334,6 +346,7 @@ int Cache::rewind(int rows) {
         return KVQ_OK;
     }
     if (branch.staged || (tail_.unattended() && rows > tail_.first_row())) return KVQ_BAD_STATE;
+    if (!conv_.may_keep(tail_, rows)) return KVQ_BAD_ARGUMENT;
     probes_.forget_from(tail_, rows);
     tail_.keep_branch_rows(rows);
     return KVQ_OK;
@@ -342,6 +355,7 @@ int Cache::rewind(int rows) {
 int Cache::trim(int tokens) {
     if (tail_.open() || state().broken) return KVQ_BAD_STATE;
     if (tokens < 0 || tokens > state().tokens) return KVQ_BAD_ARGUMENT;
+    tokens = conv_.trim(tokens);
     tail_.split(tokens, state().tokens, 0);
     pages_.split(tokens, state().tokens, 0);
     pages_.drop_unseen();
@@ -364,7 +378,8 @@ bool Cache::may_move(int first, int64_t by) const {
 }
 
 int Cache::edit(int start, int stop, int count) {
-    if (tail_.open() || state().broken) return KVQ_BAD_STATE;
+    // A convolution's rows are not of the tokens that would stand before them.
+    if (tail_.open() || state().broken || conv_.any()) return KVQ_BAD_STATE;
     if (start < config().sink_tokens || start > stop || stop > state().tokens || count < 0)
         return KVQ_BAD_ARGUMENT;
     const int64_t by = int64_t{count} - (stop - start);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "conv.h"
 #include "layout.h"
 #include "page_table.h"
 #include "probes.h"
@@ -49,6 +50,12 @@ public:
     // All of `in` lies here.
     int attend(const kvq_attention& a, const Inputs& in);
     int look(const kvq_attention& a, const Inputs& in);
+    // Whether it has convolutions of this shape; one of the pass under way, see Convolutions::run.
+    bool convolves(int64_t width, int64_t taps) const {
+        return conv_.any() && config().conv_width == width && config().conv_taps == taps;
+    }
+    int convolve(int layer, int tokens, const float* bcx, const float* weight, float* out,
+                 const Parallel& parallel);
     int commit(const int32_t* rows, int count);
     int rewind(int rows);
 
@@ -102,6 +109,7 @@ private:
     bool check_numbers(const Parts& parts) const;
     int64_t rest_bytes(const Parts& parts) const;
     int64_t page_bytes(const Parts& parts) const;
+    int64_t conv_bytes(const Parts& parts) const;
     template <class Part>
     void visit(Part&& part) const;
 
@@ -109,6 +117,7 @@ private:
     Arena arena_;
     PageTable pages_;
     Tail tail_;
+    Convolutions conv_;
     Probes probes_;
     Reading reading_;
     std::unique_ptr<Twin> twin_;  // null: there is no device

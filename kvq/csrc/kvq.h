@@ -43,12 +43,15 @@ typedef struct {
     int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
     int32_t value_groups;       /* of a page's values: 64, or head_dim if more and any form has KVQ_CHANNEL_VALUES */
     int32_t page_version;       /* of the pages' bytes: what the library writes, or it refuses */
+    int32_t conv_layers;        /* convolutions beside the layers that attend; 0: none, then of all that follows */
+    int32_t conv_width, conv_taps; /* channels, and rows that one is computed of, its own included */
+    int32_t conv_checkpoints;   /* places that can be gone back to beside the newest tokens */
 } kvq_config;
 
 /* How the pages of one (layer, KV head) are encoded, as bits. */
 enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };
 
-enum { KVQ_REGIONS = 17, KVQ_PLACES = 7, KVQ_MOST_DRAFT_TOKENS = 128 };
+enum { KVQ_REGIONS = 19, KVQ_PLACES = 7, KVQ_CONV_STATE = 13, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -59,7 +62,7 @@ typedef struct {
     int32_t reserved;
     /* Bytes of what lies before the pages, in order: state, forms, entering, views, entries,
        constant_owners, granule_owners, places (KVQ_PLACES), tail, branch, probes, probe_rows, layers,
-       staging_positions, staging, rope, partials. */
+       conv_state (KVQ_CONV_STATE), conv_rows, staging_positions, staging, rope, partials. */
     int64_t regions[KVQ_REGIONS];
 } kvq_layout;
 
@@ -143,6 +146,11 @@ KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *pa
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
                                 const float *qkv, const int64_t *positions, const float *inv_freq,
                                 const float *q_norm, const float *k_norm, float *out);
+/* One convolution of the pass: bcx float32 [tokens, 3 conv_width], weight [conv_width, conv_taps], out [tokens,
+   conv_width]; kvq/reference_conv.py defines it. Every convolution must have seen a pass, one
+   after the other, before the next begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
+KVQ_EXPORT int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float *bcx,
+                                  const float *weight, float *out);
 /* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen
    the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries]; out as
    large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device. */
@@ -155,6 +163,8 @@ KVQ_EXPORT int kvq_cache_look(int64_t handle, const kvq_attention *attention, in
 KVQ_EXPORT int kvq_cache_commit(int64_t handle, const int32_t *rows, int32_t count, kvq_stats *stats);
 /* Keeps only the branch's first `rows` rows. No page and no committed row changes. */
 KVQ_EXPORT int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats *stats);
+/* Goes back to the first `tokens` tokens, or to fewer where convolutions have forgotten what stood
+   there. */
 KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats *stats);
 /* Removes tokens start to stop and moves those behind so that `count` others can stand there, in a gap
    for begin(at=start). No page's bytes change: its views get masks and shifts, up to two views where

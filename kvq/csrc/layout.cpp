@@ -22,6 +22,12 @@ bool within(int64_t value, int64_t least, int64_t most) {
     return value >= least && value <= most;
 }
 
+bool valid_convolutions(const kvq_config& c) {
+    if (c.conv_layers == 0) return !c.conv_width && !c.conv_taps && !c.conv_checkpoints;
+    return within(c.conv_layers, 1, 1 << 16) && within(c.conv_width, 1, 1 << 20) &&
+           within(c.conv_taps, 2, kMostTaps) && within(c.conv_checkpoints, 1, 1 << 12);
+}
+
 // The bounds keep every size below in 64 bits.
 bool valid(const kvq_config& c) {
     const bool widths =
@@ -34,7 +40,7 @@ bool valid(const kvq_config& c) {
            within(c.context_tokens, 1, 1 << 30) &&
            int64_t{c.layers} * c.kv_heads * c.tail_rows <= int64_t{1} << 50 &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
-           within(c.probes, 0, 1) && c.page_version == kPageVersion &&
+           within(c.probes, 0, 1) && valid_convolutions(c) && c.page_version == kPageVersion &&
            (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&
            within(c.tail_rows,
                   quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
@@ -62,6 +68,8 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
         size_of<Probe>(slots),
         slots * c.layers * c.heads * dim * 2,
         slots ? c.layers * facts_bytes(c.head_dim) : 0,
+        c.conv_layers ? size_of<ConvState>(1) + size_of<int32_t>(c.conv_checkpoints) : 0,
+        c.conv_layers ? size_of<float>(c.conv_layers * conv_rows(c) * c.conv_width) : 0,
         int64_t{c.chunk_tokens} * 4,
         quantized(c) ? int64_t{c.kv_heads} * 2 * c.chunk_tokens * dim * 2 : 0,
         int64_t{c.chunk_tokens} * dim * 4,
@@ -122,7 +130,7 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
     next(state), next(forms), next(entering), next(views), next(entries);
     next(constant_owners), next(granule_owners);
     next(tail_positions), next(tail), next(branch);
-    next(probes), next(probe_rows), next(layers);
+    next(probes), next(probe_rows), next(layers), next(conv_state), next(conv_rows);
     next(staging_positions), next(staging), next(rope), next(partials);
     tail_deltas = tail_positions + layout.sizes.regions[KVQ_PLACES] / 12;
     tail_tokens = tail_deltas + layout.sizes.regions[KVQ_PLACES] / 12;

@@ -25,6 +25,7 @@ struct BranchState {
     uint8_t hi_view;    // the pass reads 8- and 6-bit sides by their hi plane
     uint8_t in_gap;     // the rows fill a gap that an edit left, not the end
     int32_t at;         // token of the first row
+    int32_t conv_attended;  // convolutions that have seen the pass's rows
 };
 
 // A row of a branch that is no chain: the row it follows (-1: the last committed token), its place
@@ -48,7 +49,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 144, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(State) == 168, "kvq/sizing.py counts these bytes too");
 
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {
@@ -64,6 +65,22 @@ struct LayerFacts {
 };
 constexpr int64_t facts_bytes(int head_dim) {
     return static_cast<int64_t>(sizeof(LayerFacts)) + (head_dim > 256 ? 4 * (head_dim / 2 - 128) : 0);
+}
+
+// What convolutions remember, beside their rows; conv_checkpoints places follow, rising, of which
+// `checkpoints` are in use and the others 0.
+struct ConvState {
+    int32_t held;    // committed tokens, the newest, whose rows are there
+    int32_t wanted;  // where somebody went back to last, and could not at once; 0: nowhere
+    int32_t checkpoints;
+    int32_t reserved;
+};
+constexpr int kMostTaps = 16;
+constexpr int kConvBackRows = 8, kConvStepTokens = 256;
+// Rows of one convolution.
+constexpr int64_t conv_rows(const kvq_config& c) {
+    return 2 * int64_t{c.conv_taps - 1 + kConvBackRows} + c.draft_tokens +
+           (c.conv_checkpoints + int64_t{1}) * (c.conv_taps - 1);
 }
 
 // Views beyond one of every column: so many, and one more per column. Of them an edit leaves free
@@ -95,6 +112,8 @@ struct Arena {
     Probe* probes;
     uint16_t* probe_rows;
     uint8_t* layers;
+    ConvState* conv_state;
+    float* conv_rows;
     int32_t* staging_positions;
     uint16_t* staging;
     float* rope;  // of a pass's tokens: cosines, then sines

@@ -54,7 +54,7 @@ int Tail::add(int tokens, const int32_t* parents, bool staged, bool hi_view, int
         chain &= parent == row - 1;
     }
     if (!b.rows) b.at = at < 0 ? arena_.state->tokens : at, b.in_gap = at >= 0;
-    b = {b.rows + tokens, tokens, 0, staged, chain, hi_view, b.in_gap, b.at};
+    b = {b.rows + tokens, tokens, 0, staged, chain, hi_view, b.in_gap, b.at, 0};
     return KVQ_OK;
 }
 
@@ -64,7 +64,7 @@ void Tail::keep_branch_rows(int rows) {
     if (rows == b.rows) return;
     bool chain = true;
     for (int row = 0; !b.chain && row < rows; row++) chain &= arena_.branch[row].parent == row - 1;
-    b = {rows, 0, config().layers, 0, chain, 0, b.in_gap, b.at};
+    b = {rows, 0, config().layers, 0, chain, 0, b.in_gap, b.at, config().conv_layers};
 }
 
 bool Tail::is_path(const int32_t* rows, int count) const {

@@ -16,7 +16,10 @@ public:
     const BranchState& branch() const { return arena_.state->branch; }
     bool open() const { return branch().rows > 0; }
     // A pass is under way that not every layer has seen.
-    bool unattended() const { return branch().attended < arena_.config().layers && open(); }
+    bool unattended() const {
+        return open() && (branch().attended < arena_.config().layers ||
+                          branch().conv_attended < arena_.config().conv_layers);
+    }
 
     uint16_t* rows(int stream, int side) const {  // side 0: K, 1: V; float16 [tail_rows, head_dim]
         return arena_.tail + (int64_t{stream} * 2 + side) * config().tail_rows * config().head_dim;

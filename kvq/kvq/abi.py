@@ -22,7 +22,7 @@ import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.formats import PAGE_VERSION
-from kvq.sizing import Geometry, Regions
+from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
 ABI = 19
@@ -50,6 +50,10 @@ class Config(Structure):
             "draft_tokens",
             "value_groups",
             "page_version",
+            "conv_layers",
+            "conv_width",
+            "conv_taps",
+            "conv_checkpoints",
         )
     )
 
@@ -157,6 +161,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32,
         (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
     ),
+    "kvq_cache_convolve": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS, _FLOATS)),
     "kvq_cache_look": (
         c_int32,
         (c_int64, POINTER(Attention), c_int32, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
@@ -194,7 +199,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def as_config(arena: Geometry) -> Config:
     """What the library is asked to lay out."""
-    shape, plan = arena.shape, arena.plan
+    shape, plan, conv = arena.shape, arena.plan, arena.conv
+    convolutions = (conv.num_layers, conv.width, conv.taps, CONV_CHECKPOINTS) if conv else ()
     return Config(
         shape.num_layers,
         shape.num_heads,
@@ -212,6 +218,7 @@ def as_config(arena: Geometry) -> Config:
         arena.draft_tokens,
         arena.value_groups,
         PAGE_VERSION,
+        *convolutions,
     )
 
 

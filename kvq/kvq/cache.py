@@ -212,6 +212,8 @@ class Cache:
         stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view, at)
+        if silent and self.arena.conv:
+            raise CacheError("layers beside convolutions cannot be left out of a pass")
         if any(not 0 <= layer < self.shape.num_layers for layer in silent):
             raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
         self._make_room(tokens)
@@ -352,6 +354,23 @@ class Cache:
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
 
+    def convolve(
+        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """What a convolution gives of the pass's new rows; see `kvq.reference_conv`.
+
+        `layer` counts convolutions. bcx float32 [T, 3 width]: B, C and x side by side; weight
+        [width, taps]; returns float32 [T, width]. Every layer once per pass, one after the other;
+        before, between or behind those that attend. Raises `CacheError` for other shapes and where
+        B * x is not finite.
+        """
+        conv = self.arena.conv
+        if conv is None or not 0 <= layer < conv.num_layers:
+            raise CacheError(f"convolution {layer} is none of {conv}")
+        if bcx.shape[1:] != (3 * conv.width,) or weight.shape != (conv.width, conv.taps):
+            raise CacheError(f"rows {bcx.shape} and weights {weight.shape} are not those of {conv}")
+        return self.engine.convolve(layer, bcx, weight)
+
     def look(
         self,
         params: AttentionParams,
@@ -453,18 +472,21 @@ class Cache:
         self.engine.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or to none.
+        """Rolls back to the first `tokens` tokens, or to fewer.
 
-        None where a layer's window has left behind what the next token sees again.
+        None where a layer's window has left behind what the next token sees again. Convolutions go
+        back exactly by a few tokens, and further to the nearest earlier place they remember.
         """
         if tokens < self.tokens and self._forgot(tokens):
             tokens = 0
         self.engine.trim(tokens)
-        self._behind[:] = np.minimum(self._behind, tokens)
+        self._behind[:] = np.minimum(self._behind, self.tokens)
 
     def why_not_edit(self) -> str | None:
-        """Why nothing in the middle can be replaced, or None: it always can."""
-        return None
+        """Why nothing in the middle can be replaced, or None."""
+        if self.arena.conv is None:
+            return None
+        return "the model's convolutions remember what stood before each token"
 
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
@@ -481,6 +503,8 @@ class Cache:
                 f"layers with a window have given up tokens that are seen from token {start} on; a "
                 "session opened for edits keeps them"
             )
+        if (reason := self.why_not_edit()) is not None:
+            raise CacheError(reason)
         self.engine.edit(start, stop, count)
 
     def _give_up_sparse(self, tokens: int) -> tuple[int, int]:

@@ -93,6 +93,7 @@ class CacheEngine(Protocol):
         q_norm: Float | None = None,
         k_norm: Float | None = None,
     ) -> Float: ...
+    def convolve(self, layer: int, bcx: Float, weight: Float) -> Float: ...
     def look(
         self,
         params: AttentionParams,

@@ -26,10 +26,11 @@ WeightNorms = Callable[[], NDArray[np.float64]]
 class ClassedSpec:
     """What is asked of the caches of several classes, with the names `CacheSpec` has for it.
 
-    `parts` differ in `shape`, `windows` and `forms` alone. `budget` is that of all together: a
-    class gets the least it can be opened in, then those whose every layer has a window get what
-    holds their whole context, for that does not grow with it, and what is left goes to the classes
-    by what each still lacks. A budget in tokens is one of every class.
+    `parts` differ in `shape`, `windows` and `forms` alone, and the first may have a `conv`.
+    `budget` is that of all together: a class gets the least it can be opened in, then those whose
+    every layer has a window get what holds their whole context, for that does not grow with it, and
+    what is left goes to the classes by what each still lacks. A budget in tokens is one of every
+    class.
     """
 
     parts: tuple[CacheSpec, ...]
@@ -316,6 +317,12 @@ class ClassedCache:
         part = self._of(params)
         return part.attend(params, qkv, positions, inv_freq, q_norm, k_norm, shared=shared)
 
+    def convolve(
+        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """See `Cache.convolve`; the first class remembers."""
+        return self.parts[0].convolve(layer, bcx, weight)
+
     def look(
         self,
         params: AttentionParams,
@@ -351,8 +358,8 @@ class ClassedCache:
                 tokens = min(tokens, part.tokens)
 
     def why_not_edit(self) -> str | None:
-        """Why nothing in the middle can be replaced, or None: it always can."""
-        return None
+        """Why nothing in the middle can be replaced, or None."""
+        return self.parts[0].why_not_edit()
 
     def edit(self, start: int, stop: int, count: int) -> None:
         """See `Cache.edit`. Where one class refuses, all keep what stands before `start` alone."""

@@ -11,6 +11,7 @@ PAGE_WIDTHS = (8, 6, 4, 2)
 FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 MOST_HEAD_DIM = 512
+MOST_TAPS = 16
 
 DEFAULT_CHUNK_TOKENS = 256
 # Rows of the floating-point tail kept free for tokens that may be forgotten.
@@ -61,6 +62,30 @@ class CacheShape:
     def float_bytes_per_token(self) -> int:
         """Bytes of K and V of one token at 16 bits, all layers."""
         return self.num_layers * self.num_kv_heads * self.head_dim * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvShape:
+    """Layers of short convolutions: each of `width` channels over a row and `taps` - 1 before it.
+
+    They have no keys and values; what they remember are rows float32 [width].
+    """
+
+    num_layers: int
+    width: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.width < 1 or not 2 <= self.taps <= MOST_TAPS:
+            raise UsageError(
+                f"{self.num_layers} convolutions of {self.width} channels over {self.taps} rows "
+                f"are not possible: 1 or more over 2 to {MOST_TAPS} rows"
+            )
+
+    @property
+    def before(self) -> int:
+        """Rows before its own that a row needs."""
+        return self.taps - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,11 @@ class DeviceCache(NativeCache):
     """The same decisions as on the processor; the kernels are those of `device`'s library."""
 
     def _device_number(self) -> int:
+        if self.arena.conv is not None:
+            raise BackendError(
+                f"convolutions have no kernel on the device {self.device!r}; use "
+                f"{argument('device', 'cpu')}"
+            )
         found, heads = devices.opened(self.device), self.arena.shape.head_dim
         if heads not in found.head_dims:
             raise BackendError(

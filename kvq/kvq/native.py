@@ -263,6 +263,16 @@ class NativeCache:
         self._call("attend", ctypes.byref(attention), len(qkv), *arrays)
         return out
 
+    def convolve(
+        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        bcx = np.ascontiguousarray(bcx, np.float32)
+        weight = np.ascontiguousarray(weight, np.float32)
+        out = np.empty((len(bcx), len(weight)), np.float32)
+        arrays = pointer(bcx), pointer(weight), pointer(out)
+        self._call("convolve", layer, len(bcx), *arrays)
+        return out
+
     def look(
         self,
         params: AttentionParams,

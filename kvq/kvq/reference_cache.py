@@ -36,6 +36,7 @@ from kvq.reference import (
     split_heads,
     stored_rows,
 )
+from kvq.reference_conv import ConvRows
 from kvq.reference_pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
 from kvq.reference_probes import Look, Probes, record
 from kvq.selectors import READ_ALL, ReadRule
@@ -96,6 +97,7 @@ class ReferenceCache:
         empty = np.zeros((0, arena.shape.head_dim), np.float16)
         self._tail = [Rows(empty, empty) for _ in range(arena.streams)]
         self._places = NO_PLACES
+        self._conv = arena.conv and ConvRows(arena.conv, arena.draft_tokens)
         self._open_branch()
         self._rule = READ_ALL
         self.pages_seen = self.pages_read = 0
@@ -140,6 +142,8 @@ class ReferenceCache:
         self._attended: set[int] = set()
         self._view = "full"
         self._silent: frozenset[int] = frozenset()
+        if self._conv:
+            self._conv.forget()
 
     @property
     def branch_rows(self) -> int:
@@ -148,7 +152,10 @@ class ReferenceCache:
     @property
     def _unattended(self) -> bool:
         """A pass is under way that not every layer has seen."""
-        return self._pass_rows > 0 and len(self._attended) < self.arena.shape.num_layers
+        if self._pass_rows == 0:
+            return False
+        waiting = self._conv is not None and self._conv.unattended
+        return waiting or len(self._attended) < self.arena.shape.num_layers
 
     @property
     def _first(self) -> int:
@@ -182,6 +189,8 @@ class ReferenceCache:
         self._parents += added
         self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
         self._attended = set()
+        if self._conv:
+            self._conv.begin(tokens)
 
     def _begin_at(self, at: int | None, rows: int) -> None:
         """The branch's first row is token `at` of a gap that holds all its rows; None: the end."""
@@ -222,6 +231,13 @@ class ReferenceCache:
         if params.layer in self._silent:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         return self._attention(params, q, positions, inv_freq).reshape(len(qkv), -1)
+
+    def convolve(self, layer: int, bcx: Float, weight: Float) -> Float:
+        """What a convolution gives of the pass's rows [B | C | x], [T, 3 width]: [T, width]."""
+        assert self._conv is not None
+        if not 0 < len(bcx) == self._pass_rows:
+            raise CacheError(f"begin() was not called for {len(bcx)} tokens")
+        return self._conv.convolve(layer, bcx, weight, self._parents)
 
     def look(
         self,
@@ -380,6 +396,7 @@ class ReferenceCache:
             raise CacheError(f"rows {rows} are no path of the branch's {self.branch_rows} rows")
         if self._unattended:
             raise CacheError("a layer has not seen the newest rows yet")
+        self._check_kept(len(path))
         pages = self._closing(len(path))
         tokens = self._first + np.arange(len(path), dtype=np.int64)
         places = self._places.joined(tokens, self._branch_positions[path])
@@ -395,11 +412,18 @@ class ReferenceCache:
                 tail.k = np.concatenate([tail.k, branch[head].k[path]])
                 tail.v = np.concatenate([tail.v, branch[head].v[path]])
         self._places = places
+        if self._conv:
+            self._conv.commit(path, self.tokens)
         self.tokens += len(path) if self._at is None else 0
         self._open_branch()
         for _ in range(pages):
             self._close_page()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _check_kept(self, rows: int) -> None:
+        reason = self._conv.why_not_keep(rows) if self._conv else None
+        if reason is not None:
+            raise CacheError(reason)
 
     def _close_page(self) -> None:
         """Packs the first tokens behind the sinks; the text's end stays in floating point."""
@@ -415,12 +439,15 @@ class ReferenceCache:
             raise CacheError(f"the branch has {self.branch_rows} rows, not {rows}")
         if rows and self._unattended and rows > self.branch_rows - self._pass_rows:
             raise CacheError("a layer has not seen the newest rows yet")
+        self._check_kept(rows)
         self._probes.forget(self._branch_tokens()[rows:])
         if rows == 0:
             self._open_branch()
         elif rows < self.branch_rows:
             self._parents = self._parents[:rows]
             self._pass_rows = 0
+            if self._conv:
+                self._conv.rewind(rows)
 
     # -- evidence --
 
@@ -498,10 +525,12 @@ class ReferenceCache:
     # -- changes between forward passes --
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens."""
+        """Rolls back to the first `tokens` tokens, or to fewer where convolutions forgot."""
         self._check_idle()
         if not 0 <= tokens <= self.tokens:
             raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
+        if self._conv:
+            tokens = self._conv.trim(tokens, self.tokens)
         self._become(*self._without(tokens, self.tokens, 0))
         self.tokens = tokens
 
@@ -624,6 +653,7 @@ class ReferenceCache:
         self._check_idle()
         arrays = self.table.arrays() | self._probes.arrays()
         arrays |= {"arena": self._identity(), "places": self.places()}
+        arrays |= self._conv.arrays() if self._conv else {}
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
@@ -644,6 +674,7 @@ class ReferenceCache:
             arena.draft_tokens,
             arena.probes,
             arena.num_bytes,
+            arena.conv,
         )
         return np.array(" ".join(map(str, held)))
 
@@ -669,7 +700,10 @@ class ReferenceCache:
         self._restore(arrays)
 
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self.tokens, self.peak_bytes = map(int, arrays["counts"])
+        counts = arrays["counts"].tolist()
+        if self._conv:
+            self._conv.restore(arrays, counts[0])
+        self.tokens, self.peak_bytes = counts
         self._places = Places(*arrays["places"].T)
         streams = range(self.arena.streams)
         self._tail = [Rows(arrays[f"tail{s}k"], arrays[f"tail{s}v"]) for s in streams]

@@ -19,6 +19,7 @@ from kvq.config import (
     PAGE_TOKENS,
     Budget,
     CacheShape,
+    ConvShape,
     KvPlan,
     PageForm,
 )
@@ -43,11 +44,12 @@ SHORTEST_CONTEXT_TOKENS = 2
 # What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
 WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 # `sizeof` of the library's structs.
-STATE_BYTES = 144
+STATE_BYTES = 168
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
 BRANCH_ROW_BYTES = 24
+CONV_STATE_BYTES = 16
 LAYER_BYTES = 552
 # Rotary frequencies of a layer that those bytes have room for; a head may have more.
 LAYER_PAIRS = 128
@@ -56,6 +58,12 @@ PLACE_BYTES = 12
 # Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
 # free what filling gaps may take.
 SPARE_VIEWS, GAP_VIEWS = 64, 32
+# Convolutions: committed rows kept beyond those that the next row needs, so that going back by no
+# more computes nothing again; places further back that may be gone back to; and how many tokens
+# decoding passes from one such place to the next.
+CONV_BACK_ROWS = 8
+CONV_CHECKPOINTS = 16
+CONV_STEP_TOKENS = 256
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
 
@@ -88,6 +96,8 @@ class Regions(NamedTuple):
     probes: int
     probe_rows: int
     layers: int
+    conv_state: int
+    conv_rows: int
     staging_positions: int
     staging: int
     rope: int
@@ -108,7 +118,7 @@ class Geometry:
     threads. `probes`: query rows are kept, for policies that ask what attention looks at.
     `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
     the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
-    all; empty: no page goes.
+    all; empty: no page goes. `conv`: the convolutions beside the layers that attend.
     """
 
     shape: CacheShape
@@ -120,6 +130,7 @@ class Geometry:
     probes: bool
     value_groups: int = PAGE_TOKENS
     windows: tuple[int, ...] = ()
+    conv: ConvShape | None = None
 
     @property
     def pass_tokens(self) -> int:
@@ -208,6 +219,8 @@ class Geometry:
             probes=slots * PROBE_BYTES,
             probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
             layers=shape.num_layers * _layer_bytes(dim) if slots else 0,
+            conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
+            conv_rows=conv_bytes(self.conv, self.draft_tokens),
             staging_positions=self.pass_tokens * 4,
             staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
             rope=self.pass_tokens * dim * 4,
@@ -351,6 +364,7 @@ class CacheSpec:
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
     what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
+    `conv`: convolutions beside the layers that attend, whose rows are held here too.
     """
 
     shape: CacheShape
@@ -367,6 +381,7 @@ class CacheSpec:
     forms: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
     offload_bytes: int = 0
+    conv: ConvShape | None = None
 
     def __post_init__(self) -> None:
         streams = self.shape.num_layers * self.shape.num_kv_heads
@@ -441,6 +456,7 @@ class CacheSpec:
             value_groups=value_groups(self.shape.head_dim, self.forms),
             # A second tier has room for all, and gives up no page.
             windows=() if self.edits or self.offload_bytes else self.windows,
+            conv=self.conv,
         )
 
     @cached_property
@@ -556,6 +572,19 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
             f"its first and newest tokens in 16 bits and a page of {PAGE_TOKENS} quantised ones; "
             f"{sized(minimum_bytes)} can"
         )
+
+
+def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
+    """Bytes of the rows that convolutions remember.
+
+    The newest committed ones, those of a branch, the newest of a chunk, and of every place that may
+    be gone back to, of which one is on the way into a chunk, those before it.
+    """
+    if conv is None:
+        return 0
+    newest = conv.before + CONV_BACK_ROWS
+    rows = 2 * newest + draft_tokens + (CONV_CHECKPOINTS + 1) * conv.before
+    return conv.num_layers * rows * conv.width * 4
 
 
 def _layer_bytes(head_dim: int) -> int:

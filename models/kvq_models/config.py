@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from kvq.config import AttentionParams, CacheShape
+from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape
 from kvq.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -91,6 +91,21 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConv:
+    """A short convolution: each channel of the stream is summed over a token and a few before it.
+
+    One matrix makes rows [B | C | x] of what enters, three times as wide as the stream. The rows of
+    B * x are summed over `taps` tokens, the newest itself, with weights of each channel; C times
+    that goes through a second matrix. It has no keys and values, and no positions.
+    """
+
+    taps: int
+
+
+Mixer = Attention | ShortConv
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
     """An MLP: `down` of activation(gate) * up, both of `width` columns, or of activation(up)."""
 
@@ -133,12 +148,29 @@ class Layer:
     Behind a `scaled` layer the stream is multiplied by a learned number.
     """
 
-    mixer: Attention
+    mixer: Mixer
     feed: Feed
     norms: Norms = "before"
     scale: float = 1.0
     parallel: bool = False
     scaled: bool = False
+
+    @property
+    def attention(self) -> Attention:
+        """Its mixer. Raises ModelError for a layer that does not attend."""
+        if not isinstance(self.mixer, Attention):
+            raise ModelError("a layer that convolves has no heads")
+        return self.mixer
+
+    @property
+    def attends(self) -> bool:
+        """Whether its mixer is attention."""
+        return isinstance(self.mixer, Attention)
+
+    @property
+    def owns_keys(self) -> bool:
+        """Whether tokens have keys and values of this layer."""
+        return isinstance(self.mixer, Attention) and self.mixer.kv_from is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,8 +237,10 @@ class ModelConfig:
         if self.per_layer is not None:
             _check_count("tokens of per-layer embeddings", self.per_layer.rows, least=1)
             _check_count("numbers of a per-layer embedding", self.per_layer.width, least=1)
-        for layer in dict.fromkeys(self.layers):
-            rope, dim = self.ropes[layer.mixer.rope], layer.mixer.head_dim
+        for mixer in dict.fromkeys(layer.mixer for layer in self.layers):
+            if not isinstance(mixer, Attention):
+                continue
+            rope, dim = self.ropes[mixer.rope], mixer.head_dim
             if not rope.inv_freq or 2 * len(rope.inv_freq) > dim:
                 raise ModelError(
                     f"a rotary table turns {2 * len(rope.inv_freq)} of {dim} dimensions"
@@ -233,15 +267,25 @@ class ModelConfig:
 
     def _check_layer(self, layer: Layer) -> None:
         mixer, feed = layer.mixer, layer.feed
-        for name in ("heads", "kv_heads", "head_dim"):
-            _check_count(_CALLED[name], getattr(mixer, name), least=1)
         _check_count("intermediate_size", feed.width, least=1)
         if isinstance(feed, Experts):
             _check_count("the number of experts", feed.count, least=1, most=_MOST_EXPERTS)
             _check_count("the experts of a token", feed.chosen, least=1, most=feed.count)
+        _check_real("a layer's scale", layer.scale)
+        _check_known("activation", feed.activation, get_args(Activation))
+        _check_known("place of the norms", layer.norms, get_args(Norms))
+        if layer.parallel and layer.norms != "before":
+            raise ModelError("a layer whose halves are parallel has one norm, before both")
+        if isinstance(mixer, ShortConv):
+            _check_count("the rows of a convolution", mixer.taps, least=2, most=MOST_TAPS)
+        else:
+            self._check_attention(mixer)
+
+    def _check_attention(self, mixer: Attention) -> None:
+        for name in ("heads", "kv_heads", "head_dim"):
+            _check_count(_CALLED[name], getattr(mixer, name), least=1)
         _check_count("a layer's window_tokens", mixer.window_tokens, least=0)
         _check_count("a layer's rope", mixer.rope, least=0, most=len(self.ropes) - 1)
-        _check_real("a layer's scale", layer.scale)
         _check_real("attention_scale", mixer.scale)
         _check_real("attention_softcap", mixer.softcap)
         _check_real("the growth of queries", mixer.growth)
@@ -252,30 +296,27 @@ class ModelConfig:
                 f"{mixer.heads} query heads cannot share {mixer.kv_heads} key-value heads "
                 "evenly; num_attention_heads must be a multiple of num_key_value_heads"
             )
-        for what, value, known in (
-            ("activation", feed.activation, get_args(Activation)),
-            ("place of the norms", layer.norms, get_args(Norms)),
-            ("norm of queries and keys", mixer.qk_norm, get_args(QkNorm)),
-            ("source of values", mixer.values, get_args(Values)),
-        ):
-            if value not in known:
-                raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
-        if layer.parallel and layer.norms != "before":
-            raise ModelError("a layer whose halves are parallel has one norm, before both")
+        _check_known("norm of queries and keys", mixer.qk_norm, get_args(QkNorm))
+        _check_known("source of values", mixer.values, get_args(Values))
 
     def _check_sharing(self) -> None:
         """A layer reads one of the same shape whose rows are still there: the last of its class."""
         last = {one.layers[-1] for one in self.cache_classes}
+        if not last:
+            raise ModelError("no layer has keys and values: a model without any is not possible")
+        if len({layer.mixer for layer in self.layers if isinstance(layer.mixer, ShortConv)}) > 1:
+            raise ModelError("convolutions over different numbers of rows are not possible")
         for index, layer in enumerate(self.layers):
-            source = layer.mixer.kv_from
-            if source is None:
+            own = layer.mixer
+            if not isinstance(own, Attention) or own.kv_from is None:
                 continue
+            source = own.kv_from
             if type(source) is not int or not 0 <= source < index or source not in last:
                 raise ModelError(
                     f"layer {index} reads the keys of layer {source!r}, which must be an earlier "
                     "layer, the last of those that are like it and have keys of their own"
                 )
-            own, read = layer.mixer, self.layers[source].mixer
+            read = self.layers[source].attention
             if (own.heads, own.kv_heads, own.head_dim) != (
                 read.heads,
                 read.kv_heads,
@@ -290,23 +331,27 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the first layer, and of every one of a `uniform` model."""
-        return self.layers[0].mixer.heads
+        """Query heads of the first layer that attends, and of every one of a `uniform` model."""
+        return self._attends_first.heads
 
     @property
     def num_kv_heads(self) -> int:
         """Key-value heads, likewise."""
-        return self.layers[0].mixer.kv_heads
+        return self._attends_first.kv_heads
 
     @property
     def head_dim(self) -> int:
         """Channels of a head, likewise."""
-        return self.layers[0].mixer.head_dim
+        return self._attends_first.head_dim
 
     @property
     def qkv_width(self) -> int:
         """Columns of a packed row, likewise; see `Attention.qkv_width`."""
-        return self.layers[0].mixer.qkv_width
+        return self._attends_first.qkv_width
+
+    @property
+    def _attends_first(self) -> Attention:
+        return next(one.mixer for one in self.layers if isinstance(one.mixer, Attention))
 
     @property
     def widest_feed(self) -> int:
@@ -320,11 +365,12 @@ class ModelConfig:
         In the order of their first layers. Where layers read others' keys, those with a window are
         apart from those without: only the last of a class can be read.
         """
-        shares = any(layer.mixer.kv_from is not None for layer in self.layers)
+        attending = [one.mixer for one in self.layers if isinstance(one.mixer, Attention)]
+        shares = any(mixer.kv_from is not None for mixer in attending)
         members: dict[tuple[int, ...], list[int]] = {}
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
-            if mixer.kv_from is None:
+            if isinstance(mixer, Attention) and mixer.kv_from is None:
                 window = mixer.window_tokens if shares else 0
                 key = (mixer.heads, mixer.kv_heads, mixer.head_dim, window)
                 members.setdefault(key, []).append(index)
@@ -337,7 +383,7 @@ class ModelConfig:
                     head_dim=head_dim,
                 ),
                 layers=tuple(layers),
-                windows=tuple(self.layers[layer].mixer.window_tokens for layer in layers),
+                windows=tuple(self.windows[layer] for layer in layers),
             )
             for (heads, kv_heads, head_dim, _), layers in members.items()
         )
@@ -347,10 +393,22 @@ class ModelConfig:
         """That of the one class of a model whose layers are alike. Raises ModelError for others."""
         if not self.uniform:
             raise ModelError(
-                f"layers of a {self.model_type} model differ in their heads or read others' keys; "
-                "this is possible only where all are alike"
+                f"layers of a {self.model_type} model differ in their heads, read others' keys or "
+                "convolve; this is possible only where all are alike"
             )
         return self.cache_classes[0].shape
+
+    @property
+    def conv_shape(self) -> ConvShape | None:
+        """What the layers that convolve have in common, or None where there are none."""
+        found = [one.mixer for one in self.layers if isinstance(one.mixer, ShortConv)]
+        if not found:
+            return None
+        return ConvShape(num_layers=len(found), width=self.hidden_size, taps=found[0].taps)
+
+    def conv_place(self, layer: int) -> int:
+        """Which of the layers that convolve it is."""
+        return sum(isinstance(one.mixer, ShortConv) for one in self.layers[:layer])
 
     @property
     def uniform(self) -> bool:
@@ -359,7 +417,7 @@ class ModelConfig:
 
     def place(self, layer: int) -> tuple[int, int]:
         """Which of `cache_classes` holds the keys that a layer reads, and which layer there."""
-        source = self.layers[layer].mixer.kv_from
+        source = self.layers[layer].attention.kv_from
         owner = layer if source is None else source
         for index, one in enumerate(self.cache_classes):
             if owner in one.layers:
@@ -368,9 +426,12 @@ class ModelConfig:
 
     @property
     def first_reader(self) -> int:
-        """The first layer from which on no layer has keys of its own; the last one at least."""
+        """The first layer from which on all read others' keys, or how many layers there are."""
         first = self.num_layers
-        while first and self.layers[first - 1].mixer.kv_from is not None:
+        while first:
+            mixer = self.layers[first - 1].mixer
+            if not isinstance(mixer, Attention) or mixer.kv_from is None:
+                break
             first -= 1
         return first
 
@@ -381,8 +442,9 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The sliding window of every layer, 0 for one that sees all."""
-        return tuple(layer.mixer.window_tokens for layer in self.layers)
+        """The sliding window of every layer, 0 for one that sees all, or that does not attend."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(one.window_tokens if isinstance(one, Attention) else 0 for one in mixers)
 
     @property
     def has_long_rope(self) -> bool:
@@ -400,7 +462,7 @@ class ModelConfig:
 
     def attention(self, layer: int) -> AttentionParams:
         """The constants of one layer's attention."""
-        mixer = self.layers[layer].mixer
+        mixer = self.layers[layer].attention
         cache, own = self.place(layer)
         return AttentionParams(
             layer=own,
@@ -417,7 +479,7 @@ class ModelConfig:
 
     def inv_freq(self, layer: int, *, long_rope: bool = False) -> np.ndarray:
         """The layer's rotary table, float32 [rotary_dim / 2]; the long one if asked for."""
-        rope = self.ropes[self.layers[layer].mixer.rope]
+        rope = self.ropes[self.layers[layer].attention.rope]
         values = (
             rope.inv_freq if not long_rope or rope.long_inv_freq is None else rope.long_inv_freq
         )
@@ -469,6 +531,11 @@ def _check_count(name: str, value: Any, *, least: int, most: int = _MOST) -> Non
         raise ModelError(f"{name} is {value}; it must be at most {most}")
 
 
+def _check_known(what: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
+
+
 def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
     values = dict(data)
     values["inv_freq"] = tuple(data["inv_freq"])
@@ -479,9 +546,10 @@ def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
 
 def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     values = dict(data)
-    feed = values.pop("feed")
-    kind = Experts if "count" in feed else Dense
-    return Layer(mixer=Attention(**values.pop("mixer")), feed=kind(**feed), **values)
+    mixer, feed = values.pop("mixer"), values.pop("feed")
+    mixes = ShortConv if "taps" in mixer else Attention
+    feeds = Experts if "count" in feed else Dense
+    return Layer(mixer=mixes(**mixer), feed=feeds(**feed), **values)
 
 
 def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Feed, Layer, ModelConfig, Norms
+from kvq_models.config import Attention, Dense, Feed, Layer, Mixer, ModelConfig, Norms
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
@@ -97,6 +97,7 @@ def decoder_config(
     parallel: bool = False,
     scaled: bool = False,
     own: Sequence[Mapping[str, Any]] | None = None,
+    mixers: Mapping[int, Mixer] = MappingProxyType({}),
     feeds: Mapping[int, Feed] = MappingProxyType({}),
     **overrides: Any,
 ) -> ModelConfig:
@@ -104,9 +105,9 @@ def decoder_config(
 
     `norms`, `scale`, `parallel` and `scaled` are fields of every layer, `mixer` and `feed` those of
     its `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
-    `feeds` have those in place of the `Dense`. Without them: one rotary table for all layers,
-    no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the family reads attention_bias
-    or mlp_bias and the file has it so.
+    `mixers` and `feeds` have those in place of the `Attention` and the `Dense`. Without them: one
+    rotary table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the
+    family reads attention_bias or mlp_bias and the file has it so.
     """
     head_dim = head_dim_of(values)
     shared: dict[str, Any] = {
@@ -132,7 +133,7 @@ def decoder_config(
         "context_length": values["max_position_embeddings"],
         "layers": tuple(
             Layer(
-                mixer=Attention(**(shared | dict(one))),
+                mixer=mixers.get(index) or Attention(**(shared | dict(one))),
                 feed=feeds.get(index, dense),
                 norms=norms,
                 scale=scale,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq_models.config import Experts, ModelConfig
+from kvq_models.config import Attention, Experts, ModelConfig, ShortConv
 from kvq_models.keys import Key, read_keys
 from kvq_models.products import layer_products
 
@@ -97,6 +97,7 @@ class Family:
         sources |= self._per_layer_sources(config)
         for layer in range(config.num_layers):
             exact = {product.name for product in layer_products(config, layer) if product.exact}
+            exact.add("conv")
             for name, shape in layer_shapes(config, layer).items():
                 sources[f"layers.{layer}.{name}"] = WeightSource(
                     parts=tuple(
@@ -132,7 +133,7 @@ class Family:
         return frozenset(
             f"model.layers.{index}.{name}"
             for index, layer in enumerate(config.layers)
-            if layer.mixer.kv_from is not None
+            if layer.attends and not layer.owns_keys
             for name in names
         )
 
@@ -166,10 +167,11 @@ class Family:
         """Those of a layer's weight; of experts one expert's after the other's."""
         parts, feed = self.layer_weights[name], config.layers[layer].feed
         mixer = config.layers[layer].mixer
-        if name in ("qkv", "qkv_bias") and mixer.kv_from is not None:
-            return parts[:1]
-        if name in ("qkv", "qkv_bias") and mixer.values == "keys":
-            return (parts[0], parts[1], parts[1])
+        if name in ("qkv", "qkv_bias") and isinstance(mixer, Attention):
+            if mixer.kv_from is not None:
+                return parts[:1]
+            if mixer.values == "keys":
+                return (parts[0], parts[1], parts[1])
         if not (is_stack(name) and isinstance(feed, Experts)):
             return parts
         return tuple(part.format(expert=one) for one in range(feed.count) for part in parts)
@@ -187,7 +189,7 @@ def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
     """What the output of each half of a layer is linear in, by canonical name."""
     if config.layers[index].norms == "before":
-        return ("o", "o_bias", "down", "down_bias", "experts_down")
+        return ("o", "o_bias", "out_proj", "down", "down_bias", "experts_down")
     return ("post_attn_norm", "post_mlp_norm")
 
 
@@ -198,8 +200,20 @@ def _norm_shapes(config: ModelConfig, norm: str | None, size: int) -> dict[str, 
     return {norm: (size,)} | ({f"{norm}_bias": (size,)} if config.norm == "layer" else {})
 
 
+def _qk_norm_shapes(mixer: Attention) -> dict[str, tuple[int, ...]]:
+    if mixer.qk_norm == "heads":
+        keys = {} if mixer.kv_from is not None else {"k_norm": (mixer.head_dim,)}
+        return {"q_norm": (mixer.head_dim,)} | keys
+    if mixer.qk_norm == "rows":
+        return {"q_norm": (mixer.width,), "k_norm": (mixer.kv_width,)}
+    return {}
+
+
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each canonical weight of one layer; a linear layer's is [out, in]."""
+    """Shape of each canonical weight of one layer; a linear layer's is [out, in].
+
+    A convolution's is [channels, 1, taps], the newest row's last.
+    """
     mixer = config.layers[index].mixer
     shapes: dict[str, tuple[int, ...]] = {}
     for product in layer_products(config, index):
@@ -207,11 +221,10 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         shapes[product.weight] = (product.count * product.rows, product.columns)
         if product.bias is not None:
             shapes[product.bias] = (product.rows,)
-        if product.name == "qkv" and mixer.qk_norm == "heads":
-            shapes |= {"q_norm": (mixer.head_dim,)}
-            shapes |= {} if mixer.kv_from is not None else {"k_norm": (mixer.head_dim,)}
-        if product.name == "qkv" and mixer.qk_norm == "rows":
-            shapes |= {"q_norm": (mixer.width,), "k_norm": (mixer.kv_width,)}
+        if product.name == "qkv" and isinstance(mixer, Attention):
+            shapes |= _qk_norm_shapes(mixer)
+        if product.name == "in_proj" and isinstance(mixer, ShortConv):
+            shapes["conv"] = (config.hidden_size, 1, mixer.taps)
         shapes |= _norm_shapes(config, product.after, product.rows)
     if config.layers[index].scaled:
         shapes["scalar"] = (1,)

@@ -7,7 +7,7 @@ of a weight and no node.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_models.config import Activation, Experts, ModelConfig
+from kvq_models.config import Activation, Attention, Experts, Layer, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,8 @@ class Product:
     def name(self) -> str:
         """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
 
-        And of per-layer embeddings per_layer_gate, per_layer_up.
+        Of a convolution in_proj and out_proj; and of per-layer embeddings per_layer_gate and
+        per_layer_up.
         """
         return self.weight.rpartition(".")[2]
 
@@ -64,9 +65,11 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 
 
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
-    """Queries, keys and values; attention's output."""
+    """Queries, keys and values, attention's output; or what enters a convolution and leaves it."""
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
+    if not isinstance(mixer, Attention):
+        return _conv_products(config, layer, index)
     return (
         Product(
             weight=f"{name}.qkv",
@@ -84,6 +87,28 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
             place="attn/o",
             rows=config.hidden_size,
             columns=mixer.width,
+            layer=index,
+            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
+        ),
+    )
+
+
+def _conv_products(config: ModelConfig, layer: Layer, index: int) -> tuple[Product, Product]:
+    name, hidden = f"layers.{index}", config.hidden_size
+    return (
+        Product(
+            weight=f"{name}.in_proj",
+            place="conv/in",
+            rows=3 * hidden,
+            columns=hidden,
+            layer=index,
+            norm=None if layer.norms == "after" else f"{name}.attn_norm",
+        ),
+        Product(
+            weight=f"{name}.out_proj",
+            place="conv/out",
+            rows=hidden,
+            columns=hidden,
             layer=index,
             after=None if layer.norms == "before" else f"{name}.post_attn_norm",
         ),

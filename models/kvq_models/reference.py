@@ -14,8 +14,9 @@ import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.reference import normalize, rotate, split_heads
+from kvq.reference_conv import products, seen_rows, short_conv
 from kvq.reference_experts import added, by_expert, routed
-from kvq_models.config import Dense, Experts, ModelConfig, Norms
+from kvq_models.config import Attention, Dense, Experts, ModelConfig, Norms
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -23,6 +24,8 @@ Weights = Callable[[str], np.ndarray]
 
 class Attend(Protocol):
     """Causal attention of T new tokens over everything seen before and themselves.
+
+    What remembers tokens for attention does so for convolutions too.
 
     qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
     positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
@@ -41,6 +44,13 @@ class Attend(Protocol):
         *,
         shared: bool = False,
     ) -> np.ndarray: ...
+
+    def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """What a convolution gives of the new tokens; `layer` counts convolutions.
+
+        bcx float32 [T, 3 n]; weight [n, taps]; returns float32 [T, n]. See `kvq.reference_conv`.
+        """
+        ...
 
 
 def forward(
@@ -80,7 +90,7 @@ def forward(
             continue
         if layer in predicted:
             qkv = _qkv(config, weight, layer, hidden)
-            first = config.layers[layer].mixer.width
+            first = config.layers[layer].attention.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
                 normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
@@ -88,7 +98,12 @@ def forward(
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         entered = hidden
-        hidden = _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
+        if isinstance(config.layers[layer].mixer, Attention):
+            hidden = _attention(
+                config, weight, layer, hidden, positions, attend, long_rope=long_rope
+            )
+        else:
+            hidden = _convolution(config, weight, layer, hidden, attend)
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
         if own is not None:
@@ -157,7 +172,7 @@ def _attention(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    name, mixer = f"layers.{layer}.", config.layers[layer].attention
     qkv = _qkv(config, weight, layer, hidden)
     attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
     output = attended @ weight(name + "o").T
@@ -166,8 +181,19 @@ def _attention(
     return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
 
 
+def _convolution(
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, attend: Attend
+) -> np.ndarray:
+    name = f"layers.{layer}."
+    bcx = _half(config, weight, layer, hidden, "attn_norm", without="after")
+    bcx = bcx @ weight(name + "in_proj").T
+    mixed = attend.convolve(config.conv_place(layer), bcx, weight(name + "conv")[:, 0])
+    output = mixed @ weight(name + "out_proj").T
+    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
+
+
 def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    name, mixer = f"layers.{layer}.", config.layers[layer].attention
     qkv = (
         _half(config, weight, layer, hidden, "attn_norm", without="after") @ weight(name + "qkv").T
     )
@@ -203,7 +229,7 @@ def _attend_with(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    name, mixer = f"layers.{layer}.", config.layers[layer].attention
     normed = mixer.qk_norm == "heads"
     if mixer.growth:
         # Rotation is linear: it may as well come after.
@@ -235,7 +261,7 @@ def _attend_to_zeros(
     config: ModelConfig, layer: int, positions: np.ndarray, attend: Attend
 ) -> None:
     """A cache counts the layers that have seen a pass, those that do nothing too."""
-    qkv = np.zeros((len(positions), config.layers[layer].mixer.qkv_width), np.float32)
+    qkv = np.zeros((len(positions), config.layers[layer].attention.qkv_width), np.float32)
     attend(config.attention(layer), qkv, positions, config.inv_freq(layer), None, None)
 
 
@@ -312,6 +338,8 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 class PlainAttention:
     """Exact attention over float32 keys and values that it keeps, per layer, for one sequence.
 
+    And convolutions over all rows that they ever saw.
+
     Memory grows with every token; a key is visible to a query when its position is not later (and
     within the window).
     """
@@ -320,6 +348,14 @@ class PlainAttention:
         self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._values: dict[tuple[int, int], np.ndarray] = {}
         self._positions: dict[tuple[int, int], np.ndarray] = {}
+        self._rows: dict[int, np.ndarray] = {}
+
+    def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """See `Attend`."""
+        own = products(bcx.astype(np.float32))
+        rows = np.concatenate([self._rows[layer], own]) if layer in self._rows else own
+        self._rows[layer] = rows
+        return short_conv(bcx, weight, seen_rows(rows, weight.shape[1])[-len(bcx) :])
 
     def __call__(
         self,
@@ -360,6 +396,7 @@ class PlainAttention:
         for store in (self._keys, self._values, self._positions):
             for place in store:
                 store[place] = store[place][:tokens]
+        self._rows = {layer: rows[:tokens] for layer, rows in self._rows.items()}
 
 
 def _weights(

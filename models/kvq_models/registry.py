@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma4_text": "kvq_models.gemma4:FAMILY",
     "gemma4_unified_text": "kvq_models.gemma4:UNIFIED",
     "granite": "kvq_models.granite:FAMILY",
+    "lfm2": "kvq_models.lfm2:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
     "ministral3": "kvq_models.ministral3:FAMILY",
     "mistral": "kvq_models.mistral:FAMILY",

@@ -117,7 +117,7 @@ class Auxiliary:
         self._config: ModelConfig = bundle.config
         self._norms = [
             bundle.read_weight(f"layers.{layer}.k_norm")
-            if self._config.layers[layer].mixer.qk_norm == "heads"
+            if self._config.layers[layer].attention.qk_norm == "heads"
             else None
             for layer in range(self._config.num_layers)
         ]
@@ -180,8 +180,8 @@ def open_auxiliary(path: str, base: PagedBackend) -> PagedBackend:
             if not own.bundle.config.uniform:
                 own.close()
                 raise BackendError(
-                    f"{path} cannot read for another model: its layers differ in their heads or "
-                    "read others' keys; take a model whose layers are all alike"
+                    f"{path} cannot read for another model: its layers differ in their heads, "
+                    "read others' keys or convolve; take a model whose layers are all alike"
                 )
             _backends[path, base.threads] = own
     check_vocabularies(argument("predict_with"), own, base)

@@ -388,10 +388,10 @@ class Bundle:
     def _weight_norms(self) -> np.ndarray:
         norms: list[list[np.floating]] = []
         for layer, own in enumerate(self.config.layers):
-            width, rows = own.mixer.kv_width, slice(own.mixer.width, None)
-            if not width:
+            if not own.owns_keys:
                 norms.append([np.float64(0), np.float64(0)])
                 continue
+            width, rows = own.attention.kv_width, slice(own.attention.width, None)
             both = self.read_weight(f"layers.{layer}.qkv", rows).astype(np.float64)
             norms.append([np.linalg.norm(both[:width]), np.linalg.norm(both[width:])])
         return np.array(norms)

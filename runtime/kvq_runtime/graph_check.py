@@ -15,7 +15,7 @@ import numpy as np
 
 from kvq.errors import BundleError
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
-from kvq_models.config import Experts, ModelConfig
+from kvq_models.config import Attention, Experts, ModelConfig
 from kvq_models.products import Product, feed_products, products
 
 # Fields of onnx.proto's messages.
@@ -63,7 +63,8 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     activations = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
     if activations != {_ORT_ACTIVATIONS[activation] for activation in apart}:
         raise _refused(path, "the activation")
-    if sum(operator.endswith("Attention") for _, operator, _ in nodes) != config.num_layers:
+    mixers = sum(operator.endswith(("Attention", "ShortConv")) for _, operator, _ in nodes)
+    if mixers != config.num_layers:
         raise _refused(path, "the number of layers")
     if widths != [config.vocab_size]:
         raise _refused(path, "the shape of the logits")
@@ -80,15 +81,18 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
     """Operator and attributes of what decides which tokens a layer looks at, by name."""
     nodes: dict[str, Node] = {}
     for layer, own in enumerate(config.layers):
-        path, shared = f"/model/layers.{layer}/attn", own.mixer.kv_from is not None
-        kind = "SharedAttention" if shared else "Attention"
-        nodes[f"{path}/{kind}"] = (kind, attention_attributes(config, layer))
-        if own.mixer.growth:
-            nodes[f"{path}/growth/Mul"] = ("Mul", {})
-        if own.mixer.value_norm and not shared:
-            nodes[f"{path}/v_norm/Concat"] = ("Concat", {})
+        path, mixer = f"/model/layers.{layer}", own.mixer
         if own.scaled:
-            nodes[f"/model/layers.{layer}/Mul"] = ("Mul", {})
+            nodes[f"{path}/Mul"] = ("Mul", {})
+        if not isinstance(mixer, Attention):
+            nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.conv_place(layer)})
+            continue
+        kind = "Attention" if own.owns_keys else "SharedAttention"
+        nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
+        if mixer.growth:
+            nodes[f"{path}/attn/growth/Mul"] = ("Mul", {})
+        if mixer.value_norm and own.owns_keys:
+            nodes[f"{path}/attn/v_norm/Concat"] = ("Concat", {})
     return nodes
 
 

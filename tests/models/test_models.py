@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import tiny
+from kvq.config import ConvShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference import normalize
-from kvq_models.config import Dense, Layer, ModelConfig, RopeConfig
+from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -75,7 +76,8 @@ def test_weights_name_every_tensor_of_the_checkpoint(checkpoint: Path) -> None:
     family, config, _ = read_checkpoint(checkpoint)
     tensors = tiny.read_safetensors(checkpoint / "model.safetensors")
     used = [part for source in family.weights(config).values() for part in source.parts]
-    shared = [layer for layer in config.layers if layer.mixer.values == "keys"]
+    attending = [layer.attention for layer in config.layers if layer.attends]
+    shared = [mixer for mixer in attending if mixer.values == "keys"]
     assert sorted(set(used)) == sorted(tensors)
     assert len(used) == len(tensors) + len(shared), "keys are read twice where values are they"
     for name, source in family.weights(config).items():
@@ -116,7 +118,9 @@ def flat(config: ModelConfig) -> dict[str, Any]:
 def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
     _, config, _ = read_checkpoint(checkpoint)
     plain = all(isinstance(layer.feed, Dense) for layer in config.layers)
-    plain = plain and not any(layer.mixer.growth or layer.scaled for layer in config.layers)
+    mixers = [layer.mixer for layer in config.layers]
+    plain = plain and all(isinstance(one, Attention) and not one.growth for one in mixers)
+    plain = plain and not any(layer.scaled for layer in config.layers)
     if config.layers[0].norms == "after" or config.norm != "rms" or not plain:
         pytest.skip("they knew no such model")
     # They knew no such multipliers.
@@ -532,6 +536,87 @@ def test_qwen_windows_start_at_max_window_layers(model_type: str) -> None:
     on = family_for(keys).config({**keys, "use_sliding_window": True})
     assert [layer.mixer.window_tokens for layer in off.layers] == [0, 0, 0]
     assert [layer.mixer.window_tokens for layer in on.layers] == [0, 9, 9]
+
+
+def lfm2(**keys: Any) -> ModelConfig:
+    """LFM2 1.2B as its config.json has it, with two spellings of much."""
+    own = {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_mlp_init_scale": 1.0,
+        "block_multiple_of": 256,
+        "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 2048,
+        "conv_dim_out": 2048,
+        "conv_use_xavier_init": True,
+        "eos_token_id": 7,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 2048,
+        "max_position_embeddings": 128000,
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "num_attention_heads": 32,
+        "num_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "theta": 1e6,
+        "tie_embedding": True,
+        "use_pos_enc": True,
+        "vocab_size": 65536,
+    } | keys
+    return family_for(own).config(own)
+
+
+def test_lfm2_is_read_in_both_spellings() -> None:
+    config = lfm2()
+    assert config.widest_feed == 8192
+    assert config.tied_head
+    assert [i for i, layer in enumerate(config.layers) if layer.attends] == [2, 5, 8, 10, 12, 14]
+    assert config.conv_shape == ConvShape(num_layers=10, width=2048, taps=3)
+    assert [config.conv_place(layer) for layer in (0, 3, 15)] == [0, 2, 9]
+    assert config.cache_classes[0].layers == (2, 5, 8, 10, 12, 14)
+    assert (config.head_dim, config.num_kv_heads, config.uniform) == (64, 8, False)
+    types = ["full_attention" if layer.attends else "conv" for layer in config.layers]
+    other = {"block_ff_dim": None, "intermediate_size": 12288, "full_attn_idxs": None}
+    assert lfm2(**other, layer_types=types) == config
+    assert lfm2(block_auto_adjust_ff_dim=False).widest_feed == 12288
+    assert lfm2(block_ffn_dim_multiplier=0.9).widest_feed == 7424
+    assert not lfm2(tie_embedding=None, tie_word_embeddings=False).tied_head
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"conv_bias": True}, "conv_bias = True is not supported"),
+        ({"conv_dim": 1024}, "conv_dim = 1024 of lfm2 is not supported beside hidden_size = 2048"),
+        ({"num_heads": 16}, "beside num_attention_heads = 32"),
+        (
+            {"layer_types": ["conv", "sliding_attention"] * 8},
+            "'sliding_attention' is not supported",
+        ),
+        ({"layer_types": ["conv"]}, "1 layers are described"),
+        ({"layer_types": ["conv"] * 16}, "no layer has keys and values"),
+        ({"conv_L_cache": 17}, "the rows of a convolution is 17; it must be at most 16"),
+        (
+            {"conv_L_cache": 1},
+            "the rows of a convolution is 1; it must be a whole number, at least 2",
+        ),
+        ({"block_multiple_of": 0}, "block_multiple_of = 0"),
+        ({"block_ff_dim": None}, "lacks intermediate_size"),
+    ],
+)
+def test_an_lfm2_that_is_none_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        lfm2(**keys)
+    assert message in str(refusal.value)
 
 
 def test_switched_off_unknown_keys_are_accepted() -> None:

@@ -213,6 +213,17 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+            "intermediate_size": 264,
+            "block_multiple_of": 64,
+            "conv_L_cache": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},

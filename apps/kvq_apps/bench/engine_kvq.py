@@ -298,16 +298,17 @@ class _Layers:
     """What attention is called with, made once: building it would be timed otherwise."""
 
     def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
-        normed = config.layers[0].mixer.qk_norm == "heads"
+        attending = [index for index, own in enumerate(config.layers) if own.attends]
+        normed = config.layers[attending[0]].attention.qk_norm == "heads"
         self._layers = tuple(
             _LayerCall(
                 params=config.attention(layer),
                 inv_freq=config.inv_freq(layer, long_rope=long_rope),
-                norm=np.ones(own.mixer.head_dim, np.float32) if normed else None,
-                width=own.mixer.qkv_width,
-                shared=own.mixer.kv_from is not None,
+                norm=np.ones(own.head_dim, np.float32) if normed else None,
+                width=own.qkv_width,
+                shared=own.kv_from is not None,
             )
-            for layer, own in enumerate(config.layers)
+            for layer, own in ((layer, config.layers[layer].attention) for layer in attending)
         )
         self._width = max(one.width for one in self._layers)
         self._rows: dict[int, NDArray[np.float32]] = {}
@@ -346,10 +347,14 @@ def fill(cache: PagedCache, config: ModelConfig, tokens: int, *, window_tokens: 
     its square.
     """
     layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
-    qkv = layers.random_rows(cache.chunk_tokens)
+    qkv, conv = layers.random_rows(cache.chunk_tokens), config.conv_shape
+    bcx = np.ones((cache.chunk_tokens, 3 * conv.width if conv else 0), np.float32)
     for start in range(0, tokens, cache.chunk_tokens):
         count = min(cache.chunk_tokens, tokens - start)
         positions = np.arange(start, start + count)
         cache.begin(count)
         layers.attend(cache, qkv[:count], positions, window_tokens=window_tokens, stored_alone=True)
+        if conv is not None:
+            for layer in range(conv.num_layers):
+                cache.convolve(layer, bcx[:count], np.ones((conv.width, conv.taps), np.float32))
         cache.commit(range(count))

@@ -273,7 +273,9 @@ def _stored_types(provider: str) -> set[str]:
 def _refusal(config: ModelConfig) -> str | None:
     if any(config.windows):
         return "it has attention windows"
-    if any(layer.mixer.softcap > 0 for layer in config.layers):
+    if not config.uniform:
+        return "its layers do not all attend alike"
+    if any(layer.attention.softcap > 0 for layer in config.layers):
         return "its attention has a soft cap"
     return None
 
@@ -299,7 +301,7 @@ def rotary_tables(config: ModelConfig, tokens: int) -> dict[str, np.ndarray]:
     long_rope = config.needs_long_rope(tokens)
     tables: dict[str, np.ndarray] = {}
     for index, rope in enumerate(config.ropes):
-        layer = next(i for i, layer in enumerate(config.layers) if layer.mixer.rope == index)
+        layer = next(i for i, layer in enumerate(config.layers) if layer.attention.rope == index)
         angles = np.outer(np.arange(tokens), config.inv_freq(layer, long_rope=long_rope))
         tables[f"cos.{index}"] = (np.cos(angles) * rope.factor).astype(np.float32)
         tables[f"sin.{index}"] = (np.sin(angles) * rope.factor).astype(np.float32)

@@ -220,7 +220,7 @@ def _model(bundle: Bundle, dtype: Any, device: str) -> Any:
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
     """As config.json has them; rotary tables are put into the model itself."""
-    mixer, feed = config.layers[0].mixer, config.layers[0].feed
+    mixer, feed = config.layers[0].attention, config.layers[0].feed
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -111,7 +111,7 @@ class _Rewriter:
         """Puts the nodes of one layer's attention where `node` is."""
         path = node.name.rsplit("/", 1)[0] if node.name else f"layers.{layer}"
         q, k, v = self._qkv(node, path)
-        rope = self.config.layers[layer].mixer.rope
+        rope = self.config.layers[layer].attention.rope
         past = [self.values[name] for name in past_names(layer)]
         scales = [self._scale()] * 2 if self.kv == "int8" else []
         out, key, value = self._before(
@@ -138,7 +138,7 @@ class _Rewriter:
         """Inputs query, key and value [B, T, width]; packed in the first where that is possible."""
         packed = node.inputs[0]
         config = self.config
-        if config.layers[0].mixer.qk_norm != "heads":
+        if config.layers[0].attention.qk_norm != "heads":
             return self._by_sequence(node, f"{path}/qkv", packed, config.qkv_width), None, None
         kv_width = config.num_kv_heads * config.head_dim
         sizes = self._integers(config.qkv_width - 2 * kv_width, kv_width, kv_width)

@@ -130,7 +130,9 @@ def _located(name: str) -> Path:
 
 
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
+    from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
+    from kvq.sizing import conv_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     token_bytes = at_context = 0.0
@@ -145,6 +147,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "bytes_per_token": token_bytes,
         "bytes_at_context": round(at_context),
+        "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
         "fp16_bytes_per_token": config.float_bytes_per_token,
     }
 
@@ -172,6 +175,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             "KV at context",
             format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
+        *_convolutions(report),
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
@@ -191,9 +195,10 @@ def _sampling(fields: dict[str, float]) -> str:
 
 def _shape(config: dict[str, Any]) -> str:
     mixers = [layer["mixer"] for layer in config["layers"]]
-    kinds = Counter((one["heads"], one["kv_heads"], one["head_dim"]) for one in mixers)
+    attending = [one for one in mixers if "heads" in one]
+    kinds = Counter((one["heads"], one["kv_heads"], one["head_dim"]) for one in attending)
     heads = [
-        (f"{count} with " if len(kinds) > 1 else "")
+        (f"{count} with " if count < len(mixers) else "")
         + f"{heads} heads over {kv_heads} KV heads of {head_dim}"
         for (heads, kv_heads, head_dim), count in kinds.items()
     ]
@@ -203,6 +208,16 @@ def _shape(config: dict[str, Any]) -> str:
         f"{len(mixers)} layers, {', '.join(heads)}{reading}, hidden "
         f"{config['hidden_size']}, vocabulary {config['vocab_size']}"
     )
+
+
+def _convolutions(report: dict[str, Any]) -> Rows:
+    """How many layers convolve, and what a session holds for them whatever its text."""
+    layers = report["config"]["layers"]
+    count = sum("taps" in layer["mixer"] for layer in layers)
+    if not count:
+        return []
+    held = format_bytes(report["conv_bytes"])
+    return [("convolutions", f"{count} of {len(layers)} layers, which hold {held} of any budget")]
 
 
 def _windowed(config: dict[str, Any]) -> str:

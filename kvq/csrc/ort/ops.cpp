@@ -1,5 +1,5 @@
 // The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the ops
-// Attention and SharedAttention and those of linear_ops.cpp.
+// Attention and SharedAttention, that of short_conv_op.cpp and those of linear_ops.cpp.
 // Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
 // sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
@@ -11,22 +11,21 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <string>
 #include <vector>
 
-#include "../cache.h"
-#include "kernel.h"
+#include "cache_ops.h"
 #include "linear_ops.h"
 #include "register.h"
 
 namespace kvq::ort {
 namespace {
 
+constexpr char kName[] = "Attention";
 constexpr int kMostHeads = 1 << 12;
 
 OrtStatus* failed(const std::string& reason) {
-    return ort::failed("Attention", reason);
+    return ort::failed(kName, reason);
 }
 
 struct AttentionKernel {
@@ -64,35 +63,6 @@ OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info,
     return nullptr;
 }
 
-// The caches of a pass, held until it ends.
-struct Held {
-    std::vector<std::shared_ptr<Cache>> caches;
-    std::vector<std::unique_lock<std::mutex>> turns;
-
-    // Turns are taken in the order of the handles, so that two passes never wait for each other.
-    OrtStatus* hold(const int64_t* handles, size_t count) {
-        std::vector<size_t> order(count);
-        std::iota(order.begin(), order.end(), size_t{0});
-        std::sort(order.begin(), order.end(),
-                  [&](size_t a, size_t b) { return handles[a] < handles[b]; });
-        caches.resize(count);
-        for (size_t i = 0; i < count; i++) {
-            const size_t s = order[i];
-            if (i > 0 && handles[order[i - 1]] == handles[s])
-                return failed("cache " + std::to_string(handles[s]) + " is given twice");
-            caches[s] = find_cache(handles[s]);
-            if (!caches[s]) return failed("no open cache has handle " + std::to_string(handles[s]));
-        }
-        for (size_t s : order) turns.emplace_back(caches[s]->turn);
-        return nullptr;
-    }
-};
-
-// One unit is not worth a dispatch.
-void run_units(void* context, void (*work)(void*, size_t), size_t units, void* user) {
-    units == 1 ? work(user, 0) : run_parallel(context, work, units, user);
-}
-
 enum InputIndex { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kInputs };
 
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
@@ -125,7 +95,7 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     if (inputs.size() != static_cast<size_t>(sequences) || first != tokens)
         return failed("sequence_rows do not add up to the rows given, one or more each");
     Held held;
-    if (OrtStatus* status = held.hold(given[kCache].as<int64_t>(), inputs.size())) return status;
+    if (OrtStatus* status = held.hold(kName, given[kCache].as<int64_t>(), inputs.size())) return status;
     std::vector<Cache*> caches;
     for (const auto& cache : held.caches) caches.push_back(cache.get());
     for (const Cache* cache : caches)
@@ -169,7 +139,7 @@ OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
     }
     if (asked != queries) return failed("rows do not follow the sequences");
     Held held;
-    if (OrtStatus* status = held.hold(given[kShared].as<int64_t>(), inputs.size())) return status;
+    if (OrtStatus* status = held.hold(kName, given[kShared].as<int64_t>(), inputs.size())) return status;
     std::vector<Cache*> caches;
     for (const auto& cache : held.caches) caches.push_back(cache.get());
     const int status =
@@ -223,6 +193,7 @@ OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
         made.ops = linear_ops(device);
         made.ops.push_back(attention_op(device));
         made.ops.push_back(shared_attention_op(device));
+        if (!device) made.ops.push_back(short_conv_op());
         for (const Op& op : made.ops)
             if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, &op)) return status;
         made.domain = domain;

@@ -94,8 +94,8 @@ class PagedBackend(ABC):
         if mode.silent and not self.bundle.config.uniform:
             raise BackendError(
                 f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
-                "what they pass on is read, or scaled, by others; draft by other means, and leave "
-                f"{argument('predict')} out"
+                "others read what they pass on, or what they remember; draft by other means, and "
+                f"leave {argument('predict')} out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -163,6 +163,7 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
         own = tuple(forms[start:stop])
         found.append({"shape": one.shape, "windows": one.windows, "forms": own})
         start = stop
+    found[0]["conv"] = config.conv_shape
     return found
 
 

@@ -1,0 +1,208 @@
+#include "conv.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+namespace kvq {
+namespace {
+
+// Channels that are computed together, over all rows.
+constexpr int kChannels = 256;
+
+}  // namespace
+
+bool Convolutions::may_keep(const Tail& tail, int rows) const {
+    return !any() || !is_chunk(tail) || rows == tail.branch().rows || rows <= config().draft_tokens;
+}
+
+const float* Convolutions::seen(const Tail& tail, int layer, int row, int back,
+                                const float* own) const {
+    const BranchState& b = tail.branch();
+    while (back && row >= 0) row = b.chain ? row - 1 : arena_.branch[row].parent, back--;
+    if (row >= tail.first_row()) return own + int64_t{row - tail.first_row()} * config().conv_width;
+    if (row >= 0) return branch(layer, row);
+    const int token = arena_.state->tokens - 1 - back;
+    return token >= 0 ? newest(layer, token) : nullptr;
+}
+
+// Of `count` channels of the pass's products.
+void Convolutions::remember(const Tail& tail, int layer, int tokens, const float* own, int channel,
+                            int count) const {
+    const auto keep = [&](int t, float* to) {
+        std::memcpy(to + channel, own + int64_t{t} * config().conv_width + channel,
+                    sizeof(float) * static_cast<size_t>(count));
+    };
+    const int kept = std::min(tokens, config().draft_tokens - tail.first_row());
+    for (int t = 0; t < kept; t++) keep(t, branch(layer, tail.first_row() + t));
+    if (!is_chunk(tail)) return;
+    for (int t = first_ending(tokens); t < tokens; t++)
+        keep(t, ending(layer, t - first_ending(tokens)));
+    const int wanted = state().wanted - arena_.state->tokens;
+    if (wanted <= 0 || wanted > tokens) return;
+    for (int i = 0; i < before(); i++)
+        if (wanted - before() + i >= 0) keep(wanted - before() + i, noted(layer, i));
+}
+
+int Convolutions::run(const Tail& tail, int layer, int tokens, const float* bcx,
+                      const float* weight, float* out, const Parallel& parallel) {
+    BranchState& b = arena_.state->branch;
+    if (tokens < 1 || tokens != b.pass_rows) return KVQ_BAD_STATE;
+    if (layer < 0 || layer >= config().conv_layers) return KVQ_BAD_ARGUMENT;
+    struct Work {
+        const Convolutions& self;
+        const Tail& tail;
+        int layer, tokens;
+        const float *bcx, *weight;
+        float* out;
+        std::atomic<bool> finite;
+    } work{*this, tail, layer, tokens, bcx, weight, out, {true}};
+    const auto unit = [](void* user, size_t unit) {
+        Work& w = *static_cast<Work*>(user);
+        const int64_t width = w.self.config().conv_width;
+        const int taps = w.self.config().conv_taps, first = static_cast<int>(unit) * kChannels;
+        const int count = static_cast<int>(std::min<int64_t>(kChannels, width - first));
+        bool finite = true;
+        for (int64_t t = 0; t < w.tokens; t++) {
+            const float *b = w.bcx + 3 * t * width + first, *x = b + 2 * width;
+            float* own = w.out + t * width + first;
+            for (int c = 0; c < count; c++) {
+                own[c] = b[c] * x[c];
+                finite &= std::isfinite(own[c]);
+            }
+        }
+        if (!finite) w.finite = false;
+        w.self.remember(w.tail, w.layer, w.tokens, w.out, first, count);
+        float weights[kMostTaps][kChannels], total[kChannels];
+        for (int c = 0; c < count; c++)
+            for (int k = 0; k < taps; k++) weights[k][c] = w.weight[(first + c) * taps + k];
+        // A row sees earlier ones, which are still products when the last is summed first.
+        for (int64_t t = w.tokens - 1; t >= 0; t--) {
+            float* own = w.out + t * width + first;
+            for (int c = 0; c < count; c++) total[c] = own[c] * weights[taps - 1][c];
+            for (int back = 1; back < taps; back++) {
+                const int row = w.tail.first_row() + static_cast<int>(t);
+                const float* seen = w.self.seen(w.tail, w.layer, row, back, w.out);
+                const float* weight = weights[taps - 1 - back];
+                for (int c = 0; seen && c < count; c++) total[c] += seen[first + c] * weight[c];
+                for (int c = 0; !seen && c < count; c++) total[c] += 0.0f * weight[c];
+            }
+            const float* gate = w.bcx + (3 * t + 1) * width + first;
+            for (int c = 0; c < count; c++) own[c] = gate[c] * total[c];
+        }
+    };
+    const size_t units = static_cast<size_t>((config().conv_width + kChannels - 1) / kChannels);
+    // A few rows take less time than waking a thread.
+    if (tokens < 16)
+        for (size_t i = 0; i < units; i++) unit(&work, i);
+    else parallel.run(parallel.context, unit, units, &work);
+    if (!work.finite) return KVQ_NOT_FINITE;
+    b.conv_attended += layer == b.conv_attended;
+    return KVQ_OK;
+}
+
+template <class Source>
+void Convolutions::take(int place, Source&& source) const {
+    ConvState& s = state();
+    if (s.checkpoints && places()[s.checkpoints - 1] >= place) return;
+    if (s.checkpoints == config().conv_checkpoints) forget_one(place);
+    for (int layer = 0; layer < config().conv_layers; layer++)
+        for (int i = 0; i < before(); i++) {
+            float* to = checkpoint(layer, s.checkpoints) + int64_t{i} * config().conv_width;
+            const float* from = source(layer, i);
+            if (from) std::memcpy(to, from, static_cast<size_t>(bytes_of(1)));
+            else std::memset(to, 0, static_cast<size_t>(bytes_of(1)));
+        }
+    places()[s.checkpoints++] = place;
+}
+
+void Convolutions::forget_one(int coming) const {
+    ConvState& s = state();
+    int found = 0;
+    int64_t least_gap = 1, least_distance = 0;
+    for (int i = 0; i < s.checkpoints; i++) {
+        const int64_t first = i ? places()[i - 1] : 0;
+        const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
+        const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
+        if (places()[i] == s.wanted || gap * least_distance >= least_gap * distance) continue;
+        found = i, least_gap = gap, least_distance = distance;
+    }
+    const int behind = --s.checkpoints - found;
+    std::copy_n(places() + found + 1, behind, places() + found);
+    places()[s.checkpoints] = 0;
+    for (int layer = 0; layer < config().conv_layers; layer++)
+        std::memmove(checkpoint(layer, found), checkpoint(layer, found + 1),
+                     static_cast<size_t>(bytes_of(int64_t{before()} * behind)));
+}
+
+void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
+    if (!any()) return;
+    ConvState& s = state();
+    const int tokens = arena_.state->tokens, stop = tokens + count;
+    const bool chunk = is_chunk(tail) && count == tail.branch().rows;
+    const auto committed = [&](int layer, int token) {
+        return token >= 0 ? newest(layer, token) : nullptr;
+    };
+    const auto kept = [&](int layer, int i) {
+        return chunk ? ending(layer, i - first_ending(count)) : branch(layer, rows ? rows[i] : i);
+    };
+    if (s.wanted > tokens && s.wanted <= stop)
+        take(s.wanted, [&](int layer, int i) -> const float* {
+            const int token = s.wanted - before() + i;
+            if (token < tokens) return committed(layer, token);
+            return chunk ? noted(layer, i) : kept(layer, token - tokens);
+        });
+    for (int layer = 0; layer < config().conv_layers; layer++)
+        for (int i = first_ending(count); i < count; i++)
+            std::memcpy(newest(layer, tokens + i), kept(layer, i),
+                        static_cast<size_t>(bytes_of(1)));
+    s.held = std::min(held_rows(), s.held + count);
+    if (count > config().draft_tokens || stop / kConvStepTokens > tokens / kConvStepTokens)
+        take(stop - 1, [&](int layer, int i) { return committed(layer, stop - 1 - before() + i); });
+}
+
+// Places that are no part of the first `tokens` tokens.
+void Convolutions::forget_behind(int tokens) const {
+    ConvState& s = state();
+    while (s.checkpoints && places()[s.checkpoints - 1] > tokens) places()[--s.checkpoints] = 0;
+}
+
+int Convolutions::trim(int tokens) {
+    if (!any()) return tokens;
+    ConvState& s = state();
+    if (std::max(0, tokens - before()) >= first_held()) {
+        s.held = tokens - first_held();
+        forget_behind(tokens);
+        return tokens;
+    }
+    s.wanted = tokens;
+    forget_behind(tokens);
+    const int last = s.checkpoints - 1, place = last < 0 ? 0 : places()[last];
+    s.held = std::min(place, before());
+    for (int layer = 0; layer < config().conv_layers; layer++)
+        for (int i = before() - s.held; i < before(); i++)
+            std::memcpy(newest(layer, place - before() + i),
+                        checkpoint(layer, last) + int64_t{i} * config().conv_width,
+                        static_cast<size_t>(bytes_of(1)));
+    return place;
+}
+
+bool Convolutions::fits(const uint8_t* saved, int tokens) const {
+    ConvState s;
+    std::memcpy(&s, saved, sizeof s);
+    if (s.held < std::min(tokens, before()) || s.held > std::min(tokens, held_rows()) ||
+        s.wanted < 0 || s.wanted > config().context_tokens || s.reserved || s.checkpoints < 0 ||
+        s.checkpoints > config().conv_checkpoints)
+        return false;
+    int32_t last = 0;
+    for (int i = 0; i < config().conv_checkpoints; i++) {
+        int32_t place;
+        std::memcpy(&place, saved + sizeof s + sizeof place * static_cast<size_t>(i), sizeof place);
+        if (i < s.checkpoints ? place <= last || place > tokens : place != 0) return false;
+        last = place;
+    }
+    return true;
+}
+
+}  // namespace kvq

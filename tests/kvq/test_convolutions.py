@@ -1,0 +1,527 @@
+"""What convolutions remember: native equals numpy, and a path through a tree equals the path alone.
+
+The oracle keeps every row of the text for good, and computes each path by itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from caches import geometry, open_cache
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import AttentionParams, Budget, CacheShape, ConvShape, KvPlan
+from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
+from kvq.reference_conv import least_missed, products, seen_rows, short_conv
+from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, Arena, CacheSpec
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+# More channels than native code takes at once, and no multiple of them.
+CONV = ConvShape(num_layers=3, width=300, taps=3)
+PLAN = KvPlan(k_bits=4, v_bits=4)
+CONTEXT, CHUNK, DRAFT = 4000, 64, 8
+FREQUENCIES = np.ones(8, np.float32)
+
+
+def spec(conv: ConvShape = CONV, plan: KvPlan = PLAN, context_tokens: int = CONTEXT) -> CacheSpec:
+    return CacheSpec(
+        shape=SHAPE,
+        plan=plan,
+        context_tokens=context_tokens,
+        budget=Budget(tokens=context_tokens),
+        chunk_tokens=CHUNK,
+        draft_tokens=DRAFT,
+        conv=conv,
+    )
+
+
+@dataclass
+class Both:
+    """A native and a numpy cache that are told the same, and all rows of the text so far.
+
+    `text` holds of every committed token what enters each convolution, float32 [layers, 3 width].
+    """
+
+    arena: Arena
+    seed: int = 0
+    text: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        conv = self.arena.conv
+        assert conv is not None
+        self.conv, self.draw = conv, np.random.default_rng(self.seed)
+        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ("native", "numpy"))
+        shape = (conv.num_layers, conv.width, conv.taps)
+        self.weight = self.draw.normal(size=shape).astype(np.float32)
+        self.branch: list[tuple[int, np.ndarray]] = []
+
+    @property
+    def tokens(self) -> int:
+        (count,) = {cache.tokens for cache in self.caches}
+        return count
+
+    def rows(self, count: int) -> np.ndarray:
+        shape = (count, self.conv.num_layers, 3 * self.conv.width)
+        return self.draw.normal(size=shape).astype(np.float32)
+
+    def add(self, count: int, parents: Sequence[int] | None = None) -> None:
+        """A pass, whose every number is compared."""
+        first = len(self.branch)
+        chain = range(first - 1, first + count - 1)
+        rows = self.rows(count)
+        self.branch += zip(chain if parents is None else parents, rows, strict=True)
+        wanted = np.stack([self.alone(row) for row in range(first, first + count)], axis=1)
+        for cache in self.caches:
+            cache.begin(count, parents)
+            attend(cache, count)
+            for layer in range(self.conv.num_layers):
+                found = cache.convolve(layer, rows[:, layer], self.weight[layer])
+                np.testing.assert_array_equal(found, wanted[layer])
+            assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
+
+    def alone(self, row: int) -> np.ndarray:
+        """What a row of the branch gives when its path is the whole text: [layers, width]."""
+        path: list[np.ndarray] = []
+        own = self.branch[row][1]
+        while row >= 0:
+            path.append(self.branch[row][1])
+            row = self.branch[row][0]
+        seen = np.stack([*self.text, *reversed(path)])[-self.conv.taps :]
+        found = []
+        for layer in range(self.conv.num_layers):
+            last = seen_rows(products(seen[:, layer]), self.conv.taps)[-1:]
+            found.append(short_conv(own[None, layer], self.weight[layer], last)[0])
+        return np.stack(found)
+
+    def commit(self, path: Sequence[int] | int) -> None:
+        for cache in self.caches:
+            cache.commit(path)
+        rows = range(path) if isinstance(path, int) else path
+        self.text += [self.branch[row][1] for row in rows]
+        self.branch = []
+        assert self.tokens == len(self.text)
+
+    def rewind(self, rows: int) -> None:
+        for cache in self.caches:
+            cache.rewind(rows)
+        del self.branch[rows:]
+
+    def trim(self, tokens: int) -> int:
+        """How many tokens are gone that could have stayed."""
+        for cache in self.caches:
+            cache.trim(tokens)
+        assert self.tokens <= tokens
+        del self.text[self.tokens :]
+        return tokens - self.tokens
+
+    def reload(self) -> None:
+        """Both become new caches that were told what these hold."""
+        states = [cache.state() for cache in self.caches]
+        self.close()
+        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ("native", "numpy"))
+        for cache, state in zip(self.caches, states, strict=True):
+            cache.load_state(state)
+            assert cache.state() == state
+        assert self.tokens == len(self.text)
+
+    def grow(self, tokens: int) -> None:
+        """Reads so many tokens more, chunk by chunk."""
+        while tokens:
+            count = min(tokens, CHUNK)
+            self.add(count)
+            self.commit(count)
+            tokens -= count
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.close()
+
+
+def attend(cache: Cache, count: int) -> None:
+    for layer in range(SHAPE.num_layers):
+        params = AttentionParams(layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
+        qkv = np.ones((count, 64), np.float32)
+        cache.attend(params, qkv, np.arange(count, dtype=np.int64), FREQUENCIES)
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    with closing(Both(spec().resolved())) as found:
+        yield found
+
+
+@pytest.mark.parametrize("taps", [2, 3, 7])
+def test_steps_equal_chunks_and_the_text_alone(taps: int) -> None:
+    shape = ConvShape(num_layers=2, width=24, taps=taps)
+    with closing(Both(spec(shape).resolved())) as both:
+        for count in (1, 1, 5, CHUNK, DRAFT, 1, DRAFT + 1, 64, 2):
+            both.add(count)
+            both.commit(count)
+
+
+def test_a_path_of_a_tree_is_kept_and_goes_on(both: Both) -> None:
+    both.grow(3)
+    both.add(4, [-1, 0, 0, -1])
+    both.add(3, [2, 3, 4])
+    both.commit([0, 2, 4, 6])
+    both.add(1)
+    both.commit(1)
+
+
+def test_drafts_are_forgotten_in_part(both: Both) -> None:
+    both.grow(70)
+    both.add(5)
+    both.rewind(2)
+    both.add(3)
+    both.commit(4)
+    both.add(DRAFT)
+    both.rewind(0)
+    both.add(2)
+    both.commit(2)
+
+
+def test_a_chunk_is_kept_whole_or_as_a_draft(both: Both) -> None:
+    both.grow(5)
+    both.add(20)
+    for cache in both.caches:
+        with pytest.raises(CacheError):
+            cache.commit(DRAFT + 1)
+        with pytest.raises(CacheError):
+            cache.rewind(19)
+    both.rewind(DRAFT - 1)
+    both.add(1)
+    both.commit(DRAFT)
+    both.add(1)
+    both.commit(1)
+
+
+def test_the_newest_tokens_can_be_gone_back_to(both: Both) -> None:
+    both.grow(150)
+    for back in (1, 3, CONV_BACK_ROWS - 4):
+        assert both.trim(both.tokens - back) == 0
+        both.add(1)
+        both.commit(0)
+    both.add(1)
+    both.commit(1)
+    assert both.trim(2) == 2  # the beginning has no rows before it
+    both.grow(7)
+    assert both.trim(2) == 0
+
+
+def test_further_back_what_is_missing_was_not_long_ago(both: Both) -> None:
+    both.grow(6 * CHUNK)
+    assert both.trim(both.tokens - 100) == 2 * CHUNK - 100 + 1
+    both.grow(CHUNK)
+    assert both.trim(4 * CHUNK) == 1
+    assert both.trim(4 * CHUNK - 1) == 0
+    both.grow(3)
+    assert both.trim(CHUNK + 40) == 41
+    both.grow(20)
+
+
+def test_a_place_that_was_gone_back_to_is_remembered() -> None:
+    """The system prompt's end, where every new conversation begins: also one within a chunk."""
+    system = CHUNK + 41
+    with closing(Both(spec(replace(CONV, width=8)).resolved())) as both:
+        both.grow(3 * CHUNK)
+        assert both.trim(system) == 42
+        both.grow(CHUNK - 29)
+        both.grow(2 * CHUNK)
+        assert both.trim(system) == 0
+        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
+        assert both.trim(system) == 0
+
+
+def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
+    for before in (1, 2, 3, DRAFT - 1, DRAFT, DRAFT + 1, DRAFT + 3):
+        with closing(Both(spec(replace(CONV, width=8)).resolved(), seed=before)) as both:
+            both.grow(3 * CHUNK)
+            place = 2 * CHUNK - 1
+            both.trim(place)
+            both.grow(CHUNK - before)
+            both.grow(before + 40)
+            both.grow(CHUNK)
+            assert both.trim(place) == 0
+            both.grow(2)
+
+
+def test_decoding_leaves_places_too(both: Both) -> None:
+    both.grow(10)
+    for _ in range(CONV_STEP_TOKENS // 3 + 20):
+        both.add(3)
+        both.commit(3)
+    place = CONV_STEP_TOKENS + 20
+    assert both.trim(place) in (20, 21, 22)
+
+
+def test_places_thin_out_with_their_distance() -> None:
+    places: list[int] = []
+    for place in range(64, 64 * 400, 64):
+        if len(places) == CONV_CHECKPOINTS:
+            del places[least_missed(places, place, 640)]
+        places.append(place)
+    assert 640 in places
+    assert places[-2:] == [64 * 398, 64 * 399]
+    for asked in range(64, places[-1], 7):
+        missing = asked - max((place for place in places if place <= asked), default=0)
+        assert missing <= 0.8 * (places[-1] - asked + CONV_STEP_TOKENS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traces(seed: int) -> None:
+    shape = ConvShape(num_layers=2, width=12, taps=2 + seed % 3)
+    plan = PLAN if seed % 2 else KvPlan(k_bits=16, v_bits=16)
+    with closing(Both(spec(shape, plan, 1500).resolved(), seed)) as both:
+        draw = np.random.default_rng(seed + 100)
+        for _ in range(80):
+            room = 1400 - both.tokens
+            match int(draw.integers(8)):
+                case 0 if room > CHUNK:
+                    both.grow(int(draw.integers(1, CHUNK)))
+                case 1 | 2 if room > DRAFT:
+                    rows = int(draw.integers(1, DRAFT + 1))
+                    both.add(
+                        rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)]
+                    )
+                    path = [int(draw.integers(rows))]
+                    while both.branch[path[0]][0] >= 0:
+                        path.insert(0, both.branch[path[0]][0])
+                    both.commit(path)
+                case 3 | 4 if room > DRAFT:
+                    rows = int(draw.integers(1, DRAFT + 1))
+                    both.add(rows)
+                    kept = int(draw.integers(rows + 1))
+                    both.rewind(kept)
+                    if kept < DRAFT:
+                        both.add(1)
+                        kept += 1
+                    both.commit(kept)
+                case 5:
+                    both.trim(max(0, both.tokens - int(draw.integers(12))))
+                case 6:
+                    both.trim(int(draw.integers(both.tokens + 1)))
+                case 7:
+                    both.reload()
+                case _:
+                    both.trim(both.tokens // 2)
+
+
+def test_what_is_not_finite_is_refused(both: Both) -> None:
+    both.grow(4)
+    for cache in both.caches:
+        cache.begin(1)
+        attend(cache, 1)
+        with pytest.raises(CacheError, match="finite"):
+            cache.convolve(0, np.full((1, 900), 1e30, np.float32), both.weight[0])
+        cache.rewind()
+
+
+def test_a_pass_ends_when_every_convolution_has_seen_it(both: Both) -> None:
+    rows = both.rows(2)
+    for cache in both.caches:
+        with pytest.raises(CacheError, match="begin"):
+            cache.convolve(0, rows[:, 0], both.weight[0])
+        cache.begin(2)
+        attend(cache, 2)
+        for layer in range(2):
+            cache.convolve(layer, rows[:, layer], both.weight[layer])
+        with pytest.raises(CacheError):
+            cache.commit(2)
+        with pytest.raises(CacheError):
+            cache.convolve(2, rows[:1, 2], both.weight[2])
+        cache.convolve(2, rows[:, 2], both.weight[2])
+        cache.commit(2)
+
+
+def test_what_is_no_convolution_of_the_cache_is_refused(both: Both) -> None:
+    rows = both.rows(1)[:, 0]
+    plain = open_cache(SHAPE, PLAN, 1 << 20, 1000)
+    for cache, layer, given, weight in (
+        (plain, 0, rows, both.weight[0]),
+        *((cache, 3, rows, both.weight[0]) for cache in both.caches),
+        *((cache, 0, rows[:, 1:], both.weight[0]) for cache in both.caches),
+        *((cache, 0, rows, both.weight[0][:, 1:]) for cache in both.caches),
+    ):
+        with pytest.raises(CacheError, match=r"convolution|weights"):
+            cache.convolve(layer, given, weight)
+    plain.close()
+    for shape in ((0, 8, 3), (1, 0, 3), (1, 8, 1), (1, 8, 17)):
+        with pytest.raises(UsageError, match="not possible"):
+            ConvShape(**dict(zip(("num_layers", "width", "taps"), shape, strict=True)))
+
+
+def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> None:
+    both.grow(20)
+    for cache in both.caches:
+        assert "convolutions" in (cache.why_not_edit() or "")
+        with pytest.raises(CacheError, match="convolutions remember"):
+            cache.edit(8, 9, 1)
+        with pytest.raises(CacheError, match="beside convolutions"):
+            cache.begin(1, silent=[0])
+        assert cache.tokens == 20
+    with pytest.raises(CacheError):
+        both.caches[0].engine.edit(8, 9, 1)
+
+
+def test_no_device_has_them() -> None:
+    with pytest.raises(BackendError, match="--device cpu"):
+        Cache(spec().resolved(), engine="cuda")
+
+
+# Snapshots
+
+
+def damaged(state: bytes, at: int, number: int | float) -> bytes:
+    kind = np.float32 if isinstance(number, float) else np.int32
+    return state[:at] + np.array(number, kind).tobytes() + state[at + 4 :]
+
+
+HEADER = 112
+HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
+
+
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        (HELD, -1),
+        (HELD, 1),
+        (HELD, CONV.before + CONV_BACK_ROWS + 1),
+        (HELD, 1 << 30),
+        (WANTED, -1),
+        (WANTED, CONTEXT + 1),
+        (CHECKPOINTS, -1),
+        (CHECKPOINTS, 2),
+        (CHECKPOINTS, CONV_CHECKPOINTS + 1),
+        (CHECKPOINTS, 1 << 28),
+        (RESERVED, 1),
+        (PLACES, 0),
+        (PLACES, -5),
+        (PLACES, 2 * CHUNK - 1),
+        (PLACES, 1 << 30),
+        (PLACES + 4, CHUNK - 1),
+        (PLACES + 8, 3 * CHUNK + 20),
+        (PLACES + 12, 1),
+        (-4, float("nan")),
+        (-4, float("inf")),
+    ],
+)
+def test_a_damaged_snapshot_is_refused_and_nothing_changes(
+    both: Both, at: int, number: int | float
+) -> None:
+    both.grow(3 * CHUNK + 5)
+    cache = both.caches[0]
+    own = cache.state()
+    fields = np.frombuffer(own, np.int32, 8, HEADER).tolist()
+    assert fields == [10, 0, 3, 0, CHUNK - 1, 2 * CHUNK - 1, 3 * CHUNK - 1, 0]
+    with pytest.raises(SnapshotError):
+        cache.load_state(damaged(own, at % len(own), number))
+    assert cache.state() == own
+
+
+def test_a_snapshot_needs_the_rows_before_its_end(both: Both) -> None:
+    both.grow(3 * CHUNK)
+    cache = both.caches[0]
+    own = cache.state()
+    shape = (CONV.num_layers, 10 + 3 * CONV.before, CONV.width)
+    first = len(own) - 4 * int(np.prod(shape))
+    rows = np.frombuffer(own, np.float32, offset=first).reshape(shape)
+    for held in (2, 1):
+        cut = damaged(own[:first], HELD, held) + rows[:, 10 - held :].tobytes()
+        if held == CONV.before:
+            cache.load_state(cut)
+            continue
+        with pytest.raises(SnapshotError):
+            cache.load_state(cut)
+
+
+def test_changed_bytes_harm_no_memory(both: Both) -> None:
+    """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
+    both.grow(4 * CHUNK + 7)
+    cache, draw = both.caches[0], np.random.default_rng(0)
+    own, outcomes = cache.state(), set[str]()
+    first = len(own) - 3 * (10 + 2 * 4) * CONV.width * 4
+    for place in [*range(HEADER, PLACES + 20), *draw.integers(first, len(own), 60).tolist()]:
+        wrong = bytearray(own)
+        wrong[place] ^= int(draw.integers(1, 256))
+        try:
+            cache.load_state(bytes(wrong))
+        except SnapshotError:
+            outcomes.add("refused")
+            continue
+        outcomes.add("loaded")
+        for tokens in (cache.tokens - 2, CHUNK + 3):
+            cache.trim(tokens)
+            cache.begin(CHUNK)
+            attend(cache, CHUNK)
+            for layer in range(CONV.num_layers):
+                cache.convolve(layer, both.rows(CHUNK)[:, layer], both.weight[layer])
+            cache.commit(CHUNK)
+    assert outcomes == {"refused", "loaded"}
+    cache.load_state(own)
+
+
+def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
+    both.grow(3 * CHUNK)
+    cache = both.caches[1]
+    own = cache.state()
+    conv = cache.engine._conv
+    for name, value in (
+        ("_newest", conv._newest[:, :1]),
+        ("_newest", conv._newest[:, :, :5]),
+        ("_newest", conv._newest * np.float32(np.nan)),
+        ("_wanted", -1),
+        ("_checkpoints", {0: conv._checkpoints[CHUNK - 1]}),
+        ("_checkpoints", {CONTEXT: conv._checkpoints[CHUNK - 1]}),
+        ("_checkpoints", {CHUNK: conv._checkpoints[CHUNK - 1][:, :1]}),
+    ):
+        before = getattr(conv, name)
+        setattr(conv, name, value)
+        bad = cache.state()
+        setattr(conv, name, before)
+        with pytest.raises(SnapshotError):
+            cache.load_state(bad)
+        assert cache.state() == own
+
+
+def test_equal_contents_have_equal_bytes() -> None:
+    """What was held and is gone leaves nothing in a file."""
+    states: list[bytes] = []
+    for detour in (False, True):
+        with closing(Both(spec().resolved())) as both:
+            both.grow(5)
+            draw, both.draw = both.draw, np.random.default_rng(99)
+            if detour:
+                both.grow(4)
+                both.trim(5)
+                both.add(3)
+                both.rewind(0)
+            both.draw = np.random.default_rng(7)
+            both.grow(30)
+            del draw
+            states.append(both.caches[0].state())
+    assert len(states[0]) == len(states[1])
+    peak = slice(HEADER - 8, HEADER)
+    assert states[0][: peak.start] == states[1][: peak.start]
+    assert states[0][peak.stop :] == states[1][peak.stop :]
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("conv", [CONV, ConvShape(num_layers=10, width=2048, taps=3)])
+@pytest.mark.parametrize("draft_tokens", [1, 8, 96])
+def test_the_library_counts_the_same_bytes(conv: ConvShape, draft_tokens: int) -> None:
+    asked = geometry(SHAPE, PLAN, context_tokens=900, conv=conv, draft_tokens=draft_tokens)
+    for columns in (2, 9):
+        num_bytes = asked.bytes_for_columns(columns)
+        fit, regions = asked.divide(num_bytes)
+        found = native.layout(asked, num_bytes, fit)
+        assert found["regions"] == regions
+        assert found["minimum_bytes"] == asked.minimum_bytes
+    rows = 2 * (2 + CONV_BACK_ROWS) + draft_tokens + 2 * (CONV_CHECKPOINTS + 1)
+    assert regions.conv_rows == conv.num_layers * rows * conv.width * 4

@@ -1,0 +1,278 @@
+"""Sessions of a model most of whose layers convolve: whatever is drafted, forgotten, saved or gone
+back to, the answers are those of decoding one token after the other."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvq import native
+from kvq.errors import BackendError, BundleError, UnsupportedModelError, UsageError
+from kvq.reference_linear import BlockFormat
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_runtime.backends import Mode
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
+from kvq_runtime.graph_check import check_graph
+from kvq_runtime.sequence import forward_all
+from kvq_runtime.session import Session
+from kvq_specdraft import drafter_named
+from logits import prompt
+from shelf import Shelf
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+CONTEXT = 700
+GREEDY = Sampling(temperature=0)
+# Two conversations after one system prompt, and a text that shares nothing with them.
+SYSTEM = prompt(150)
+TEXTS = ([*SYSTEM, *prompt(40)], [*SYSTEM, *prompt(25)[::-1]], prompt(310)[::-1])
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def source(shelf: Shelf) -> Path:
+    return shelf.once("source", "lfm2", lambda path: make_checkpoint("lfm2", path))
+
+
+@pytest.fixture(scope="module")
+def bundle(shelf: Shelf, source: Path) -> Path:
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    return shelf.exported(source, options)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    with Engine.open(bundle, threads=1) as opened:
+        yield opened
+
+
+def opened(engine: Engine, **options: Any) -> Session[Any]:
+    wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
+    return engine.session(**wanted | options)
+
+
+def goes_on(session: Session[Any], tokens: int = STEPS) -> list[int]:
+    return [step.token for step in session.generate(tokens, sampling=GREEDY, stop_ids=[])]
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Engine) -> list[list[int]]:
+    """What follows each of `TEXTS`, decoded one by one in sessions of their own."""
+    found = []
+    for text in TEXTS:
+        with opened(engine) as session:
+            session.prefill(text)
+            found.append(goes_on(session))
+    assert len({tuple(one) for one in found}) == len(TEXTS)
+    return found
+
+
+def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
+    """Bit for bit: products do not mix rows, and nothing else does."""
+    assert engine.backend.rows_agree
+    ids, parents = [7, 8, 9, 10, 11, 12], [-1, 0, 0, 2, 1, 3]
+    with opened(engine) as tree, opened(engine) as steps:
+        for session in (tree, steps):
+            session.prefill(TEXTS[0])
+        with tree.sequence.forward(ids, parents) as branch:
+            found = branch.logits.copy()
+        for path in ([0, 1, 4], [0, 2, 3, 5]):
+            for row in path:
+                with steps.sequence.forward([ids[row]]) as branch:
+                    np.testing.assert_array_equal(branch.logits[0], found[row])
+                    branch.commit([0])
+            steps.rollback(len(path))
+        # A committed path goes on as if it had been decoded.
+        with tree.sequence.forward(ids, parents) as branch:
+            branch.commit([0, 2, 3])
+        steps.sequence.append([7, 9, 10])
+        steps.sequence.advance(1)
+        assert goes_on(tree) == goes_on(steps)
+
+
+@pytest.mark.parametrize("name", ["reference", "float"])
+def test_other_backends_answer_alike(
+    bundle: Path, engine: Engine, answers: list[list[int]], name: str
+) -> None:
+    with Engine.open(bundle, threads=1, backend=name) as other, opened(other) as session:
+        session.prefill(TEXTS[0])
+        with opened(engine) as ours:
+            ours.prefill(TEXTS[0])
+            for token in answers[0][:6]:
+                found, wanted = (one.sequence._logits for one in (session, ours))
+                assert np.abs(found - wanted).std() < 0.1 * wanted.std()
+                for one in (session, ours):
+                    one.sequence.append([token])
+                    one.sequence.advance()
+        before = session.sequence._logits
+        with session.sequence.forward([1, 2, 3], [-1, 0, 0]) as branch:
+            found = branch.logits[2]
+            branch.commit([0, 2])
+        session.rollback(2)
+        session.sequence.append([1, 3])
+        session.sequence.advance()
+        np.testing.assert_allclose(session.sequence._logits, found, atol=1e-3)
+        session.rollback(2)
+        session.sequence.advance()
+        np.testing.assert_allclose(session.sequence._logits, before, atol=1e-3)
+
+
+def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
+    """One round: a guess that is right for some tokens, alone or as a branch of a tree, checked."""
+    good = [*right[: int(draw.integers(5))]]
+    ids, parents = list(good), list(range(-1, len(good) - 1))
+    for _ in range(int(draw.integers(4))):
+        parents.append(int(draw.integers(-1, len(ids))))
+        ids.append(int(draw.integers(300)))
+    if not ids:
+        return
+    with session.sequence.forward(ids, parents) as branch:
+        kept = int(draw.integers(len(good) + 1))
+        assert branch.logits[: len(good)].argmax(axis=1).tolist() == [*right[1 : 1 + len(good)]]
+        branch.commit(range(kept))
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_random_traces_answer_as_plain_decoding_does(
+    engine: Engine, answers: list[list[int]], tmp_path: Path, part: int
+) -> None:
+    for seed in range(20 * part, 20 * part + 20):
+        draw = np.random.default_rng(seed)
+        session = opened(engine)
+        for _ in range(6):
+            which = int(draw.integers(len(TEXTS)))
+            text, answer = TEXTS[which], answers[which]
+            session.align(text)
+            while session.sequence.due():
+                session.sequence.advance(int(draw.integers(1, 64)))
+            done = 0
+            while done < STEPS - 8:
+                match int(draw.integers(6)):
+                    case 0:
+                        step = goes_on(session, 1)
+                        assert step == [answer[done]], (seed, done)
+                    case 1 | 2:
+                        drafted(session, answer[done:], draw)
+                    case 3:
+                        session.rollback(int(draw.integers(done + 1)))
+                    case 4:
+                        session.save(tmp_path / "one")
+                        session.close()
+                        session = opened(engine)
+                        session.load(tmp_path / "one")
+                    case _:
+                        break
+                while session.sequence.due():
+                    session.sequence.advance()
+                done = len(session.tokens) - len(text)
+                assert list(session.tokens[len(text) :]) == answer[:done], seed
+                cache = session.sequence.cache
+                assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
+        session.close()
+
+
+def test_a_prefix_is_computed_again_once(engine: Engine, answers: list[list[int]]) -> None:
+    with opened(engine) as session:
+        session.prefill(TEXTS[0])
+        assert goes_on(session) == answers[0]
+        # The prompt's end is a place that is remembered; the system prompt's end is from then on.
+        session.rollback(STEPS)
+        assert len(session.sequence.due()) == 1
+        assert session.align(TEXTS[1]) == 127
+        assert goes_on(session) == answers[1]
+        assert session.align(TEXTS[0]) == len(SYSTEM)
+        assert goes_on(session) == answers[0]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "lookup", "suffix", "recycle", "quantspec"])
+def test_drafters_change_nothing(engine: Engine, answers: list[list[int]], drafter: str) -> None:
+    for kv in ("fp", "8:8"):
+        with (
+            opened(engine, kv=kv) as plain,
+            opened(engine, kv=kv, draft=lambda: drafter_named(drafter)) as session,
+        ):
+            for text in TEXTS:
+                wanted = []
+                for one in (plain, session):
+                    one.align(text)
+                    wanted.append(goes_on(one))
+                assert wanted[0] == wanted[1]
+                assert kv != "fp" or wanted[0] == answers[TEXTS.index(text)]
+
+
+def test_several_sequences_share_a_pass(engine: Engine) -> None:
+    sessions = [opened(engine) for _ in TEXTS]
+    for session, text in zip(sessions, TEXTS, strict=True):
+        session.prefill(text)
+    works = [session.sequence.branch() for session in sessions]
+    branches = [work.__enter__() for work in works]
+    passes = [
+        branch.extend([5, 6, 7][:count]) for branch, count in zip(branches, (2, 1, 3), strict=True)
+    ]
+    together = [one.logits for one in forward_all([next(one) for one in passes])]
+    for work in works:
+        work.__exit__(None, None, None)
+    for session, count, found in zip(sessions, (2, 1, 3), together, strict=True):
+        with session.sequence.forward([5, 6, 7][:count]) as branch:
+            np.testing.assert_array_equal(branch.logits, found)
+        session.close()
+
+
+def test_an_edit_computes_what_follows_again(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = [*TEXTS[2][:200], 3, 4, 5, *TEXTS[2][207:]]
+    caplog.set_level("INFO", logger="kvq_runtime")
+    with opened(engine, edits=True) as session, opened(engine) as fresh:
+        session.prefill(TEXTS[2])
+        session.align(new, edits=True)
+        assert session.sequence.edit_counts.recomputed_edits == 1
+        assert "convolutions remember" in caplog.text
+        assert session.sequence.staleness.stale == 0
+        fresh.prefill(new)
+        assert goes_on(session) == goes_on(fresh)
+
+
+def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
+    with opened(engine, kv="4:4") as roomy:
+        least = roomy.sequence.cache.arena.spec.minimum_bytes
+    with opened(engine, kv="4:4", kv_budget=least + 20_000) as session:
+        session.prefill([*TEXTS[2], *TEXTS[0]])
+        assert session.stats().kv_bytes_peak <= least + 20_000
+        assert len(goes_on(session)) == STEPS
+        session.rollback(30)
+        assert len(goes_on(session)) == STEPS
+
+
+def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    config, path = opened.config, opened.model_path
+    formats = {"linear": "kvq", "format_of": lambda name: opened.form(name).format}
+    check_graph(path, config, **formats)
+    one = BlockFormat(bits=8, block=64)
+    for change in ({3: config.layers[2]}, {2: config.layers[3]}):
+        layers = tuple(change.get(index, layer) for index, layer in enumerate(config.layers))
+        other = dataclasses.replace(config, layers=layers)
+        with pytest.raises(BundleError, match="does not compute the model"):
+            check_graph(path, other, linear="kvq", format_of=lambda name: one)
+
+
+def test_what_convolutions_cannot_do_is_refused_by_name(
+    engine: Engine, source: Path, tmp_path: Path
+) -> None:
+    for mode in (Mode(skipped=(1,)), Mode(predicted=(3, 4))):
+        with pytest.raises(BackendError, match="lfm2 model cannot be left out"):
+            engine.backend.check_mode(mode)
+    with pytest.raises(BackendError, match="cannot be left out"):
+        opened(engine, draft=lambda: drafter_named("skip"))
+    for options in (ExportOptions(predict="2"), ExportOptions(predict_with=tmp_path)):
+        with pytest.raises(UsageError, match="predict is of models whose layers are"):
+            export_model(source, tmp_path / "predicting", options)
+    with pytest.raises(UnsupportedModelError, match="not of lfm2"):
+        export_model(source, tmp_path / "gguf", ExportOptions(format="gguf"))
