@@ -164,10 +164,12 @@ def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The word of `known` that `word` may have meant, as a question, or nothing."""
+    """The word of `known` that `word` begins or is near to, as a question, or nothing."""
     from difflib import get_close_matches
 
-    found = get_close_matches(word, list(known), n=1)
+    words = list(known)
+    begun = [one for one in words if word and one.startswith(word)]
+    found = begun or get_close_matches(word, words, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
